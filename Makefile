@@ -1,0 +1,54 @@
+# Everything runs in .venv, which the first target that needs it makes.
+# `make help` lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN := $(VENV)/bin
+# One stamp for each extra: reinstalled only when the metadata or the pins change.
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
+	@echo "make test    run the tests"
+	@echo "make check   ruff, ruff format --check, mypy and import-linter"
+	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
+	@echo "make clean   remove .venv, caches and build outputs"
+	@echo "ARGS=... goes to the program that a target runs: make test ARGS='-k slots -x'"
+
+demo: $(STAMP)-examples
+	@$(BIN)/python examples/train_digits.py $(ARGS)
+
+test: $(STAMP)-test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)-test
+	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "shmloader needs Python 3.11 or later; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(STAMP)-%: pyproject.toml constraints.txt $(VENV)/.created
+	@echo "Installing shmloader[$*] into $(VENV) (the first time this takes minutes: torch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[$*]'
+	@touch $@

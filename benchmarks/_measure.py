@@ -1,0 +1,311 @@
+"""Measure one loader on one workload, in this process, and print the figures as JSON.
+
+``throughput.py`` starts this file in a fresh process for each run; it can be started
+by hand too, beneath a profiler for instance::
+
+    python benchmarks/_measure.py shmloader a --seconds 10
+
+A run is: make the samples, take the content hash in a pass of its own, start the
+loader, warm up, then consume for a fixed time. The consumer is the process's main
+thread; "workers" are all its child processes.
+
+Assumes: Linux (``/proc``), the fork start method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import multiprocessing as mp
+import os
+import resource
+import time
+import timeit
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+import torch
+from _workloads import (
+    WORKLOADS,
+    Batch,
+    ContentHash,
+    Samples,
+    Workload,
+    byte_count,
+    smallest,
+    stacker,
+    touch,
+)
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Barrier
+
+LOADERS = ("shmloader", "torch", "ceiling")
+
+# Twice what two workers hold ahead by default (prefetch_factor 2), plus some: every
+# slot or segment has been written at least once.
+_WARMUP_BATCHES = 12
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run measured. Names carry the unit; None is "does not apply".
+
+    Attributes:
+        batches: Batches in the timed part.
+        elapsed_s: Wall time of the timed part.
+        batch_bytes: Bytes of one batch's tensors.
+        main_cpu_s: CPU time of the consuming process, all its threads.
+        workers_cpu_s: CPU time of all worker processes.
+        others_cpu_s: CPU time that the machine spent on anything else meanwhile: a run
+            with much of it was disturbed.
+        minor_faults: Minor page faults, consumer and workers.
+        first_batch_s: From before the loader is made until its first batch is here.
+        touch_us: What the consumer's own read of one batch costs, part of main_cpu_s.
+        content_hash: Digest of the first batches.
+    """
+
+    batches: int
+    elapsed_s: float
+    batch_bytes: int
+    main_cpu_s: float | None
+    workers_cpu_s: float
+    others_cpu_s: float
+    minor_faults: int
+    first_batch_s: float | None
+    touch_us: float | None
+    content_hash: str
+
+
+class _Usage(NamedTuple):
+    """CPU seconds and minor faults of one process since it started."""
+
+    cpu_s: float
+    minor_faults: int
+
+    @classmethod
+    def of_self(cls) -> _Usage:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.process_time(), usage.ru_minflt)
+
+    @classmethod
+    def of_pid(cls, pid: int) -> _Usage:
+        # The second field, the name, may hold spaces: count from its closing bracket.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        minflt, utime, stime = int(fields[7]), int(fields[11]), int(fields[12])
+        return cls((utime + stime) / _TICKS_PER_S, minflt)
+
+
+def _usage_of_workers() -> dict[int, _Usage]:
+    return {
+        child.pid: _Usage.of_pid(child.pid) for child in psutil.Process().children(recursive=True)
+    }
+
+
+def _cpu_s_of_machine() -> float:
+    """Return the time all cores were not idle, that stolen by a hypervisor included."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.irq + times.softirq + times.steal + times.nice)
+
+
+def _consume(
+    batches: Iterator[Batch], seconds: float, at_least: int, clock_stride: int
+) -> tuple[int, float]:
+    """Touch batches for so many seconds and so many batches; return both."""
+    count = 0
+    start = time.perf_counter()
+    deadline = start + seconds
+    for batch in batches:
+        touch(batch)
+        count += 1
+        if count % clock_stride == 0 and count >= at_least and time.perf_counter() >= deadline:
+            return count, time.perf_counter() - start
+    raise RuntimeError(f"the loader ended after {count} batches, in the middle of the data set")
+
+
+def _touch_us(batch: Batch) -> float:
+    repeats = 100
+    return min(timeit.repeat(lambda: touch(batch), number=repeats, repeat=5)) / repeats * 1e6
+
+
+def measure_loader(module: str, work: Workload, worker_count: int, seconds: float) -> Figures:
+    """Run ``module.DataLoader`` with default collate and persistent workers.
+
+    Args:
+        module: Name of the module that holds the DataLoader.
+        work: What to load.
+        worker_count: num_workers.
+        seconds: Length of the timed part.
+
+    Returns:
+        The figures of this run.
+    """
+    make_loader = importlib.import_module(module).DataLoader
+    dataset = Samples(work)
+    options = {
+        "batch_size": work.batch_size,
+        "num_workers": worker_count,
+        "multiprocessing_context": "fork",
+    }
+
+    content = ContentHash()
+    for batch in make_loader(dataset.first(work.batch_size * work.hash_batches), **options):
+        content.add(batch)
+    batch_bytes = byte_count(batch)
+    touch_us = _touch_us(batch)
+    del batch
+
+    start = time.perf_counter()
+    loader = make_loader(dataset, persistent_workers=True, **options)
+    batches = iter(loader)
+    touch(next(batches))
+    first_batch_s = time.perf_counter() - start
+    _consume(batches, min(0.3, seconds), _WARMUP_BATCHES, work.clock_stride)
+
+    machine_before = _cpu_s_of_machine()
+    workers_before, main_before = _usage_of_workers(), _Usage.of_self()
+    count, elapsed_s = _consume(batches, seconds, 1, work.clock_stride)
+    main_after, workers_after = _Usage.of_self(), _usage_of_workers()
+    machine_cpu_s = _cpu_s_of_machine() - machine_before
+
+    unused = _Usage(0.0, 0)
+    workers = [
+        (after, workers_before.get(pid, unused)) for pid, after in sorted(workers_after.items())
+    ]
+    main_cpu_s = main_after.cpu_s - main_before.cpu_s
+    workers_cpu_s = sum(after.cpu_s - before.cpu_s for after, before in workers)
+    return Figures(
+        batches=count,
+        elapsed_s=elapsed_s,
+        batch_bytes=batch_bytes,
+        main_cpu_s=main_cpu_s,
+        workers_cpu_s=workers_cpu_s,
+        others_cpu_s=max(0.0, machine_cpu_s - main_cpu_s - workers_cpu_s),
+        minor_faults=main_after.minor_faults
+        - main_before.minor_faults
+        + sum(after.minor_faults - before.minor_faults for after, before in workers),
+        first_batch_s=first_batch_s,
+        touch_us=touch_us,
+        content_hash=content.hexdigest(),
+    )
+
+
+def _stack_until(
+    work: Workload,
+    dataset: Samples,
+    seconds: float,
+    batch_numbers: Iterator[int],
+    start: Barrier,
+    results: Connection,
+) -> None:
+    """Run one process of the ceiling: warm up, wait for the others, stack, report."""
+    torch.set_num_threads(1)  # as in a torch worker
+    stack = stacker(work, dataset)
+    for number in range(_WARMUP_BATCHES):
+        stack(number)
+    start.wait()
+    before = _Usage.of_self()
+    began = time.perf_counter()
+    deadline = began + seconds
+    for count, number in enumerate(batch_numbers, start=1):
+        stack(number)
+        if count % work.clock_stride == 0 and time.perf_counter() >= deadline:
+            break
+    elapsed_s = time.perf_counter() - began
+    after = _Usage.of_self()
+    results.send(
+        (count, elapsed_s, after.cpu_s - before.cpu_s, after.minor_faults - before.minor_faults)
+    )
+
+
+def measure_ceiling(work: Workload, worker_count: int, seconds: float) -> Figures:
+    """Run as many processes that stack into resident buffers and do nothing else.
+
+    Nothing is sent, no index is drawn and nobody consumes: what a loader with this
+    many workers cannot exceed while its workers alone are the limit.
+
+    Args:
+        work: What to stack.
+        worker_count: Number of processes.
+        seconds: Length of the timed part, which starts at a barrier.
+
+    Returns:
+        The figures of this run, of all processes together.
+    """
+    dataset = Samples(work)
+    content = ContentHash()
+    stack = stacker(work, dataset)
+    for number in range(work.hash_batches):
+        content.add(stack(number))
+    batch_bytes = byte_count(stack(0))
+    del stack
+
+    context = mp.get_context("fork")
+    start = context.Barrier(worker_count + 1)
+    pipes = [context.Pipe(duplex=False) for _ in range(worker_count)]
+    processes = [
+        context.Process(
+            target=_stack_until,
+            args=(work, dataset, seconds, itertools.count(first, worker_count), start, sender),
+            daemon=True,
+        )
+        for first, (_, sender) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    start.wait()
+    machine_before = _cpu_s_of_machine()
+    results = [receiver.recv() for receiver, _ in pipes]
+    machine_cpu_s = _cpu_s_of_machine() - machine_before
+    for process in processes:
+        process.join()
+    workers_cpu_s = sum(cpu_s for _, _, cpu_s, _ in results)
+    return Figures(
+        batches=sum(count for count, *_ in results),
+        elapsed_s=max(elapsed_s for _, elapsed_s, *_ in results),
+        batch_bytes=batch_bytes,
+        main_cpu_s=None,
+        workers_cpu_s=workers_cpu_s,
+        others_cpu_s=max(0.0, machine_cpu_s - workers_cpu_s),
+        minor_faults=sum(faults for *_, faults in results),
+        first_batch_s=None,
+        touch_us=None,
+        content_hash=content.hexdigest(),
+    )
+
+
+def main() -> None:
+    """Measure what the command line names; the result is the last line of stdout."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("loader", choices=LOADERS)
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--samples", type=int, help="different samples held in memory")
+    parser.add_argument("--smallest", action="store_true")
+    options = parser.parse_args()
+
+    work = WORKLOADS[options.workload]
+    if options.smallest:
+        work = smallest(work)
+    if options.samples is not None:
+        work = replace(work, sample_count=options.samples)
+    if options.loader == "ceiling":
+        figures = measure_ceiling(work, options.workers, options.seconds)
+    else:
+        module = {"torch": "torch.utils.data"}.get(options.loader, options.loader)
+        figures = measure_loader(module, work, options.workers, options.seconds)
+    print(json.dumps(asdict(figures)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

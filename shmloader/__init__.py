@@ -1,0 +1,43 @@
+"""A batch loader for PyTorch whose batches never leave shared memory.
+
+``from shmloader import DataLoader`` is a drop-in for ``torch.utils.data.DataLoader``.
+
+The layers; imports run downward only::
+
+    fronts      what users see: loaders and their iterators
+    stages      what happens to a batch after the engine: pinning
+    engine      an ordered, bounded, parallel map; the way of one batch is drawn there
+    workers     processes that load, and how they start and end
+    memory      shared-memory slots, and how batches get in and out
+    sampling    index batches
+    messages    what crosses between processes
+    options, errors
+"""
+
+from torch.utils.data import get_worker_info
+
+from shmloader.errors import (
+    ClosedLoaderError,
+    InternalError,
+    LoaderTimeoutError,
+    SharedMemoryError,
+    ShmloaderError,
+    WorkerDiedError,
+)
+from shmloader.fronts.dataloader import DataLoader
+from shmloader.memory.collate import empty
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClosedLoaderError",
+    "DataLoader",
+    "InternalError",
+    "LoaderTimeoutError",
+    "SharedMemoryError",
+    "ShmloaderError",
+    "WorkerDiedError",
+    "__version__",
+    "empty",
+    "get_worker_info",
+]

@@ -1,0 +1,77 @@
+"""The slots' memory in the main process: made when first needed, lent, trimmed, unmapped.
+
+States and counts are the scheduler's (:mod:`shmloader.engine.slots`); this is their body.
+"""
+
+from shmloader.memory.lease import LeaseBook
+from shmloader.memory.slot import Slot
+
+# A slot gives memory back when it holds this much more than recent batches needed.
+_TRIM_FACTOR = 2
+_TRIM_BYTES = 16 << 20
+# Looked at once in so many batches, and a batch's need is forgotten at this rate.
+_TRIM_EVERY = 32
+_RECENT_DECAY = 0.9
+
+
+class Arena:
+    """Owner of one engine's slots. Only the engine's thread calls it, but for ``close``.
+
+    Args:
+        slot_bytes: Length of each slot: all that a batch may take.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.leases = LeaseBook()
+        self._slot_bytes = slot_bytes
+        self._slots: dict[int, Slot] = {}
+        self._touched: dict[int, int] = {}
+        self._recent_bytes = 0.0
+        self._batches = 0
+
+    def __getitem__(self, slot_id: int) -> Slot:
+        """The slot of this number, made now if it is new."""
+        slot = self._slots.get(slot_id)
+        if slot is None:
+            slot = self._slots[slot_id] = Slot.create(self._slot_bytes)
+            # Where address space is limited, the others need not try for more.
+            self._slot_bytes = slot.nbytes
+        return slot
+
+    def note_use(self, slot_id: int, used_bytes: int) -> None:
+        """A batch has taken so many bytes of a slot."""
+        self._touched[slot_id] = max(self._touched.get(slot_id, 0), used_bytes)
+        self._recent_bytes = max(self._recent_bytes, used_bytes)
+        self._batches += 1
+
+    @property
+    def wants_trim(self) -> bool:
+        """Whether it is time to look for slots that hold too much."""
+        return self._batches >= _TRIM_EVERY
+
+    def trim(self, free_ids: list[int]) -> None:
+        """Give back what free slots hold far above what recent batches needed."""
+        self._batches = 0
+        keep = int(self._recent_bytes)
+        self._recent_bytes *= _RECENT_DECAY
+        for slot_id in free_ids:
+            if self._touched.get(slot_id, 0) > _TRIM_FACTOR * keep + _TRIM_BYTES:
+                self._slots[slot_id].give_back(keep)
+                self._touched[slot_id] = keep
+
+    def retire(self, slot_id: int) -> None:
+        """Let go of a slot that must not be filled again; its memory lives while it is seen."""
+        self._touched.pop(slot_id, None)
+        slot = self._slots.pop(slot_id, None)
+        if slot is not None:
+            slot.close()
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of all slots that were written since they were made or trimmed."""
+        return sum(self._touched.values())
+
+    def close(self) -> None:
+        """Unmap all slots, but for what lives under the user's views. May be called again."""
+        for slot_id in list(self._slots):
+            self.retire(slot_id)

@@ -1,0 +1,467 @@
+"""Acts on what the scheduler decides: sends tasks, takes answers, builds batches.
+
+Runs on the thread that calls ``next_batch``, and only then. While the user trains, workers go
+on with the tasks they have, and their answers wait in the sockets.
+"""
+
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from shmloader.engine.arena import Arena
+from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.slots import SlotState
+from shmloader.errors import (
+    ClosedLoaderError,
+    InternalError,
+    LoaderTimeoutError,
+    SharedMemoryError,
+    WorkerDiedError,
+)
+from shmloader.memory.codec import PickledLayout, decode, lends
+from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.slot import Slot
+from shmloader.messages import (
+    INLINE_BYTES,
+    BatchDone,
+    BatchFailed,
+    DropSlot,
+    EpochStarted,
+    NewSlot,
+    Spilled,
+    StartEpoch,
+    StreamEnded,
+    Task,
+    pack,
+    unpack,
+)
+from shmloader.workers.pool import Pool
+from shmloader.workers.remote_error import RemoteError
+
+_SIGBUS_HINT = (
+    "It is possible that dataloader's workers are out of shared memory. "
+    "Please try to raise your shared memory limit. "
+)
+
+
+class _PickledReader:
+    """Reader of a batch that took the general way."""
+
+    def __init__(self, layout: PickledLayout) -> None:
+        self._layout = layout
+        self.lends = lends(layout)
+
+    def read(self, slot_id: int, slot: Slot, lease: object | None) -> object:
+        """Build the batch; see :func:`decode`."""
+        del slot_id
+        return decode(self._layout, slot, lease)
+
+    def forget_slot(self, slot_id: int) -> None:
+        """Nothing is kept."""
+
+
+class _Batch:
+    """An answer: a batch in its slot."""
+
+    __slots__ = ("is_kept", "reader")
+
+    def __init__(self, reader: "FlatReader | _PickledReader", *, is_kept: bool) -> None:
+        self.reader = reader
+        self.is_kept = is_kept
+
+
+class _Failure:
+    """An answer: an exception of the user's code."""
+
+    __slots__ = ("error", "is_kept")
+
+    def __init__(self, error: RemoteError, *, is_kept: bool) -> None:
+        self.error = error
+        self.is_kept = is_kept
+
+
+class _Death:
+    """An answer: the worker died before it gave one."""
+
+    __slots__ = ("exit_code", "pid")
+
+    def __init__(self, pid: int, exit_code: int | None) -> None:
+        self.pid = pid
+        self.exit_code = exit_code
+
+
+class Engine:
+    """Batches of one iterator, epoch after epoch.
+
+    Args:
+        pool: Its workers; the engine owns it from now on.
+        worker_count: How many they are.
+        window: Most tickets in flight.
+        lend_limit: Most batches lent at once.
+        slot_bytes: Length of each slot.
+        in_order: Whether batches come in the sampler's order.
+        timeout_s: Longest wait for a batch; 0 for ever.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        worker_count: int,
+        window: int,
+        lend_limit: int,
+        slot_bytes: int,
+        in_order: bool,
+        timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._worker_count = worker_count
+        self._window = window
+        self._timeout_s = timeout_s
+        self._scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
+        self._arena = Arena(slot_bytes)
+        self._readers: list[FlatReader | _PickledReader | None] = [None] * worker_count
+        # Slots that each worker has mapped.
+        self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
+        self._draw: Callable[[], object] = iter(()).__next__
+        self._ready_workers = 0
+        self._closed_by: BaseException | None = None
+        self._is_closed = False
+
+    # Epochs ------------------------------------------------------------------------------
+
+    def start(self, tickets: Iterator[object]) -> None:
+        """Begin the first epoch.
+
+        Args:
+            tickets: The sampler's index batches; drawn on the thread that calls us.
+        """
+        self._draw = tickets.__next__
+        self._prime()
+
+    def restart(self, tickets: Iterator[object]) -> None:
+        """Begin a further epoch with the same workers.
+
+        What was in flight is waited for and thrown away: the workers load it anyway, as torch's
+        do, so that their random streams are where torch's would be.
+
+        Raises:
+            WorkerDiedError: If a worker is gone. The engine is closed then.
+        """
+        self._check_open()
+        self._scheduler.end_epoch()
+        self._ready_workers = 0
+        message = pack(StartEpoch(self._scheduler.epoch + 1))
+        for worker_id in range(self._worker_count):
+            self._pool.send(worker_id, message)
+        while self._ready_workers < self._worker_count:
+            self._receive_any(None)
+            for worker_id, death in enumerate(self._scheduler.deaths):
+                if isinstance(death, _Death):
+                    self._fail(self._death_error_idle(worker_id, death))
+        self._scheduler.start_epoch()
+        self._draw = tickets.__next__
+        self._prime()
+
+    def _prime(self) -> None:
+        for _ in range(self._window):
+            self._offer()
+
+    # One batch ---------------------------------------------------------------------------
+
+    def next_batch(self) -> object:
+        """The next batch.
+
+        Raises:
+            StopIteration: At the end of the epoch.
+            WorkerDiedError: If the worker that had it is dead. The engine is closed then.
+            LoaderTimeoutError: If it did not come in time; nothing is lost.
+            ClosedLoaderError: After ``close()``.
+            Exception: The user's own, from the dataset or collate; the batch is lost, the next
+                call gives the next one.
+        """
+        scheduler = self._scheduler
+        deadline: float | None = None
+        while True:
+            ticket = scheduler.take_next()
+            if ticket is not None:
+                return self._hand_over(ticket)
+            self._check_open()
+            awaited = scheduler.awaited()
+            if awaited is not None:
+                # Most often it is here already, which spares us asking for events.
+                data = self._pool.receive(awaited.worker_id)
+                if data is not None:
+                    self._take(awaited.worker_id, data)
+                    continue
+            elif scheduler.is_exhausted:
+                raise StopIteration
+            if deadline is None and self._timeout_s > 0:
+                deadline = time.monotonic() + self._timeout_s
+            self._receive_any(deadline)
+
+    def _hand_over(self, ticket: Ticket) -> object:
+        """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
+        if self._arena.leases.has_returns:
+            self._collect_returns()
+        answer = ticket.answer
+        if type(answer) is _Batch:
+            try:
+                return self._build(ticket, answer)
+            finally:
+                self._offer()
+        if type(answer) is _Failure:
+            self._settle(ticket, is_kept=answer.is_kept)
+            self._offer()
+            answer.error.reraise(self._whereabouts(ticket))
+        if type(answer) is _Death:
+            self._settle(ticket, is_kept=False)
+            self._fail(self._death_error(ticket, answer))
+        raise InternalError(f"an answer of unknown type: {answer!r}")
+
+    def _build(self, ticket: Ticket, answer: _Batch) -> object:
+        reader = answer.reader
+        slot_id = ticket.slot_id
+        slot = self._arena[slot_id]
+        if reader.lends and self._scheduler.may_lend:
+            self._scheduler.delivered(ticket, SlotState.LENT)
+            lease = self._arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
+            return reader.read(slot_id, slot, lease)
+        try:
+            return reader.read(slot_id, slot, None)
+        finally:
+            self._settle(ticket, is_kept=answer.is_kept)
+
+    def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
+        """A ticket's slot is done with, nothing of it is lent."""
+        if is_kept:
+            self._scheduler.delivered(ticket, SlotState.RETIRED)
+            self._retire(ticket.slot_id)
+        else:
+            self._scheduler.delivered(ticket, SlotState.FREE)
+
+    def _collect_returns(self) -> None:
+        for slot_id, is_clean in self._arena.leases.collect():
+            if not self._scheduler.slot_returned(slot_id, clean=is_clean):
+                self._retire(slot_id)
+        if self._arena.wants_trim:
+            self._arena.trim(self._scheduler.slots.free_ids)
+
+    def _retire(self, slot_id: int) -> None:
+        for worker_id, mapped in enumerate(self._mapped):
+            if slot_id in mapped:
+                mapped.remove(slot_id)
+                self._pool.send(worker_id, pack(DropSlot(slot_id)))
+        for reader in self._readers:
+            if reader is not None:
+                reader.forget_slot(slot_id)
+        self._arena.retire(slot_id)
+
+    # Tickets out -------------------------------------------------------------------------
+
+    def _offer(self) -> None:
+        """Draw one index batch and send it to a worker."""
+        try:
+            indices = self._draw()
+        except StopIteration:
+            return
+        ticket = self._scheduler.offer(indices)
+        if ticket is None or ticket.answer is not None:
+            return
+        worker_id, slot_id = ticket.worker_id, ticket.slot_id
+        if slot_id not in self._mapped[worker_id]:
+            self._introduce(worker_id, slot_id)
+        data = pack(Task(ticket.seq, self._scheduler.epoch, slot_id, indices))
+        if len(data) > INLINE_BYTES:
+            data = self._spill(ticket, indices)
+        self._pool.send(worker_id, data)
+
+    def _introduce(self, worker_id: int, slot_id: int) -> None:
+        """Let a worker map a slot that it does not know yet."""
+        try:
+            slot = self._arena[slot_id]
+        except OSError as error:
+            self._fail(
+                OSError(
+                    error.errno,
+                    f"Too many open files, or no memory, for a further slot of shared memory "
+                    f"({error.strerror}). Please increase the limit using `ulimit -n` in the "
+                    "shell, or lower num_workers or prefetch_factor.",
+                )
+            )
+        except SharedMemoryError as error:
+            self._fail(error)
+        self._mapped[worker_id].add(slot_id)
+        self._pool.send(worker_id, pack(NewSlot(slot_id, slot.nbytes)), slot.fileno())
+
+    def _spill(self, ticket: Ticket, indices: object) -> bytes:
+        """Put a long index list into the ticket's slot; returns the message that says so."""
+        body = pickle.dumps(indices, pickle.HIGHEST_PROTOCOL)
+        slot = self._arena[ticket.slot_id]
+        if len(body) > slot.nbytes:
+            self._fail(
+                SharedMemoryError(
+                    f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
+                    f"{slot.nbytes}: raise shm_size or lower batch_size."
+                )
+            )
+        slot.mapping[: len(body)] = body
+        self._arena.note_use(ticket.slot_id, len(body))
+        spilled = Spilled(0, len(body))
+        return pack(Task(ticket.seq, self._scheduler.epoch, ticket.slot_id, spilled))
+
+    # Answers in --------------------------------------------------------------------------
+
+    def _receive_any(self, deadline: float | None) -> None:
+        """Wait for something to happen, and take note of all that has."""
+        timeout_s = None if deadline is None else deadline - time.monotonic()
+        happened = self._pool.wait(timeout_s)
+        if not happened and deadline is not None and time.monotonic() >= deadline:
+            raise LoaderTimeoutError(self._timeout_text())
+        for worker_id, data in happened:
+            if data is None:
+                death = _Death(self._pool.pid(worker_id), self._pool.exit_code(worker_id))
+                self._scheduler.worker_lost(worker_id, death)
+            else:
+                self._take(worker_id, data)
+
+    def _take(self, worker_id: int, data: bytes) -> None:
+        """Take note of a worker's message."""
+        message = unpack(data)
+        if type(message) is BatchDone:
+            seq, epoch, layout, used_bytes, is_kept = message
+            if layout is not None:
+                self._readers[worker_id] = self._make_reader(seq, layout)
+            reader = self._readers[worker_id]
+            assert reader is not None
+            answer = _Batch(reader, is_kept=is_kept)
+            ticket = self._scheduler.answered(seq, epoch, answer)
+            self._arena.note_use(ticket.slot_id, used_bytes)
+            if ticket.is_dropped and is_kept:
+                self._scheduler.slots.move(ticket.slot_id, SlotState.RETIRED)
+                self._retire(ticket.slot_id)
+        elif type(message) is BatchFailed:
+            self._take_failure(message)
+        elif type(message) is StreamEnded:
+            if self._scheduler.stream_ended(message.seq, message.epoch):
+                self._offer()
+        elif type(message) is EpochStarted:
+            self._ready_workers += 1
+        else:
+            raise InternalError(f"a worker sent {message!r}")
+
+    def _make_reader(self, seq: int, layout: object) -> "FlatReader | _PickledReader":
+        if type(layout) is Spilled:
+            layout = pickle.loads(self._spilled(seq, layout))  # noqa: S301 - from our own child
+        if type(layout) is FlatLayout:
+            return FlatReader(layout)
+        if type(layout) is PickledLayout:
+            return _PickledReader(layout)
+        raise InternalError(f"a layout of unknown type: {layout!r}")
+
+    def _take_failure(self, message: BatchFailed) -> None:
+        data = message.error
+        if not isinstance(data, bytes):
+            data = self._spilled(message.seq, data)
+        error = RemoteError.loads(data)
+        answer = _Failure(error, is_kept=message.kept)
+        ticket = self._scheduler.answered(message.seq, message.epoch, answer)
+        if ticket.is_dropped and message.kept:
+            self._scheduler.slots.move(ticket.slot_id, SlotState.RETIRED)
+            self._retire(ticket.slot_id)
+
+    def _spilled(self, seq: int, where: Spilled) -> bytes:
+        """What a worker has put into the slot of its ticket."""
+        slot = self._arena[self._scheduler.slot_of(seq)]
+        return slot.mapping[where.offset : where.offset + where.nbytes]
+
+    # Ends --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the workers and let go of all memory. May be called again, and from any thread."""
+        self._is_closed = True
+        self._pool.close()
+        self._readers = [None] * self._worker_count
+        self._draw = iter(()).__next__
+        self._arena.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by the user or by a worker's death."""
+        return self._is_closed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedLoaderError(
+                "the iterator is closed"
+                if self._closed_by is None
+                else f"the iterator is closed since: {self._closed_by}"
+            ) from self._closed_by
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Close, and raise."""
+        self._closed_by = error
+        self.close()
+        raise error
+
+    # Words -------------------------------------------------------------------------------
+
+    def _whereabouts(self, ticket: Ticket) -> str:
+        pid = self._pool.pid(ticket.worker_id)
+        return (
+            f"Worker {ticket.worker_id} (pid {pid}) was loading batch {ticket.seq} "
+            f"({describe_indices(ticket.indices)})."
+        )
+
+    def _death_error(self, ticket: Ticket, death: _Death) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"{_end_text(death)}Worker {ticket.worker_id} was loading batch {ticket.seq} "
+            f"({describe_indices(ticket.indices)})."
+        )
+
+    def _death_error_idle(self, worker_id: int, death: _Death) -> WorkerDiedError:
+        return WorkerDiedError(f"{_end_text(death)}Worker {worker_id} had no batch to load.")
+
+    def _timeout_text(self) -> str:
+        text = f"DataLoader timed out after {self._timeout_s:g} seconds."
+        waiting = self._scheduler.awaited()
+        tickets = [waiting] if waiting is not None else self._scheduler.tickets
+        for ticket in tickets:
+            text += (
+                f" Batch {ticket.seq} ({describe_indices(ticket.indices)}) is with worker "
+                f"{ticket.worker_id} (pid {self._pool.pid(ticket.worker_id)})."
+            )
+        return f"{text} No batch is lost: next() may be called again."
+
+
+def _end_text(death: _Death) -> str:
+    """How a worker ended, in torch's words."""
+    code = death.exit_code
+    if code is None:
+        return f"DataLoader worker (pid {death.pid}) exited unexpectedly. "
+    if code < 0:
+        name = signal.strsignal(-code) or f"signal {-code}"
+        text = f"DataLoader worker (pid {death.pid}) is killed by signal: {name}. "
+        return text + _SIGBUS_HINT if -code == signal.SIGBUS else text
+    return (
+        f"DataLoader worker (pid {death.pid}) exited unexpectedly with exit code {code}. "
+        "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better "
+        "error trace. "
+    )
+
+
+def describe_indices(indices: object) -> str:
+    """A batch's indices in a few words."""
+    if not isinstance(indices, list | tuple):
+        return f"index {indices!r}"
+    if len(indices) > 1 and all(isinstance(index, int) for index in indices):
+        first = indices[0]
+        if list(indices) == list(range(first, first + len(indices))):
+            return f"indices {first} to {indices[-1]}"
+    shown = ", ".join(repr(index) for index in indices[:8])
+    if len(indices) > 8:  # noqa: PLR2004 - as many as are shown
+        return f"{len(indices)} indices: {shown}, …"
+    return f"indices {shown}" if indices else "no indices"
+

@@ -1,0 +1,256 @@
+"""Tickets, their order, and their slots. Pure: every decision of the engine is made here.
+
+Invariants (tests cite the numbers):
+    I1  A slot has exactly one holder: free list, worker, reorder buffer, or lease.
+    I2  Only the engine's thread changes the scheduler; others append to a deque.
+    I3  Processes share no lock; every socket has one writer and one reader at each end.
+    I4  Shared memory = the slots' bytes; slots <= window + lend_limit.
+    I5  The loader makes progress whatever the user keeps.
+    I6  A result of an earlier epoch never reaches the user.
+    I7  Batches come in ``seq`` order, each once (in any order with ``in_order=False``).
+    I8  After ``close()`` no process, thread, mapping or descriptor of ours remains, but for
+        mappings under live user tensors.
+    I9  A batch once handed over never changes under the user's eyes, nor in a child that the
+        user's process forks.
+
+One method for each thing that happens; what is to be done about it is what the method returns.
+"""
+
+import collections
+from dataclasses import dataclass
+
+from shmloader.engine.routing import Router
+from shmloader.engine.slots import SlotState, SlotTable
+from shmloader.errors import InternalError
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A unit of work in flight.
+
+    Attributes:
+        seq: Its number in the epoch.
+        worker_id: Who has it.
+        slot_id: Where the batch is to lie.
+        indices: What the sampler gave.
+        answer: What came back; None until then. The scheduler does not look at it.
+        is_dropped: The worker's stream ended before this ticket: nothing will be delivered.
+    """
+
+    seq: int
+    worker_id: int
+    slot_id: int
+    indices: object
+    answer: object = None
+    is_dropped: bool = False
+
+
+class Scheduler:
+    """What is in flight, and what comes next.
+
+    Attributes:
+        epoch: Number of the present epoch, from 0.
+        slots: The slots' states.
+    """
+
+    def __init__(
+        self, worker_count: int, window: int, lend_limit: int, *, in_order: bool
+    ) -> None:
+        """Start with an empty window.
+
+        Args:
+            worker_count: Number of workers.
+            window: Most tickets in flight.
+            lend_limit: Most slots lent at once.
+            in_order: Whether batches are delivered by ``seq``, or as they come.
+        """
+        self.epoch = 0
+        self.slots = SlotTable(window + lend_limit)
+        self._window = window
+        self._lend_limit = lend_limit
+        self._in_order = in_order
+        self._router = Router(worker_count, window, in_order=in_order)
+        self._active = [True] * worker_count
+        self._deaths: list[object] = [None] * worker_count
+        self._in_flight = [0] * worker_count
+        self._tickets: dict[int, Ticket] = {}
+        self._next_seq = 0
+        self._next_delivery = 0
+        self._arrived: collections.deque[Ticket] = collections.deque()
+
+    # What happens ------------------------------------------------------------------------
+
+    def offer(self, indices: object) -> Ticket | None:
+        """A ticket is offered.
+
+        Returns:
+            It with its worker and slot, to be sent; answered already if its worker is lost. None
+            if no worker takes any more.
+        """
+        worker_id = self._router.pick(self._active, self._in_flight)
+        if worker_id is None:
+            return None
+        slot_id = self.slots.take(worker_id)
+        if slot_id is None:
+            raise InternalError("all slots are in use (I5)")
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        ticket = self._tickets[seq] = Ticket(seq, worker_id, slot_id, indices)
+        self._in_flight[worker_id] += 1
+        if self._deaths[worker_id] is not None:
+            # Its place in the order is where the user is told.
+            self.answered(seq, self.epoch, self._deaths[worker_id])
+        return ticket
+
+    def answered(self, seq: int, epoch: int, answer: object) -> Ticket:
+        """A worker has answered a ticket, with a batch or with an error.
+
+        Returns:
+            The ticket. Its slot is FULL; or FREE if nobody wants the answer (I6).
+        """
+        ticket = self._settle(seq, epoch)
+        if ticket.is_dropped:
+            del self._tickets[seq]
+            self.slots.move(ticket.slot_id, SlotState.FREE)
+            return ticket
+        ticket.answer = answer
+        self.slots.move(ticket.slot_id, SlotState.FULL)
+        if not self._in_order:
+            self._arrived.append(ticket)
+        return ticket
+
+    def stream_ended(self, seq: int, epoch: int) -> bool:
+        """A worker's iterable dataset has nothing for this ticket, nor for any later one.
+
+        Returns:
+            Whether a ticket should be offered in its place: at a worker's first such answer.
+        """
+        ticket = self._settle(seq, epoch)
+        del self._tickets[seq]
+        self.slots.move(ticket.slot_id, SlotState.FREE)
+        if not self._active[ticket.worker_id]:
+            return False
+        self._active[ticket.worker_id] = False
+        for other in self._tickets.values():
+            if other.worker_id == ticket.worker_id and other.answer is None:
+                other.is_dropped = True
+        return True
+
+    def worker_lost(self, worker_id: int, death: object) -> None:
+        """A worker is dead, and reaped.
+
+        Args:
+            worker_id: Which.
+            death: The answer to all its tickets, those in flight and those to come.
+        """
+        self._deaths[worker_id] = death
+        for ticket in self.tickets:
+            if ticket.worker_id == worker_id and ticket.answer is None:
+                self.answered(ticket.seq, self.epoch, death)
+
+    @property
+    def deaths(self) -> list[object]:
+        """For each worker, what :meth:`worker_lost` was told; None if it lives."""
+        return list(self._deaths)
+
+    def slot_of(self, seq: int) -> int:
+        """The slot of a ticket in flight."""
+        return self._tickets[seq].slot_id
+
+    def slot_returned(self, slot_id: int, *, clean: bool) -> bool:
+        """A lease has died.
+
+        Args:
+            slot_id: Its slot.
+            clean: False if somebody else may still look at the slot (I9).
+
+        Returns:
+            Whether the slot may be filled again; else it is retired.
+        """
+        self.slots.move(slot_id, SlotState.FREE if clean else SlotState.RETIRED)
+        return clean
+
+    # What comes next ---------------------------------------------------------------------
+
+    def take_next(self) -> Ticket | None:
+        """The next ticket to be delivered, if its answer is here. Its slot stays FULL."""
+        if not self._in_order:
+            if not self._arrived:
+                return None
+            ticket = self._arrived.popleft()
+            del self._tickets[ticket.seq]
+            return ticket
+        while True:
+            ticket = self._first()
+            if ticket is None or ticket.answer is None:
+                return None
+            del self._tickets[ticket.seq]
+            self._next_delivery = ticket.seq + 1
+            return ticket
+
+    def _first(self) -> Ticket | None:
+        """The first ticket in order that will be delivered, answered or not."""
+        seq = self._next_delivery
+        while seq < self._next_seq:
+            ticket = self._tickets.get(seq)
+            if ticket is not None and not ticket.is_dropped:
+                self._next_delivery = seq
+                return ticket
+            seq += 1
+        return None
+
+    def awaited(self) -> Ticket | None:
+        """The ticket that must be answered before anything can be delivered; None if any will."""
+        return self._first() if self._in_order else None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether nothing is left that could be delivered, unless a ticket is offered."""
+        return all(ticket.is_dropped for ticket in self._tickets.values())
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """All tickets in flight, in order."""
+        return list(self._tickets.values())
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether one more batch may be lent, rather than copied out (I4, I5)."""
+        return self.slots.lent_count < self._lend_limit
+
+    def delivered(self, ticket: Ticket, state: SlotState) -> None:
+        """A ticket's batch has been built: its slot is LENT, FREE or RETIRED now."""
+        self.slots.move(ticket.slot_id, state)
+
+    # Epochs ------------------------------------------------------------------------------
+
+    def end_epoch(self) -> None:
+        """Give up what is in flight: answers that are here are freed, others will be (I6)."""
+        for ticket in list(self._tickets.values()):
+            if ticket.answer is None:
+                ticket.is_dropped = True
+            else:
+                del self._tickets[ticket.seq]
+                self.slots.move(ticket.slot_id, SlotState.FREE)
+        self._arrived.clear()
+
+    def start_epoch(self) -> None:
+        """Begin the next epoch. All tickets of the last one have been answered.
+
+        Raises:
+            InternalError: If they have not.
+        """
+        if self._tickets:
+            raise InternalError(f"{len(self._tickets)} tickets of epoch {self.epoch} are in flight")
+        self.epoch += 1
+        self._next_seq = self._next_delivery = 0
+        self._active = [True] * len(self._active)
+        self._router.restart()
+
+    def _settle(self, seq: int, epoch: int) -> Ticket:
+        """The ticket of an answer; it is no longer with its worker."""
+        ticket = self._tickets.get(seq) if epoch == self.epoch else None
+        if ticket is None or ticket.answer is not None:
+            raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
+        self._in_flight[ticket.worker_id] -= 1
+        return ticket

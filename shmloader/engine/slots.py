@@ -1,0 +1,114 @@
+"""States of the slots. Pure: no memory, no process, no clock.
+
+::
+
+    FREE ──▶ FILLING ──▶ FULL ──▶ LENT ──▶ FREE
+                │          └────────────▶ FREE     (everything was copied out)
+                └───────────────────────▶ FREE     (the batch failed, or nobody wants it)
+    any ──▶ RETIRED                                (somebody may look at it for ever)
+
+Rule: a slot has exactly one holder (I1), and every change of state is made here, by the table.
+"""
+
+import enum
+
+from shmloader.errors import InternalError
+
+
+class SlotState(enum.Enum):
+    """Who holds a slot."""
+
+    FREE = "the free list"
+    FILLING = "a worker"
+    FULL = "the reorder buffer"
+    LENT = "a lease"
+    RETIRED = "nobody, for ever"
+
+
+_ALLOWED = {
+    SlotState.FREE: {SlotState.FILLING, SlotState.RETIRED},
+    SlotState.FILLING: {SlotState.FULL, SlotState.FREE, SlotState.RETIRED},
+    SlotState.FULL: {SlotState.LENT, SlotState.FREE, SlotState.RETIRED},
+    SlotState.LENT: {SlotState.FREE, SlotState.RETIRED},
+    SlotState.RETIRED: set[SlotState](),
+}
+
+
+class SlotTable:
+    """All slots of an engine, and which of them are free.
+
+    A slot exists from when it is first needed; there are never more than ``capacity`` that are
+    not retired (I4).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._states: dict[int, SlotState] = {}
+        self._free: list[int] = []
+        self._last_worker: dict[int, int] = {}
+        self._next_id = 0
+        self._lent = 0
+
+    @property
+    def lent_count(self) -> int:
+        """Slots that are lent."""
+        return self._lent
+
+    @property
+    def free_ids(self) -> list[int]:
+        """The free slots."""
+        return list(self._free)
+
+    @property
+    def states(self) -> dict[int, SlotState]:
+        """A copy of all states that are not RETIRED, by slot number."""
+        return dict(self._states)
+
+    def take(self, worker_id: int) -> int | None:
+        """A slot for this worker to fill; None if all are in use.
+
+        Of the free ones, the one that this worker filled last, whose pages it has mapped; else
+        the one that was freed last, whose bytes may still be in a cache.
+        """
+        free = self._free
+        if free:
+            for place in range(len(free) - 1, -1, -1):
+                if self._last_worker.get(free[place]) == worker_id:
+                    slot_id = free.pop(place)
+                    break
+            else:
+                slot_id = free.pop()
+            self._states[slot_id] = SlotState.FILLING
+        elif len(self._states) < self._capacity:
+            slot_id = self._next_id
+            self._next_id += 1
+            self._states[slot_id] = SlotState.FILLING
+        else:
+            return None
+        self._last_worker[slot_id] = worker_id
+        return slot_id
+
+    def move(self, slot_id: int, new: SlotState) -> None:
+        """Change a slot's state.
+
+        Raises:
+            InternalError: If the table does not allow it.
+        """
+        old = self._states.get(slot_id, SlotState.RETIRED)
+        if new not in _ALLOWED[old]:
+            raise InternalError(
+                f"slot {slot_id} is with {old.value} and cannot go to {new.value} (I1)"
+            )
+        if old is SlotState.FREE:
+            self._free.remove(slot_id)
+        if old is SlotState.LENT:
+            self._lent -= 1
+        if new is SlotState.LENT:
+            self._lent += 1
+        if new is SlotState.RETIRED:
+            del self._states[slot_id]
+            self._last_worker.pop(slot_id, None)
+            return
+        self._states[slot_id] = new
+        if new is SlotState.FREE:
+            self._free.append(slot_id)

@@ -1,0 +1,40 @@
+"""Every exception that shmloader raises of its own.
+
+::
+
+    ShmloaderError
+    ├── WorkerDiedError     (RuntimeError)  a worker process ended by itself
+    ├── LoaderTimeoutError  (RuntimeError)  no batch within ``timeout`` seconds; nothing is lost
+    ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have
+    ├── ClosedLoaderError   (RuntimeError)  used after ``close()`` or after a worker died
+    └── InternalError       (RuntimeError)  a bug in shmloader
+
+Wrong arguments raise ``ValueError`` or ``TypeError`` at construction, and an
+exception out of the user's own code keeps its type. Each class also derives from
+the built-in type that torch's loader raises in its place, so that ``except
+RuntimeError`` written for torch goes on working.
+"""
+
+
+class ShmloaderError(Exception):
+    """Base of all exceptions defined by shmloader."""
+
+
+class WorkerDiedError(ShmloaderError, RuntimeError):
+    """A worker process ended by itself: killed by a signal, or by an exit of its own."""
+
+
+class LoaderTimeoutError(ShmloaderError, RuntimeError):
+    """No batch came within ``timeout`` seconds. No batch is lost: ``next()`` may be called again."""
+
+
+class SharedMemoryError(ShmloaderError, MemoryError):
+    """A batch, an index list or an answer does not fit its share of the shared memory."""
+
+
+class ClosedLoaderError(ShmloaderError, RuntimeError):
+    """The loader or the iterator was used after ``close()``, or after a worker died."""
+
+
+class InternalError(ShmloaderError, RuntimeError):
+    """Something that the invariants rule out has happened: a bug in shmloader."""

@@ -1,0 +1,1 @@
+"""What users see: the loaders and their iterators."""

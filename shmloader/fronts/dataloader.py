@@ -1,0 +1,176 @@
+"""``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.utils.data
+from torch.utils.data import Dataset, IterDataPipe, MapDataPipe, Sampler
+
+from shmloader.errors import ClosedLoaderError
+from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
+from shmloader.memory.slot import is_supported
+from shmloader.options import Options, parse_size
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+_UNSUPPORTED = (
+    "shmloader needs Linux 5.3 or newer (memfd and pidfd) for worker processes; this loader runs "
+    "on torch's own workers instead."
+)
+
+
+class DataLoader(torch.utils.data.DataLoader[_T_co]):
+    """A drop-in for ``torch.utils.data.DataLoader`` whose batches lie in shared memory.
+
+    Takes torch's arguments, in torch's order and with torch's meaning, and gives the same
+    batches. Workers collate straight into shared-memory slots that are used again and again; a
+    large tensor of a batch is a view of its slot, which comes back when the last view is
+    dropped. Batches may be kept for as long as one likes: beyond four, they are copied out.
+
+    Args:
+        dataset: As torch's, likewise all that follow but the last.
+        batch_size: Samples in a batch; None for no batching.
+        shuffle: Whether each epoch has an order of its own.
+        sampler: Gives the indices.
+        batch_sampler: Gives lists of indices.
+        num_workers: Worker processes; 0 loads in this process.
+        collate_fn: Makes a batch of samples. ``default_collate``, called from here or from a
+            function of one's own, writes straight into the slot, and so does what writes into
+            :func:`shmloader.empty`.
+        pin_memory: Whether tensors are copied into page-locked memory.
+        drop_last: Whether a last batch that is short is left out.
+        timeout: Seconds to wait for a batch; 0 for ever.
+        worker_init_fn: Called in each worker with its number.
+        multiprocessing_context: A start method's name or a context.
+        generator: Random stream for shuffling and the base seed.
+        prefetch_factor: Batches in flight for each worker; 2 if None.
+        persistent_workers: Whether workers live on after an epoch.
+        pin_memory_device: Deprecated by torch.
+        in_order: Whether batches come in the sampler's order.
+        shm_size: Cap on the shared memory of one iterator: bytes, or text such as ``"512MiB"``.
+            It is cut into equal shares for ``prefetch_factor * num_workers + 4`` slots, and a
+            batch that needs more than its share raises ``SharedMemoryError``. None: no cap.
+
+    Raises:
+        ValueError, TypeError: For arguments that do not fit, in torch's words.
+    """
+
+    def __init__(  # noqa: PLR0913 - torch's signature
+        self,
+        dataset: Dataset[_T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,  # noqa: FBT001 - torch's signature
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        shm_size: int | str | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        if shm_size is not None:
+            parse_size(shm_size, "shm_size")
+        self.shm_size = shm_size
+        self._is_closed = False
+        self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _get_iterator(self) -> Any:
+        """An iterator over a new epoch; torch's ``__iter__`` calls it."""
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            # torch's own, for its graph of data pipes.
+            return super()._get_iterator()
+        if self.num_workers == 0:
+            iterator: Any = InProcessIterator(self)
+        elif not is_supported():
+            warnings.warn(_UNSUPPORTED, RuntimeWarning, stacklevel=2)
+            return super()._get_iterator()
+        else:
+            self.check_worker_number_rationality()
+            iterator = WorkerIterator(self, self._options())
+        self._open_iterators.add(iterator)
+        return iterator
+
+    def _options(self) -> Options:
+        if self.shm_size is None:
+            return Options()
+        return Options(shm_bytes=parse_size(self.shm_size, "shm_size"))
+
+    def __iter__(self) -> Any:
+        """Begin an epoch.
+
+        Raises:
+            ClosedLoaderError: After ``close()``.
+        """
+        if self._is_closed:
+            raise ClosedLoaderError("the loader is closed")
+        if getattr(self._iterator, "is_closed", False):
+            # Its workers died or were ended; the next epoch gets new ones.
+            self._iterator = None
+        return super().__iter__()
+
+    def close(self) -> None:
+        """End all workers of this loader and free its memory. May be called again.
+
+        Batches that were handed over stay as they are. Further ``iter()`` and ``next()`` raise
+        ``ClosedLoaderError``.
+        """
+        self._is_closed = True
+        self._iterator = None
+        for iterator in list(self._open_iterators):
+            iterator.close()
+
+    def __enter__(self) -> Self:
+        """The loader itself; closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what runs: a copy, or a pickle, has no workers."""
+        state = self.__dict__.copy()
+        state["_iterator"] = None
+        del state["_open_iterators"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`__getstate__` gave."""
+        self.__dict__.update(state)
+        self.__dict__["_open_iterators"] = weakref.WeakSet()

@@ -1,0 +1,150 @@
+"""Iterators of a loader: one over worker processes, one in-process.
+
+Both derive from torch's, which reads the loader, warns, draws the base seed and counts what was
+yielded; so the main process's random streams are used as torch uses them.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _SingleProcessDataLoaderIter,
+)
+
+from shmloader.engine.engine import Engine
+from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.options import Options, slot_share
+from shmloader.stages.pin import pin_batch
+from shmloader.workers.fetch import FetchPlan, map_style_stop
+from shmloader.workers.processes import ProcessPool
+
+
+class InProcessIterator(_SingleProcessDataLoaderIter):
+    """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._is_closed = False
+
+    def _next_data(self) -> Any:
+        if self._is_closed:
+            raise closed_error()
+        index = self._next_index()
+        try:
+            data = self._dataset_fetcher.fetch(index)
+        except StopIteration as error:
+            if self._dataset_kind == _DatasetKind.Iterable:
+                raise
+            raise map_style_stop(error) from error
+        if self._pin_memory:
+            data = pin_batch(data, self._pin_memory_device)
+        return data
+
+    def close(self) -> None:
+        """No further batch; may be called again."""
+        self._is_closed = True
+
+
+def closed_error() -> Exception:
+    """The error for an iterator that was closed by the user."""
+    from shmloader.errors import ClosedLoaderError  # noqa: PLC0415
+
+    return ClosedLoaderError("the iterator is closed")
+
+
+class WorkerIterator(_BaseDataLoaderIter):
+    """Batches out of worker processes, through shared memory.
+
+    Used from one thread at a time. Dropped or garbage, it ends its workers and frees its memory,
+    but for what lies under batches that the user holds.
+    """
+
+    def __init__(self, loader: Any, options: Options) -> None:
+        """Start the workers and fill the window."""
+        super().__init__(loader)
+        worker_count, prefetch_factor = loader.num_workers, loader.prefetch_factor
+        if prefetch_factor <= 0:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        window = worker_count * prefetch_factor
+        slot_count = window + options.lend_limit
+        if options.shm_bytes is None:
+            slot_bytes = uncapped_slot_bytes()
+        else:
+            slot_bytes = slot_share(options.shm_bytes, slot_count)
+        self._pool = ProcessPool(
+            loader.multiprocessing_context,
+            worker_count,
+            (loader.dataset, loader.collate_fn, loader.worker_init_fn),
+            FetchPlan(
+                self._dataset_kind == _DatasetKind.Iterable, self._auto_collation, self._drop_last
+            ),
+            self._base_seed,
+        )
+        self._engine = Engine(
+            self._pool,
+            worker_count=worker_count,
+            window=window,
+            lend_limit=options.lend_limit,
+            slot_bytes=slot_bytes,
+            in_order=loader.in_order,
+            timeout_s=loader.timeout,
+        )
+        # Ends the workers when the iterator is garbage, or else at the interpreter's exit.
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._next_batch: Callable[[], Any] = self._engine.next_batch
+        self._is_exhausted = False
+        # As torch does: the sampler is iterated a second time.
+        super()._reset(loader)
+        self._engine.start(self._sampler_iter)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
+        """Begin a further epoch with the same workers (``persistent_workers=True``)."""
+        super()._reset(loader, first_iter)
+        self._is_exhausted = False
+        self._engine.restart(self._sampler_iter)
+
+    def _next_data(self) -> Any:
+        if self._is_exhausted:
+            raise StopIteration
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            self._is_exhausted = True
+            if not self._persistent_workers:
+                self.close()
+            raise
+        if self._pin_memory:
+            return pin_batch(batch, self._pin_memory_device)
+        return batch
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        if self._IterableDataset_len_called is not None or torch.autograd._profiler_enabled():  # noqa: SLF001
+            return super().__next__()
+        batch = self._next_data()
+        self._num_yielded += 1
+        return batch
+
+    def close(self) -> None:
+        """End the workers and free the memory; may be called again."""
+        self._finalizer()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its workers were ended: by ``close``, by exhaustion, or by a worker's death."""
+        return self._engine.is_closed
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The worker processes; read by tools that know torch's iterator."""
+        return self._pool.processes
+
+    def _shutdown_workers(self) -> None:
+        """torch's name for :meth:`close`."""
+        self.close()

@@ -1,0 +1,387 @@
+"""Any picklable batch, as bytes of a slot and a small body; and back.
+
+Pickle protocol 5 does the walking. Tensors and arrays leave the stream by its out-of-band
+buffers: what lies in the slot already is only named, everything else is copied in. The body
+keeps the structure, with the n-th buffer's place in it.
+"""
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, cast
+
+import cloudpickle
+import numpy as np
+import torch
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.slot import Slot, align
+from shmloader.memory.slot_writer import SlotWriter
+
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+# Writable: for a read-only buffer pickle would want a memoryview of what we put in its place.
+_EMPTY = bytearray()
+
+# Start of a storage's span is rounded down to this where views of several dtypes share it.
+_WIDEST_ITEM = 16
+
+
+class Span(NamedTuple):
+    """One buffer in the slot.
+
+    Attributes:
+        offset: From the slot's start, in bytes, a multiple of 64 (but for parts of an array
+            that a collate function put into the slot).
+        nbytes: Its length.
+        first_byte: For a tensor's storage, which of its bytes is the span's first; -1 for a
+            plain buffer.
+    """
+
+    offset: int
+    nbytes: int
+    first_byte: int
+
+
+class PickledLayout(NamedTuple):
+    """Where the parts of a batch lie.
+
+    Attributes:
+        body: The pickle; a Spilled (offset, nbytes) where it lies in the slot itself.
+        spans: The buffers.
+        order: For each out-of-band buffer of the body, in turn, its span.
+    """
+
+    body: "bytes | tuple[int, int]"
+    spans: tuple[Span, ...]
+    order: tuple[int, ...]
+
+
+class _Storage:
+    """What is known of one storage while a batch is encoded."""
+
+    __slots__ = ("end", "index", "itemsizes", "keep", "start", "whole")
+
+    def __init__(self, index: int, keep: torch.UntypedStorage) -> None:
+        self.index = index
+        self.keep = keep  # its address must not be used again meanwhile
+        self.start: int | None = None
+        self.end = 0
+        self.itemsizes: set[int] = set()
+        self.whole = False
+
+    def add(self, start: int, end: int, itemsize: int) -> None:
+        """Note that bytes ``start`` to ``end`` are needed."""
+        self.start = start if self.start is None else min(self.start, start)
+        self.end = max(self.end, end)
+        self.itemsizes.add(itemsize)
+
+
+class _Reducers:
+    """Takes tensors, storages and buffers out of a pickle's stream. Mixed into a Pickler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, buffer_callback=self._out_of_band, **kwargs)
+        self.storages: dict[int, _Storage] = {}
+        self.buffers: list[tuple[int, pickle.PickleBuffer]] = []
+        self.order: list[int] = []
+        self._marks: dict[int, tuple[pickle.PickleBuffer, int]] = {}
+        self._count = 0
+
+    def reduce_torch(self, value: Any) -> Any:
+        """The reduction of a CPU tensor or storage; NotImplemented for the rest."""
+        kind = type(value)
+        if kind in _TENSOR_TYPES:
+            if _is_plain(value):
+                return self._reduce_tensor(value)
+        elif kind is torch.UntypedStorage:
+            if value.device.type == "cpu":
+                storage = self._storage(value)
+                storage.add(0, value.nbytes(), 1)
+                storage.whole = True
+                return rebuild_storage, (self._mark(storage.index),)
+        elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":  # noqa: SLF001
+            return rebuild_typed_storage, (value._untyped_storage, value.dtype)  # noqa: SLF001
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise RuntimeError(
+                "a tensor that requires_grad and is not a leaf cannot leave its process, since "
+                "autograd does not cross processes: detach() it in the dataset or collate_fn"
+            )
+        storage = self._storage(tensor.untyped_storage())
+        item = tensor.element_size()
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        first = tensor.storage_offset()
+        if tensor.numel():
+            last = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            storage.add(first * item, (last + 1) * item, item)
+        return rebuild_tensor, (
+            self._mark(storage.index), tensor.dtype, shape, stride, first,
+            tensor.requires_grad, type(tensor) is torch.nn.Parameter,
+        )  # fmt: skip
+
+    def _storage(self, storage: torch.UntypedStorage) -> _Storage:
+        key = storage.data_ptr() or -id(storage)
+        known = self.storages.get(key)
+        if known is None:
+            known = self.storages[key] = _Storage(self._count, storage)
+            self._count += 1
+        return known
+
+    def _mark(self, index: int) -> pickle.PickleBuffer:
+        """A buffer that stands for span ``index`` in the stream."""
+        mark = pickle.PickleBuffer(_EMPTY)
+        self._marks[id(mark)] = (mark, index)
+        return mark
+
+    def _out_of_band(self, buffer: pickle.PickleBuffer) -> None:
+        mark = self._marks.get(id(buffer))
+        if mark is not None:
+            self.order.append(mark[1])
+        else:
+            self.buffers.append((self._count, buffer))
+            self.order.append(self._count)
+            self._count += 1
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _dispatch_table() -> dict[type, Any]:
+    """multiprocessing's reducers, without torch's: these share a descriptor for each storage."""
+    extra = {
+        kind: reducer
+        for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]  # noqa: SLF001
+        if not reducer.__module__.startswith("torch.")
+    }
+    return {**copyreg.dispatch_table, **extra}
+
+
+class _StandardPickler(_Reducers, pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.dispatch_table = _dispatch_table()
+
+    def reducer_override(self, value: object) -> Any:
+        return self.reduce_torch(value)
+
+
+class _ClosurePickler(_Reducers, cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+
+    def reducer_override(self, value: object) -> Any:
+        reduced = self.reduce_torch(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
+def encode(batch: object, writer: SlotWriter, *, by_value: bool, spill_bytes: int) -> PickledLayout:
+    """Place a batch in the slot of the task in work, and say where each part lies.
+
+    Runs in the worker, once a task. What collate already put into the slot is not copied again.
+
+    Args:
+        batch: Any picklable value.
+        writer: After collate has used it.
+        by_value: Whether cloudpickle may help where pickle cannot name a class or function.
+        spill_bytes: A body longer than this goes into the slot, too.
+
+    Raises:
+        TypeError: If part of the batch cannot be pickled; names that part.
+        SharedMemoryError: If it does not fit the slot.
+    """
+    file = io.BytesIO()
+    pickler: _Reducers = _StandardPickler(file)
+    try:
+        pickler.dump(batch)  # type: ignore[attr-defined]
+    except Exception as error:  # noqa: BLE001 - __reduce__ of the user's objects may raise anything
+        if not by_value:
+            raise _explain(batch, error) from error
+        file = io.BytesIO()
+        pickler = _ClosurePickler(file)
+        try:
+            pickler.dump(batch)  # type: ignore[attr-defined]
+        except Exception as second:  # noqa: BLE001
+            raise _explain(batch, second) from second
+    spans: dict[int, Span] = {}
+    for storage in pickler.storages.values():
+        spans[storage.index] = _place_storage(storage, writer)
+    for index, buffer in pickler.buffers:
+        spans[index] = _place_buffer(buffer, writer)
+    body: bytes | tuple[int, int] = file.getvalue()
+    if len(body) > spill_bytes:
+        body = writer.put(body)
+    return PickledLayout(
+        body, tuple(spans[index] for index in range(len(spans))), tuple(pickler.order)
+    )
+
+
+def _place_storage(storage: _Storage, writer: SlotWriter) -> Span:
+    start = storage.start or 0
+    if len(storage.itemsizes) > 1:
+        start -= start % _WIDEST_ITEM
+    nbytes = storage.end - start
+    if nbytes <= 0:
+        return Span(0, 0, start)
+    address = storage.keep.data_ptr() + start
+    offset = writer.offset_of(address, nbytes)
+    if offset is None:
+        offset = writer.put_memory(address, nbytes)
+    return Span(offset, nbytes, start)
+
+
+def _place_buffer(buffer: pickle.PickleBuffer, writer: SlotWriter) -> Span:
+    raw = buffer.raw()
+    if raw.nbytes == 0:
+        return Span(0, 0, -1)
+    address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
+    offset = writer.offset_of(address, raw.nbytes)
+    if offset is None:
+        offset = writer.put_memory(address, raw.nbytes)
+    return Span(offset, raw.nbytes, -1)
+
+
+def _explain(batch: object, error: Exception) -> Exception:
+    """The error for a batch that cannot be pickled, naming the part."""
+    if isinstance(error, SharedMemoryError):
+        return error
+    path, part = _find_unpicklable(batch)
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    return TypeError(
+        f"a batch cannot be sent from its worker: {path} is a {kind} and cannot be pickled "
+        f"({type(error).__name__}: {error}). Return something picklable from the dataset or "
+        "collate_fn."
+    )
+
+
+def _find_unpicklable(batch: object) -> tuple[str, object]:
+    """Walk down to the innermost part that fails by itself."""
+    path, part = "batch", batch
+    for _ in range(20):  # deep enough for any batch; ends a structure that holds itself
+        for name, child in _children(part):
+            try:
+                _StandardPickler(io.BytesIO()).dump(child)
+            except Exception:  # noqa: BLE001 - this is the search
+                path, part = path + name, child
+                break
+        else:
+            break
+    return path, part
+
+
+def _children(value: object) -> Iterable[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", child) for index, child in enumerate(value)]
+    return [(f".{name}", child) for name, child in getattr(value, "__dict__", {}).items()]
+
+
+class _Part(NamedTuple):
+    """A storage as the body's tensors need it."""
+
+    storage: torch.UntypedStorage
+    first_byte: int
+
+
+def rebuild_tensor(
+    part: _Part,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    storage_offset: int,
+    requires_grad: bool,  # noqa: FBT001 - called by pickle
+    is_parameter: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    """Make a tensor from its storage's span. Called by pickle, in the main process."""
+    is_empty = 0 in shape or part.storage.nbytes() == 0
+    offset = 0 if is_empty else storage_offset - part.first_byte // dtype.itemsize
+    tensor = torch.empty(0, dtype=dtype).set_(part.storage, offset, shape, stride)  # type: ignore[call-overload]
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    if requires_grad:
+        tensor.requires_grad_()
+    return cast("torch.Tensor", tensor)
+
+
+def rebuild_storage(part: _Part) -> torch.UntypedStorage:
+    """Called by pickle, in the main process."""
+    return part.storage
+
+
+def rebuild_typed_storage(
+    storage: torch.UntypedStorage, dtype: torch.dtype
+) -> torch.TypedStorage:
+    """Called by pickle, in the main process."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def lends(layout: PickledLayout) -> bool:
+    """Whether a batch has a part that is large enough to be lent."""
+    return any(span.nbytes > COPY_OUT_BYTES for span in layout.spans)
+
+
+def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
+    """Build the batch.
+
+    Args:
+        layout: From the worker.
+        slot: The slot that it lies in.
+        lease: Large parts are made views of it; None copies them out as well.
+
+    Raises:
+        Exception: Whatever the user's objects raise when they are unpickled.
+    """
+    parts = _open_parts(layout.spans, slot, lease)
+    body = layout.body
+    if not isinstance(body, bytes):
+        body = slot.mapping[body[0] : body[0] + body[1]]
+    return pickle.loads(body, buffers=[parts[index] for index in layout.order])  # noqa: S301
+
+
+def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
+    """Each span as the body wants it: a :class:`_Part`, or a writable memoryview."""
+    copied = [
+        span.nbytes > 0 and (lease is None or span.nbytes <= COPY_OUT_BYTES) for span in spans
+    ]
+    total = sum(align(s.nbytes) for s, c in zip(spans, copied, strict=True) if c)
+    # One block for everything that is copied out.
+    block = torch.empty(total, dtype=torch.uint8).numpy() if total else None
+    shared = memoryview(slot.mapping)
+    parts: list[object] = []
+    position = 0
+    for span, is_copied in zip(spans, copied, strict=True):
+        home: object = lease
+        offset = span.offset
+        if is_copied:
+            assert block is not None
+            block[position : position + span.nbytes] = np.frombuffer(
+                shared, np.uint8, span.nbytes, span.offset
+            )
+            home, offset = block, position
+            position += align(span.nbytes)
+        if span.nbytes == 0:
+            parts.append(
+                bytearray() if span.first_byte < 0 else _Part(torch.UntypedStorage(0), 0)
+            )
+        elif span.first_byte < 0:
+            parts.append(memoryview(home).cast("B")[offset : offset + span.nbytes])  # type: ignore[arg-type]
+        else:
+            flat = torch.frombuffer(home, dtype=torch.uint8, count=span.nbytes, offset=offset)
+            parts.append(_Part(flat.untyped_storage(), span.first_byte))
+    return parts
+
+

@@ -1,0 +1,126 @@
+"""Collating straight into the slot.
+
+In a worker the function for tensors in torch's own ``default_collate_fn_map`` is replaced by
+one that takes its output from the slot. So ``default_collate`` gains wherever it is called from,
+a user's own collate function included; a collate written by hand asks for its output by
+:func:`empty`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from shmloader.memory.flat import FlatLayout, FlatPacker
+from shmloader.memory.slot_writer import SlotWriter
+
+
+class _Worker:
+    """The writer of this process; None outside a worker. A process has one at the most."""
+
+    writer: SlotWriter | None = None
+
+
+_torch_collate_tensor_fn = torch_collate.collate_tensor_fn
+
+
+def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor for a collate function to write its result into.
+
+    In a worker it lies in the shared memory that the batch travels in, so that nothing is
+    copied again when the batch is handed over. Anywhere else it is ``torch.empty(shape,
+    dtype=dtype)``.
+
+    Args:
+        shape: Size of each dimension, or the one size.
+        dtype: Of the elements; torch's default dtype if None.
+
+    Returns:
+        A contiguous CPU tensor with a storage of its own. Its values are not set.
+
+    Raises:
+        SharedMemoryError: If it does not fit the slot.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    writer = _Worker.writer
+    if writer is None or not writer.is_open:
+        return torch.empty(sizes, dtype=dtype)
+    return writer.empty(sizes, dtype or torch.get_default_dtype())
+
+
+def _collate_tensor_fn(
+    batch: Sequence[torch.Tensor], *, collate_fn_map: object = None
+) -> torch.Tensor:
+    """Stack tensors as torch's own function does in a worker, but into the slot."""
+    first = batch[0]
+    if type(first) is not torch.Tensor or first.layout is not torch.strided or not first.is_cpu:
+        return _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[arg-type]
+    if first.is_nested or first.is_quantized:
+        return _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[arg-type]
+    shape = (len(batch), *first.shape)
+    writer = _Worker.writer
+    if writer is not None and writer.is_collating:
+        out = writer.empty(shape, first.dtype)
+    else:
+        out = torch.empty(shape, dtype=first.dtype)
+    try:
+        return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        # An output that cannot be resized hides what torch.stack says of unequal shapes.
+        if "resize" in str(error):
+            return torch.stack(batch, 0)  # type: ignore[arg-type]
+        raise
+
+
+def install(writer: SlotWriter) -> None:
+    """Make ``writer`` this process's own, and torch's collate use it. Once, in a worker."""
+    _Worker.writer = writer
+    collate_map = torch_collate.default_collate_fn_map
+    if collate_map.get(torch.Tensor) is _torch_collate_tensor_fn:
+        collate_map[torch.Tensor] = _collate_tensor_fn
+
+
+class SlotCollate:
+    """A collate function wrapped for the fetcher of a worker.
+
+    Returns:
+        What the wrapped function returned; or the :class:`FlatLayout` of a batch that is in
+        the slot already.
+    """
+
+    def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
+        self._collate_fn = collate_fn
+        self._writer = writer
+        # The packer knows what torch's map says of tensors, arrays and numbers; a user who
+        # changed the map means to be asked.
+        is_plain = (
+            collate_fn is torch_collate.default_collate
+            and torch_collate.default_collate_fn_map.items() <= _plain_map().items()
+        )
+        self.packer = FlatPacker(writer) if is_plain else None
+
+    def __call__(self, samples: object) -> "object | FlatLayout":
+        """Collate the samples of one batch."""
+        if self.packer is not None:
+            layout = self.packer.pack(samples)
+            if layout is not None:
+                return layout
+        self._writer.is_collating = True
+        try:
+            return self._collate_fn(samples)
+        finally:
+            self._writer.is_collating = False
+
+
+def _plain_map() -> dict[object, object]:
+    """torch's map as it is with nothing added by the user, our function in it."""
+    return {
+        torch.Tensor: _collate_tensor_fn,
+        np.ndarray: torch_collate.collate_numpy_array_fn,
+        (np.bool_, np.number, np.object_): torch_collate.collate_numpy_scalar_fn,
+        float: torch_collate.collate_float_fn,
+        int: torch_collate.collate_int_fn,
+        str: torch_collate.collate_str_fn,
+        bytes: torch_collate.collate_str_fn,
+    }

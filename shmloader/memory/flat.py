@@ -1,0 +1,363 @@
+"""The short way for what most datasets give: samples of tensors, arrays and numbers.
+
+Where the collate function is torch's own ``default_collate`` and a sample is a tensor, an
+array, a number, or a tuple, list or dict of these, the batch need not be built at all in the
+worker: :class:`FlatPacker` stacks the fields straight into the slot and describes them by a
+:class:`FlatLayout`; :class:`FlatReader` builds the batch from it in the main process. Fields of
+like dtype and shape are stacked by one call and copied out by one copy, since with many small
+fields the calls cost more than the bytes.
+
+Everything else goes the general way (:mod:`shmloader.memory.codec`), and so does every batch
+that turns out to be irregular: ``pack`` then returns None, and torch's own collate finds the
+words for the error.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader.memory.slot import Slot, align
+from shmloader.memory.slot_writer import SlotWriter
+
+#: A field of at most this many bytes is copied out of the slot, so that a kept label does not
+#: hold a slot of megabytes.
+COPY_OUT_BYTES = 64 * 1024
+
+# Samples' fields up to this many bytes are stacked together with their like.
+_GROUPED_BYTES = 4096
+
+_BARE, _LIST, _DICT = 0, 1, 2
+
+
+class Group(NamedTuple):
+    """Fields of one dtype and shape, one after the other in the slot.
+
+    Attributes:
+        offset: Where the first begins, in bytes from the slot's start.
+        dtype: Of each field.
+        shape: Of each field, batch dimension included.
+        positions: Which fields of the batch they are.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class FlatLayout(NamedTuple):
+    """Where the fields of a flat batch lie in its slot.
+
+    Attributes:
+        container: 0 for a bare tensor, 1 for a list, 2 for a dict.
+        keys: The dict's keys, in order; else empty.
+        groups: The fields.
+    """
+
+    container: int
+    keys: tuple[object, ...]
+    groups: tuple[Group, ...]
+
+
+def _convert_ints(column: Sequence[object]) -> "np.ndarray | torch.Tensor":
+    # numpy agrees with torch.tensor where it finds int64 or bool, and is four times as fast.
+    array = np.array(column)
+    if array.dtype == np.int64 or array.dtype == np.bool_:
+        return array
+    return torch.tensor(column)
+
+
+def _convert_floats(column: Sequence[object]) -> "np.ndarray | torch.Tensor":
+    array = np.array(column)
+    if array.dtype == np.float64:
+        return array
+    return torch.tensor(column, dtype=torch.float64)
+
+
+_CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray | torch.Tensor"]] = {
+    int: _convert_ints,
+    bool: _convert_ints,
+    float: _convert_floats,
+}
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How batches of one kind are packed; made once, used while the kind stays the same."""
+
+    signature: tuple[object, ...]
+    layout: FlatLayout
+    end: int
+    # Per slot, one tensor over each group. They never leave this module.
+    targets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class FlatPacker:
+    """Stacks samples into the slot of the task in work. One in each worker."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self._plan: _Plan | None = None
+
+    def pack(self, samples: object) -> FlatLayout | None:
+        """Pack a batch, or leave it to the general way.
+
+        Args:
+            samples: What the dataset gave for the batch's indices.
+
+        Returns:
+            The layout, the very same object for as long as batches are alike; None if these
+            samples are not flat, or not alike. The slot then holds nothing of worth.
+
+        Raises:
+            SharedMemoryError: If the batch does not fit the slot.
+        """
+        if type(samples) is not list or not samples:
+            return None
+        split = _split(samples)
+        if split is None:
+            return None
+        container, keys, columns = split
+        sources: list[object] = []
+        fields: list[object] = []
+        for column in columns:
+            first = column[0]
+            kind = type(first)
+            if kind is torch.Tensor:
+                if first.layout is not torch.strided or not first.is_cpu:
+                    return None
+                fields.append((first.dtype, first.shape))
+                sources.append(column)
+            elif (convert := _CONVERTERS.get(kind)) is not None:
+                try:
+                    converted = torch.as_tensor(convert(column))
+                except Exception:  # noqa: BLE001 - torch's collate says what is wrong with it
+                    return None
+                fields.append((converted.dtype, None))
+                sources.append(converted)
+            elif kind is np.ndarray:
+                if first.dtype.kind not in "biufc":
+                    return None
+                try:
+                    tensors = [torch.as_tensor(array) for array in column]
+                except Exception:  # noqa: BLE001 - as above
+                    return None
+                fields.append((tensors[0].dtype, tensors[0].shape))
+                sources.append(tensors)
+            else:
+                return None
+        signature = (container, keys, len(samples), fields)
+        plan = self._plan
+        if plan is None or plan.signature != signature:
+            plan = self._plan = _make_plan(container, keys, len(samples), fields)
+        self._writer.rewind()
+        self._writer.allocate(plan.end)
+        if not self._fill(plan, sources):
+            self._writer.rewind()
+            return None
+        return plan.layout
+
+    def _fill(self, plan: _Plan, sources: list[object]) -> bool:
+        slot = self._writer.slot
+        targets = plan.targets.get(id(slot))
+        if targets is None:
+            targets = plan.targets[id(slot)] = [
+                _group_tensor(slot, group, len(group.positions)) for group in plan.layout.groups
+            ]
+        try:
+            for group, target in zip(plan.layout.groups, targets, strict=True):
+                if len(group.positions) == 1:
+                    source = sources[group.positions[0]]
+                else:
+                    source = [item for p in group.positions for item in sources[p]]  # type: ignore[attr-defined]
+                if isinstance(source, torch.Tensor):
+                    target.copy_(source)
+                elif target.numel():
+                    torch.stack(source, 0, out=target)  # type: ignore[call-overload]
+                else:
+                    torch.stack(source, 0)  # type: ignore[arg-type]  # for its checks
+        except RuntimeError:
+            return False
+        return True
+
+    def forget_slot(self, slot: Slot) -> None:
+        """Drop what is kept for a slot that is about to be unmapped."""
+        if self._plan is not None:
+            self._plan.targets.pop(id(slot), None)
+
+
+def _split(
+    samples: list[object],
+) -> tuple[int, tuple[object, ...], Sequence[Sequence[object]]] | None:
+    """Turn samples into columns, one for each field; None if they are of another kind."""
+    first = samples[0]
+    kind = type(first)
+    if kind is dict:
+        keys = tuple(first)  # type: ignore[arg-type]
+        if not keys:
+            return None
+        rows = []
+        for sample in samples:
+            if type(sample) is not dict:
+                return None
+            if tuple(sample) == keys:
+                rows.append(sample.values())
+            else:
+                try:
+                    rows.append([sample[key] for key in keys])
+                except KeyError:
+                    return None
+        return _DICT, keys, list(zip(*rows, strict=True))
+    if kind is tuple or kind is list:
+        length = len(first)  # type: ignore[arg-type]
+        if length == 0:
+            return None
+        for sample in samples:
+            if type(sample) is not kind or len(sample) != length:  # type: ignore[arg-type]
+                return None
+        return _LIST, (), list(zip(*samples, strict=True))  # type: ignore[arg-type]
+    return _BARE, (), (samples,)
+
+
+def _make_plan(
+    container: int, keys: tuple[object, ...], batch: int, fields: list[object]
+) -> _Plan:
+    """Give each field its place: small ones of a kind side by side."""
+    alike: dict[object, list[int]] = {}
+    for position, spec in enumerate(fields):
+        dtype, shape = spec  # type: ignore[misc]
+        small = shape is not None and math.prod(shape) * dtype.itemsize <= _GROUPED_BYTES
+        alike.setdefault(spec if small else (position, spec), []).append(position)
+    groups = []
+    end = 0
+    for positions in alike.values():
+        dtype, shape = fields[positions[0]]  # type: ignore[misc]
+        full = (batch, *(shape or ()))
+        groups.append(Group(end, dtype, full, tuple(positions)))
+        end = align(end + len(positions) * math.prod(full) * dtype.itemsize)
+    layout = FlatLayout(container, keys, tuple(groups))
+    return _Plan((container, keys, batch, fields), layout, end)
+
+
+def _group_tensor(
+    memory: Slot, group: Group, rows: int, *, by_field: bool = False
+) -> torch.Tensor:
+    """A tensor over a whole group in the slot; with ``by_field``, a dimension for its fields."""
+    shape = (rows, *group.shape) if by_field else (rows * group.shape[0], *group.shape[1:])
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=group.dtype)
+    flat = torch.frombuffer(memory.mapping, dtype=group.dtype, count=count, offset=group.offset)
+    return flat.view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One group as the reader needs it."""
+
+    group: Group
+    is_lendable: bool
+    strides: tuple[int, ...]
+    numpy_dtype: "np.dtype | None"
+
+
+class FlatReader:
+    """Builds batches of one layout from their slots. One for each worker's present layout.
+
+    Attributes:
+        lends: Whether the batch has a field that is large enough to be lent.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._container = layout.container
+        self._keys = layout.keys
+        self._pieces = [_make_piece(group) for group in layout.groups]
+        self._count = sum(len(group.positions) for group in layout.groups)
+        self._sources: dict[int, list[torch.Tensor]] = {}
+        self.lends = any(piece.is_lendable for piece in self._pieces)
+
+    def read(self, slot_id: int, slot: Slot, lease: object | None) -> object:
+        """Build the batch.
+
+        Args:
+            slot_id: The slot that it lies in.
+            slot: The same, mapped.
+            lease: Large fields are made views of it; None copies them out as well.
+        """
+        sources = self._sources.get(slot_id)
+        if sources is None:
+            sources = self._sources[slot_id] = [
+                _group_tensor(slot, p.group, len(p.group.positions), by_field=True).squeeze(0)
+                if len(p.group.positions) == 1
+                else _group_tensor(slot, p.group, len(p.group.positions), by_field=True)
+                for p in self._pieces
+            ]
+        if self._container == _BARE:
+            return _take(self._pieces[0], sources[0], lease)
+        fields: list[object] = [None] * self._count
+        for piece, source in zip(self._pieces, sources, strict=True):
+            positions = piece.group.positions
+            if len(positions) == 1:
+                fields[positions[0]] = _take(piece, source, lease)
+            else:
+                for position, tensor in zip(positions, _take_all(piece, source), strict=True):
+                    fields[position] = tensor
+        if self._container == _LIST:
+            return fields
+        return dict(zip(self._keys, fields, strict=True))
+
+    def forget_slot(self, slot_id: int) -> None:
+        """Drop what is kept for a slot that is about to be unmapped."""
+        self._sources.pop(slot_id, None)
+
+
+def _make_piece(group: Group) -> _Piece:
+    row_bytes = math.prod(group.shape) * group.dtype.itemsize
+    strides: list[int] = []
+    step = 1
+    for length in reversed(group.shape):
+        strides.insert(0, step)
+        step *= max(length, 1)
+    try:
+        numpy_dtype = torch.empty(0, dtype=group.dtype).numpy().dtype
+    except TypeError:  # bfloat16 and its like
+        numpy_dtype = None
+    return _Piece(
+        group,
+        len(group.positions) == 1 and row_bytes > COPY_OUT_BYTES,
+        tuple(strides),
+        numpy_dtype,
+    )
+
+
+def _take(piece: _Piece, source: torch.Tensor, lease: object | None) -> torch.Tensor:
+    if lease is None or not piece.is_lendable:
+        return source.clone()
+    group = piece.group
+    flat = torch.frombuffer(
+        lease, dtype=group.dtype, count=math.prod(group.shape), offset=group.offset
+    )
+    # Not a view of another tensor, as torch's loader gives it.
+    whole = torch.empty(0, dtype=group.dtype)
+    return whole.set_(flat.untyped_storage(), 0, group.shape, piece.strides)  # type: ignore[call-overload]
+
+
+def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
+    """Copy all fields of a group out by one copy; each gets a storage of its own."""
+    if piece.numpy_dtype is None or source.numel() == 0:
+        return [row.clone() for row in source]
+    rows = source.shape[0]
+    row_bytes = math.prod(piece.group.shape) * piece.group.dtype.itemsize
+    padded = align(row_bytes)
+    block = torch.empty(rows * padded, dtype=torch.uint8).numpy()
+    item = piece.group.dtype.itemsize
+    strides = (padded, *(stride * item for stride in piece.strides))
+    copied = np.ndarray(
+        (rows, *piece.group.shape), piece.numpy_dtype, block, strides=strides
+    )
+    np.copyto(copied, source.numpy())
+    return list(map(torch.from_numpy, copied))

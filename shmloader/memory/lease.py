@@ -1,0 +1,81 @@
+"""Notices when the user has dropped the last view of a lent slot.
+
+A lease is a ctypes array over the slot. torch and numpy keep it alive for as long as any
+storage or array made from it lives: slices, ``.numpy()``, ``.detach()``, DLPack capsules and
+autograd's saved tensors included. It must not be an ndarray subclass: numpy replaces the
+base of a view by the base's base, and the slot would come back while it is read.
+"""
+
+import collections
+import ctypes
+import os
+import weakref
+
+from shmloader.memory.slot import Slot
+
+
+class _Forks:
+    """Counts the forks of this process (I9); the count is all that its callback touches."""
+
+    count = 0
+
+    @classmethod
+    def one_more(cls) -> None:
+        cls.count += 1
+
+
+os.register_at_fork(after_in_parent=_Forks.one_more)
+
+
+# No count of forks.
+_NEVER = -1
+
+
+class LeaseBook:
+    """The leases of one engine's slots.
+
+    Only the engine's thread calls the methods. Where a lease dies is anybody's guess (any
+    thread, even inside the garbage collector), hence its callback only appends to a deque.
+    """
+
+    def __init__(self) -> None:
+        self._dead: collections.deque[int] = collections.deque()
+        self._references: dict[int, tuple[weakref.ref[object], int]] = {}
+
+    def open(
+        self, slot_id: int, slot: Slot, *, is_clean: bool = True
+    ) -> "ctypes.Array[ctypes.c_char]":
+        """Lend a slot.
+
+        Args:
+            slot_id: Its number.
+            slot: The same, mapped.
+            is_clean: False if somebody else will still look at the slot after the user.
+
+        Returns:
+            The lease. The caller keeps no reference to it.
+        """
+        lease = slot.array()
+        dead = self._dead
+        reference = weakref.ref(lease, lambda _: dead.append(slot_id))
+        self._references[slot_id] = (reference, _Forks.count if is_clean else _NEVER)
+        return lease
+
+    def collect(self) -> list[tuple[int, bool]]:
+        """Slots whose lease has died since the last call.
+
+        Returns:
+            Pairs (slot_id, is_clean). Not clean: the slot must never be filled again, since it
+            was lent so, or since this process was forked meanwhile and the child may look at it.
+        """
+        returned = []
+        while self._dead:
+            slot_id = self._dead.popleft()
+            _, forks = self._references.pop(slot_id)
+            returned.append((slot_id, forks == _Forks.count))
+        return returned
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether :meth:`collect` would return anything."""
+        return bool(self._dead)

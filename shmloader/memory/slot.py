@@ -1,0 +1,156 @@
+"""One piece of shared memory: an anonymous file, mapped once in each process.
+
+Guarantees:
+    * Nothing has a name: whatever dies, nothing is left behind in ``/dev/shm``, whose
+      size does not matter either.
+    * The mapping never moves and never changes its length, so views of it stay valid.
+    * No process can make the file shorter under another one's feet (it is sealed).
+
+The file is made as long as the slot may ever become, and stays sparse: pages exist from
+the moment they are first written. So a slot grows without a word between processes.
+
+This is the only module that names the operating system's calls for memory.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import sys
+import weakref
+from typing import Self
+
+from shmloader.errors import SharedMemoryError
+
+#: Every storage starts at a multiple of this many bytes: a cache line, and what the widest
+#: vector instructions like.
+ALIGNMENT = 64
+
+#: Name of the anonymous files, as /proc/<pid>/maps shows it.
+MEMFD_NAME = "shmloader"
+
+# Older Pythons keep a duplicate of the descriptor with each mapping.
+_MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+# Longest file made where no cap was asked for. 47 bits of addresses have room for a
+# thousand of them.
+_MOST_BYTES = 1 << 37
+
+# fcntl's seals, <linux/fcntl.h>; the fcntl module names them on Linux only.
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+_SEALS = (
+    getattr(fcntl, "F_SEAL_SEAL", 1) | getattr(fcntl, "F_SEAL_SHRINK", 2)
+    | getattr(fcntl, "F_SEAL_GROW", 4)
+)  # fmt: skip
+
+
+def align(nbytes: int) -> int:
+    """Round up to a multiple of :data:`ALIGNMENT`."""
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def is_supported() -> bool:
+    """Whether this system has what slots and their workers need: memfd and pidfd (Linux 5.3)."""
+    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+def uncapped_slot_bytes() -> int:
+    """Length of a slot where the user set no cap: all the memory that there is."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, _MOST_BYTES)
+
+
+class _Slots:
+    """The slots of this process, for a forked worker to close what is not its own."""
+
+    live: "weakref.WeakSet[Slot]" = weakref.WeakSet()
+
+
+def close_inherited_slots() -> None:
+    """Close, in a forked worker, all slots of the process that it was forked from."""
+    for slot in list(_Slots.live):
+        slot.close()
+
+
+class Slot:
+    """A mapped slot. Has one owner, who closes it.
+
+    Attributes:
+        nbytes: Length of the slot, fixed.
+        mapping: The memory.
+        address: Where the mapping starts in this process.
+    """
+
+    __slots__ = ("__weakref__", "_array_type", "_fd", "address", "mapping", "nbytes")
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Map ``nbytes`` of ``fd``, and own the descriptor from now on."""
+        self._fd = fd
+        self.nbytes = nbytes
+        self.mapping = mmap.mmap(fd, nbytes, **_MAPPING_OPTIONS)
+        # A core dump of a worker would otherwise hold every slot.
+        self.mapping.madvise(mmap.MADV_DONTDUMP)
+        self._array_type = ctypes.c_char * nbytes
+        _Slots.live.add(self)
+        self.address = ctypes.addressof(self._array_type.from_buffer(self.mapping))
+
+    @classmethod
+    def create(cls, nbytes: int) -> Self:
+        """Make a slot of ``nbytes``, rounded up to a whole page.
+
+        Runs in the main process. Under a limit on address space (``ulimit -v``) the
+        slot is made shorter until it fits.
+
+        Raises:
+            SharedMemoryError: If not even a small one can be mapped.
+            OSError: If there is no descriptor left (EMFILE).
+        """
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        while True:
+            fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, nbytes)
+                fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+                return cls(fd, nbytes)
+            except OSError as error:
+                os.close(fd)
+                if nbytes <= 1 << 20:
+                    raise SharedMemoryError(
+                        f"cannot map a slot of {nbytes} bytes of shared memory: {error}"
+                    ) from error
+                nbytes = max(1 << 20, nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE)
+
+    def fileno(self) -> int:
+        """Descriptor of the file, to be sent to a worker."""
+        return self._fd
+
+    def forget_descriptor(self) -> None:
+        """Close the descriptor; the mapping stays. For the process that sends it to nobody."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def array(self) -> "ctypes.Array[ctypes.c_char]":
+        """A new object that exports the whole slot and keeps its memory mapped.
+
+        It spans the whole slot because ctypes makes a new type for each new length, which
+        costs some fifty times as much as an array of a known type.
+        """
+        return self._array_type.from_buffer(self.mapping)
+
+    def give_back(self, from_byte: int) -> None:
+        """Return the pages from ``from_byte`` on to the system. They read as zeros from now on."""
+        start = -(-from_byte // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < self.nbytes:
+            self.mapping.madvise(mmap.MADV_REMOVE, start, self.nbytes - start)
+
+    def close(self) -> None:
+        """Unmap. Where views are still alive, the last of them does; may be called again."""
+        self.forget_descriptor()
+        try:
+            self.mapping.close()
+        except BufferError:
+            # Somebody holds a view. The mapping object goes with it, since we drop ours.
+            del self.mapping
+        except AttributeError:
+            pass

@@ -1,0 +1,142 @@
+"""Hands out the bytes of a task's slot, in the worker, from the front to the back.
+
+Assumes one task at a time: whoever holds memory of the slot when its task is answered is
+found by the reference count of the task's array (``is_kept``), and the slot is then never
+filled again.
+"""
+
+import ctypes
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.slot import Slot, align
+
+# References to the task's array when nobody but the writer holds it: the attribute, and the
+# argument of getrefcount.
+_OWN_REFERENCES = 2
+
+
+class SlotWriter:
+    """Writer of one task's slot.
+
+    Attributes:
+        is_collating: Whether the user's collate function runs at this moment; only then does
+            torch's ``default_collate`` write into the slot by itself.
+    """
+
+    def __init__(self) -> None:
+        self._slot: Slot | None = None
+        self._array: ctypes.Array[ctypes.c_char] | None = None
+        self._used = 0
+        self.is_collating = False
+
+    def open(self, slot: Slot) -> None:
+        """Begin a task: the slot is empty now."""
+        self._slot = slot
+        self._array = None
+        self._used = 0
+        self.is_collating = False
+
+    def rewind(self) -> None:
+        """Forget what was written, for a second try at the same batch."""
+        self._used = 0
+
+    @property
+    def slot(self) -> Slot:
+        """The slot of the task in work."""
+        if self._slot is None:
+            raise RuntimeError("no task is in work")
+        return self._slot
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out so far, counted from the slot's start."""
+        return self._used
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a task is in work."""
+        return self._slot is not None
+
+    def is_kept(self) -> bool:
+        """Whether anybody holds memory that was handed out as a tensor since ``open``."""
+        return self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES
+
+    def close(self) -> None:
+        """End the task."""
+        self._slot = None
+        self._array = None
+
+    def allocate(self, nbytes: int) -> int:
+        """Take the next ``nbytes``.
+
+        Returns:
+            Their offset from the slot's start, a multiple of ``ALIGNMENT``.
+
+        Raises:
+            SharedMemoryError: If they do not fit.
+        """
+        start = self._used
+        slot = self.slot
+        if start + nbytes > slot.nbytes:
+            raise SharedMemoryError(
+                f"a batch needs {start + nbytes} bytes or more of shared memory, and its slot may "
+                f"have {slot.nbytes}: raise shm_size, which is cut into equal shares for "
+                "prefetch_factor * num_workers + 4 slots, or lower batch_size, num_workers or "
+                "prefetch_factor."
+            )
+        self._used = align(start + nbytes)
+        return start
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor in the slot, its values not set; a storage of its own.
+
+        Raises:
+            SharedMemoryError: If it does not fit.
+        """
+        count = 1
+        for length in shape:
+            count *= length
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        offset = self.allocate(count * dtype.itemsize)
+        if self._array is None:
+            self._array = self.slot.array()
+        flat = torch.frombuffer(self._array, dtype=dtype, count=count, offset=offset)
+        return flat.view(tuple(shape))
+
+    def bytes_at(self, offset: int, nbytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        """The slot's bytes from ``offset`` on, for writing. Not to be kept."""
+        return np.frombuffer(self.slot.mapping, np.uint8, nbytes, offset)
+
+    def put(self, data: object) -> tuple[int, int]:
+        """Copy a buffer into the slot.
+
+        Args:
+            data: Anything with a contiguous buffer.
+
+        Returns:
+            Offset and number of bytes.
+        """
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        nbytes = view.nbytes
+        offset = self.allocate(nbytes)
+        self.slot.mapping[offset : offset + nbytes] = view
+        return offset, nbytes
+
+    def put_memory(self, address: int, nbytes: int) -> int:
+        """Copy ``nbytes`` from ``address`` of this process; returns their offset."""
+        offset = self.allocate(nbytes)
+        ctypes.memmove(self.slot.address + offset, address, nbytes)
+        return offset
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where in the slot these bytes lie already; None if they lie elsewhere."""
+        offset = address - self.slot.address
+        if 0 <= offset and offset + nbytes <= self._used:
+            return offset
+        return None

@@ -1,0 +1,160 @@
+"""What crosses between the main process and its workers.
+
+Every message is a tuple type below. On the wire it is one pickled plain tuple whose
+first item names the kind: both ends run the same version of this file, and a plain
+tuple pickles several times faster than an object of a class. One message is one
+``SOCK_SEQPACKET`` datagram, so it arrives whole or not at all (I3).
+
+Anything long (a list of many indices, the pickled body of a batch of Python objects,
+a traceback) lies in the task's slot and the message says where: :class:`Spilled`.
+"""
+
+import enum
+import pickle
+from typing import NamedTuple
+
+#: Longest message, in bytes, that is sent as such. A SEQPACKET socket takes about
+#: 212 KB at once by default; far less than that, so that a window of them fits.
+INLINE_BYTES = 16 * 1024
+
+#: Receive buffer: INLINE_BYTES and what goes round it.
+RECEIVE_BYTES = 2 * INLINE_BYTES
+
+
+class Kind(enum.IntEnum):
+    """First item of a message on the wire."""
+
+    NEW_SLOT = 0
+    DROP_SLOT = 1
+    TASK = 2
+    START_EPOCH = 3
+    BATCH_DONE = 4
+    BATCH_FAILED = 5
+    STREAM_ENDED = 6
+    EPOCH_STARTED = 7
+
+
+class Spilled(NamedTuple):
+    """Stands for a pickled value that lies in the slot, at ``offset``, ``nbytes`` long."""
+
+    offset: int
+    nbytes: int
+
+
+class NewSlot(NamedTuple):
+    """Main → worker, with one descriptor: map this slot. It is ``nbytes`` long, for good."""
+
+    slot_id: int
+    nbytes: int
+
+
+class DropSlot(NamedTuple):
+    """Main → worker: unmap this slot; no task will name it again."""
+
+    slot_id: int
+
+
+class Task(NamedTuple):
+    """Main → worker: load the batch of these indices into this slot.
+
+    Attributes:
+        seq: Number of the batch in its epoch, from 0.
+        epoch: Number of the epoch within the iterator, from 0.
+        slot_id: The slot, which is the worker's until it answers.
+        indices: What the sampler gave: a list of keys, or one key where there is no
+            batching; or :class:`Spilled`.
+    """
+
+    seq: int
+    epoch: int
+    slot_id: int
+    indices: object
+
+
+class StartEpoch(NamedTuple):
+    """Main → worker: make the fetcher anew (``iter(dataset)``), then answer."""
+
+    epoch: int
+
+
+class BatchDone(NamedTuple):
+    """Worker → main: the batch lies in its slot.
+
+    Attributes:
+        seq: As in the task.
+        epoch: As in the task.
+        layout: A ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; a
+            :class:`Spilled` one; or None: the same as that of this worker's last batch.
+        used_bytes: Bytes of the slot that were written.
+        kept: The user's code in the worker still holds memory of the slot, so that
+            it must never be filled again.
+    """
+
+    seq: int
+    epoch: int
+    layout: object
+    used_bytes: int
+    kept: bool
+
+
+class BatchFailed(NamedTuple):
+    """Worker → main: loading raised. ``error`` is a pickled ``RemoteError``; ``kept`` as above."""
+
+    seq: int
+    epoch: int
+    error: bytes | Spilled
+    kept: bool
+
+
+class StreamEnded(NamedTuple):
+    """Worker → main: the worker's copy of an iterable dataset has no batch for this task."""
+
+    seq: int
+    epoch: int
+
+
+class EpochStarted(NamedTuple):
+    """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered."""
+
+    epoch: int
+
+
+ToWorker = NewSlot | DropSlot | Task | StartEpoch
+FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted
+
+_KINDS: dict[type, int] = {
+    NewSlot: int(Kind.NEW_SLOT),
+    DropSlot: int(Kind.DROP_SLOT),
+    Task: int(Kind.TASK),
+    StartEpoch: int(Kind.START_EPOCH),
+    BatchDone: int(Kind.BATCH_DONE),
+    BatchFailed: int(Kind.BATCH_FAILED),
+    StreamEnded: int(Kind.STREAM_ENDED),
+    EpochStarted: int(Kind.EPOCH_STARTED),
+}
+_TYPES = (
+    NewSlot,
+    DropSlot,
+    Task,
+    StartEpoch,
+    BatchDone,
+    BatchFailed,
+    StreamEnded,
+    EpochStarted,
+)
+
+
+def pack(message: ToWorker | FromWorker) -> bytes:
+    """Write a message for the wire.
+
+    Raises:
+        Exception: Whatever pickling a key of the user's own raises (a Task only).
+    """
+    return pickle.dumps((_KINDS[type(message)], *message), pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(data: bytes) -> ToWorker | FromWorker:
+    """Read a message off the wire."""
+    kind, *fields = pickle.loads(data)  # noqa: S301 - from our own child, over an anonymous socket
+    message: ToWorker | FromWorker = _TYPES[kind]._make(fields)
+    return message

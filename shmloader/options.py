@@ -1,0 +1,84 @@
+"""The arguments that torch's loader does not have, checked once.
+
+Each option stands here with its default and the reason for it. The front keeps the
+user's own value as an attribute under the argument's name; what is derived from it
+lives in :class:`Options`.
+"""
+
+import re
+from dataclasses import dataclass
+
+#: Batches that may be out with the user, uncopied, at the same time. A plain loop holds
+#: two at the moment of ``next()`` (the one in hand and the new one); two more leave room
+#: for a prefetcher of the user's own. What is kept beyond it is copied out, so the limit
+#: decides how much shared memory may be used, never whether the loader goes on.
+LEND_LIMIT = 4
+
+#: A smaller cap would leave slots that not even the message about a failure fits.
+MINIMUM_SLOT_BYTES = 64 * 1024
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Checked form of the options beyond torch's.
+
+    Attributes:
+        shm_bytes: Cap on one iterator's shared memory, in bytes; None for no cap.
+        lend_limit: Batches lent to the user at once without a copy.
+    """
+
+    shm_bytes: int | None = None
+    lend_limit: int = LEND_LIMIT
+
+
+def parse_size(value: int | str, name: str) -> int:
+    """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
+
+    Args:
+        value: What the user wrote.
+        name: The argument's name, for the message.
+
+    Raises:
+        TypeError: If it is neither an int nor a str.
+        ValueError: If the text is no size, or the size is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(
+            f"{name} option should be a number of bytes or a text such as '512MiB', "
+            f"but got {name}={value!r}"
+        )
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None:
+            raise ValueError(
+                f"{name} option should be a number of bytes or a text such as '512MiB' or "
+                f"'8GiB', but got {name}={value!r}"
+            )
+        unit = (match[2] or "").lower()
+        size = int(float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit]))
+    if size <= 0:
+        raise ValueError(f"{name} option should be positive, but got {name}={value!r}")
+    return size
+
+
+def slot_share(shm_bytes: int, slot_count: int) -> int:
+    """Bytes that each of ``slot_count`` slots may have under a cap of ``shm_bytes``.
+
+    Raises:
+        ValueError: If the share would be under :data:`MINIMUM_SLOT_BYTES`.
+    """
+    share = shm_bytes // slot_count
+    if share < MINIMUM_SLOT_BYTES:
+        raise ValueError(
+            f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "
+            f"(prefetch_factor * num_workers + {LEND_LIMIT}); a slot needs at least "
+            f"{MINIMUM_SLOT_BYTES}. Raise shm_size to {slot_count * MINIMUM_SLOT_BYTES} or more, "
+            "or lower num_workers or prefetch_factor."
+        )
+    return share

@@ -1,0 +1,1 @@
+"""What happens to a batch between the engine and the user."""

@@ -1,0 +1,270 @@
+"""What runs in a worker process.
+
+One loop: receive a message, load the batch that it asks for, answer. A worker shares nothing
+with its siblings and waits for nothing but its own socket. It ends when that socket is closed
+or shut down, and at once when the main process dies.
+"""
+
+import contextlib
+import errno
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import worker as torch_worker
+
+from shmloader.errors import InternalError, SharedMemoryError
+from shmloader.memory.collate import SlotCollate, install
+from shmloader.memory.codec import encode
+from shmloader.memory.flat import FlatLayout
+from shmloader.memory.slot import Slot
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.messages import (
+    INLINE_BYTES,
+    RECEIVE_BYTES,
+    BatchDone,
+    BatchFailed,
+    DropSlot,
+    EpochStarted,
+    NewSlot,
+    Spilled,
+    StartEpoch,
+    StreamEnded,
+    Task,
+    pack,
+    unpack,
+)
+from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.seeding import seed_worker
+
+# Room for one descriptor beside a message.
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(struct.calcsize("i"))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What a worker is told when it starts.
+
+    Attributes:
+        worker_id: Its number, from 0.
+        worker_count: How many there are.
+        base_seed: Its streams are seeded from this and its number.
+        plan: How batches are made.
+        main_pid: Process to die with.
+    """
+
+    worker_id: int
+    worker_count: int
+    base_seed: int
+    plan: FetchPlan
+    main_pid: int
+
+
+def worker_main(
+    payload: Any,
+    channel: socket.socket,
+    start: WorkerStart,
+    close_inherited: Callable[[], None] | None,
+) -> None:
+    """Run a worker. The target of its process.
+
+    Args:
+        payload: ``load()`` gives (dataset, collate_fn, worker_init_fn).
+        channel: This worker's end of its socket pair.
+        start: See there.
+        close_inherited: In a forked worker, closes what other workers and loaders use.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    if close_inherited is not None:
+        close_inherited()
+    _die_with(start.main_pid)
+    # A write to a closed socket must raise, whatever the user's process does of SIGPIPE.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal_handling._set_worker_signal_handlers()  # noqa: SLF001
+    torch.multiprocessing._set_thread_name("pt_data_worker")  # noqa: SLF001
+    torch.set_num_threads(1)
+    # The main process is gone or has closed the loader: nobody is left to be told.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
+        _Worker(channel, start).run(payload)
+
+
+def _die_with(main_pid: int) -> None:
+    """End this process when the main process ends, however it ends and whatever we are doing.
+
+    A thread waits on its pidfd: the parent's death signal would also come when only the thread
+    that started us ends, and a forkserver's worker has another parent.
+    """
+    try:
+        main = os.pidfd_open(main_pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(main, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="shmloader_watch", daemon=True).start()
+
+
+class _Worker:
+    """State of a worker between its messages."""
+
+    def __init__(self, channel: socket.socket, start: WorkerStart) -> None:
+        self._channel = channel
+        self._start = start
+        self._where = f"in DataLoader worker process {start.worker_id}"
+        self._slots: dict[int, Slot] = {}
+        self._writer = SlotWriter()
+        self._dataset: Any = None
+        self._collate: SlotCollate | None = None
+        self._fetcher: Any = None
+        self._by_value = False
+        # Raised while getting ready; the answer to every task, at its place in the order.
+        self._prepare_error: bytes | None = None
+        self._fetcher_error: bytes | None = None
+        self._stream_ended = False
+        self._last_layout: object = None
+
+    def run(self, payload: Any) -> None:
+        """Get ready, then serve until the socket ends."""
+        self._prepare(payload)
+        del payload
+        receive, send = self._channel.recvmsg, self._channel.send
+        while True:
+            data, ancillary, flags, _ = receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
+            if not data:
+                return
+            message = unpack(data)
+            if type(message) is Task:
+                send(self._serve(message))
+            elif type(message) is NewSlot:
+                self._add_slot(message, ancillary, flags)
+            elif type(message) is DropSlot:
+                self._drop_slot(message.slot_id)
+            elif type(message) is StartEpoch:
+                self._stream_ended = False
+                self._make_fetcher()
+                send(pack(EpochStarted(message.epoch)))
+            else:
+                raise InternalError(f"a worker does not take {message!r}")
+
+    def _prepare(self, payload: Any) -> None:
+        start = self._start
+        seed = seed_worker(start.base_seed, start.worker_id)
+        install(self._writer)
+        try:
+            self._dataset, collate_fn, init_fn = payload.load()
+            self._by_value = payload.by_value
+            torch_worker._worker_info = torch_worker.WorkerInfo(  # noqa: SLF001
+                id=start.worker_id,
+                num_workers=start.worker_count,
+                seed=seed,
+                dataset=self._dataset,
+            )
+            if init_fn is not None:
+                init_fn(start.worker_id)
+            self._collate = SlotCollate(collate_fn, self._writer)
+        except BaseException:  # noqa: BLE001 - a worker's outermost line; it is handed on
+            self._prepare_error = RemoteError(self._where).dumps()
+        self._make_fetcher()
+
+    def _make_fetcher(self) -> None:
+        """Make the fetcher anew, which calls ``iter(dataset)`` for an iterable one."""
+        self._fetcher_error = self._prepare_error
+        if self._collate is not None and self._fetcher_error is None:
+            try:
+                self._fetcher = self._start.plan.make_fetcher(self._dataset, self._collate)
+            except BaseException:  # noqa: BLE001 - as above
+                self._fetcher_error = RemoteError(self._where).dumps()
+
+    def _serve(self, task: Task) -> bytes:
+        """Load a batch; returns the packed answer."""
+        seq, epoch, slot_id, indices = task
+        if self._stream_ended:
+            return pack(StreamEnded(seq, epoch))
+        slot = self._slots[slot_id]
+        if type(indices) is Spilled:
+            end = indices.offset + indices.nbytes
+            indices = pickle.loads(slot.mapping[indices.offset : end])  # noqa: S301 - from main
+        writer = self._writer
+        writer.open(slot)
+        error = self._fetcher_error
+        layout: object = None
+        if error is None:
+            try:
+                layout = self._load(indices)
+            except StopIteration:
+                if self._start.plan.is_iterable:
+                    self._stream_ended = True
+                    writer.close()
+                    return pack(StreamEnded(seq, epoch))
+                error = RemoteError(self._where).dumps()
+            except BaseException:  # noqa: BLE001 - as above
+                error = RemoteError(self._where).dumps()
+        kept = writer.is_kept()
+        if error is not None:
+            answer = pack(BatchFailed(seq, epoch, self._spill_error(error), kept))
+        else:
+            answer = self._pack_done(seq, epoch, layout, kept)
+        writer.close()
+        return answer
+
+    def _load(self, indices: object) -> object:
+        """Fetch, collate and encode one batch; returns its layout."""
+        batch = self._fetcher.fetch(indices)
+        if type(batch) is FlatLayout:
+            return batch
+        return encode(batch, self._writer, by_value=self._by_value, spill_bytes=INLINE_BYTES // 2)
+
+    def _pack_done(self, seq: int, epoch: int, layout: object, kept: bool) -> bytes:  # noqa: FBT001
+        used = self._writer.used_bytes
+        if layout is self._last_layout or layout == self._last_layout:
+            return pack(BatchDone(seq, epoch, None, used, kept))
+        self._last_layout = layout
+        answer = pack(BatchDone(seq, epoch, layout, used, kept))
+        if len(answer) <= INLINE_BYTES:
+            return answer
+        spilled = Spilled(*self._writer.put(pickle.dumps(layout)))
+        return pack(BatchDone(seq, epoch, spilled, self._writer.used_bytes, kept))
+
+    def _spill_error(self, error: bytes) -> bytes | Spilled:
+        """The error as it is, or in the slot where it is long, or shortened to what fits."""
+        if len(error) <= INLINE_BYTES // 2:
+            return error
+        self._writer.rewind()  # the batch is lost, so the slot is free for this
+        try:
+            return Spilled(*self._writer.put(error))
+        except SharedMemoryError:
+            return RemoteError.loads(error).shortened(INLINE_BYTES // 4).dumps()
+
+    def _add_slot(self, message: NewSlot, ancillary: list[Any], flags: int) -> None:
+        if flags & socket.MSG_CTRUNC or not ancillary:
+            raise OSError(
+                errno.EMFILE,
+                "a DataLoader worker has no file descriptor left for its shared memory; raise "
+                "`ulimit -n`",
+            )
+        _, _, data = ancillary[0]
+        (fd,) = struct.unpack("i", data[:4])
+        self._slots[message.slot_id] = slot = Slot(fd, message.nbytes)
+        slot.forget_descriptor()
+
+    def _drop_slot(self, slot_id: int) -> None:
+        slot = self._slots.pop(slot_id, None)
+        if slot is not None:
+            if self._collate is not None and self._collate.packer is not None:
+                self._collate.packer.forget_slot(slot)
+            slot.close()

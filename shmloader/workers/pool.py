@@ -1,0 +1,28 @@
+"""What the engine asks of a pool of workers."""
+
+from typing import Protocol
+
+
+class Pool(Protocol):
+    """Moves messages to and from a fixed number of workers, and says who died.
+
+    :class:`shmloader.workers.processes.ProcessPool` is one; its docstrings hold.
+    """
+
+    def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
+        """Send a message; never blocks."""
+
+    def receive(self, worker_id: int) -> bytes | None:
+        """The next message from a worker, if one is there."""
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
+        """Wait for messages and deaths."""
+
+    def pid(self, worker_id: int) -> int:
+        """Process number of a worker."""
+
+    def exit_code(self, worker_id: int) -> int | None:
+        """How a lost worker ended."""
+
+    def close(self) -> None:
+        """End all workers."""

@@ -1,0 +1,329 @@
+"""The pool of worker processes, as the main process sees it.
+
+Owns the processes, one ``SOCK_SEQPACKET`` socket pair each, and their pidfds. Knows nothing of
+batches: it moves bytes, and it says who died.
+
+Guarantees:
+    * A send never blocks. What a socket refuses waits here, in order.
+    * Everything that a worker sent before it died is received before its death is told.
+    * ``close`` ends every worker within a bounded time, stopped or hung ones too, reaps it,
+      and leaves no descriptor. Called again, or in a forked child, it ends no process.
+
+Assumes that one thread at a time calls the methods.
+"""
+
+import collections
+import contextlib
+import errno
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from shmloader.memory.slot import close_inherited_slots
+from shmloader.messages import RECEIVE_BYTES
+from shmloader.workers.child import WorkerStart, worker_main
+from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.payload import PICKLE_ERRORS, ForkedPayload, Payload
+
+# How long close() waits for a worker to end by itself (it may be inside a sample), after
+# SIGTERM, and after SIGKILL.
+_GRACE_S = 1.0
+_TERMINATE_S = 0.3
+_KILL_S = 5.0
+
+_PEER_IS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
+
+_PICKLE_WARNING = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
+
+
+class _Pools:
+    """The pools of this process, for a forked worker to close what is not its own."""
+
+    live: "weakref.WeakSet[ProcessPool]" = weakref.WeakSet()
+
+
+class _Worker:
+    """A worker's handles."""
+
+    __slots__ = ("channel", "is_lost", "outbox", "pidfd", "process")
+
+    def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
+        self.process = process
+        self.channel = channel
+        self.pidfd = os.pidfd_open(process.pid or 0)
+        self.outbox: collections.deque[tuple[bytes, int | None]] = collections.deque()
+        self.is_lost = False
+
+
+class ProcessPool:
+    """A fixed number of worker processes.
+
+    Attributes:
+        processes: The ``multiprocessing`` processes, by worker number.
+    """
+
+    def __init__(
+        self,
+        context: BaseContext | None,
+        worker_count: int,
+        objects: object,
+        plan: FetchPlan,
+        base_seed: int,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            context: The user's multiprocessing context; None for the default one.
+            worker_count: How many.
+            objects: (dataset, collate_fn, worker_init_fn).
+            plan: How batches are made.
+            base_seed: For the workers' random streams.
+
+        Raises:
+            TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
+                a start method that needs it.
+            OSError: If there are no descriptors or processes left.
+        """
+        self._pid = os.getpid()
+        self._context: Any = context or multiprocessing.get_context()
+        self._workers: list[_Worker] = []
+        self._starting: socket.socket | None = None
+        self._is_closed = False
+        self._poll = select.poll()
+        self._by_fd: dict[int, int] = {}
+        _Pools.live.add(self)
+        payload = self._make_payload(objects)
+        try:
+            for worker_id in range(worker_count):
+                start = WorkerStart(worker_id, worker_count, base_seed, plan, self._pid)
+                self._start_worker(payload, start)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            payload.close()
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The worker processes, by number."""
+        return [worker.process for worker in self._workers]
+
+    def _make_payload(self, objects: object) -> "Payload | ForkedPayload":
+        method = self._context.get_start_method()
+        if method == "fork":
+            return ForkedPayload(objects)
+        try:
+            return Payload(objects, method)
+        except PICKLE_ERRORS:
+            warnings.warn(_PICKLE_WARNING, stacklevel=2)
+            raise
+
+    def _start_worker(self, payload: "Payload | ForkedPayload", start: WorkerStart) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        closer = close_inherited if isinstance(payload, ForkedPayload) else None
+        process = self._context.Process(
+            target=worker_main, args=(payload, theirs, start, closer), daemon=True
+        )
+        self._starting = ours
+        try:
+            with _sigint_blocked(), theirs:
+                process.start()
+            ours.setblocking(False)  # noqa: FBT003
+            worker = _Worker(process, ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            self._starting = None
+        self._by_fd[ours.fileno()] = self._by_fd[worker.pidfd] = len(self._workers)
+        self._workers.append(worker)
+        self._poll.register(ours, select.POLLIN)
+        self._poll.register(worker.pidfd, select.POLLIN)
+
+    def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
+        """Send a message to a worker; never blocks. A dead worker's message is dropped.
+
+        Args:
+            worker_id: To whom.
+            data: The packed message.
+            descriptor: Goes with it; must stay open until it is sent, that is, as long as the
+                worker lives.
+        """
+        worker = self._workers[worker_id]
+        if worker.outbox or not self._try_send(worker, data, descriptor):
+            worker.outbox.append((data, descriptor))
+            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
+
+    def _try_send(self, worker: _Worker, data: bytes, descriptor: int | None) -> bool:
+        try:
+            if descriptor is None:
+                worker.channel.send(data)
+            else:
+                socket.send_fds(worker.channel, [data], [descriptor])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _PEER_IS_GONE:
+                raise
+            # It is dying, and its pidfd tells us so.
+        return True
+
+    def receive(self, worker_id: int) -> bytes | None:
+        """The next message from a worker, if one is there. Does not wait."""
+        worker = self._workers[worker_id]
+        try:
+            return worker.channel.recv(RECEIVE_BYTES) or None
+        except BlockingIOError:
+            return None
+        except OSError:
+            return None
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
+        """Wait until something has happened.
+
+        Args:
+            timeout_s: At most so long; None for ever.
+
+        Returns:
+            Pairs of a worker's number and its message; None instead of a message: the worker
+            is dead, and reaped. Empty when the time is over.
+        """
+        events = self._poll.poll(None if timeout_s is None else max(0, int(timeout_s * 1000)))
+        happened: list[tuple[int, bytes | None]] = []
+        for fd, event in events:
+            worker_id = self._by_fd[fd]
+            worker = self._workers[worker_id]
+            if fd == worker.pidfd:
+                happened.extend(self._lose(worker_id))
+            elif not worker.is_lost:
+                if event & select.POLLOUT:
+                    self._flush(worker)
+                data = self.receive(worker_id)
+                if data is not None:
+                    happened.append((worker_id, data))
+                elif event & (select.POLLHUP | select.POLLERR):
+                    # The socket has ended; the pidfd will say more in a moment.
+                    self._poll.unregister(worker.channel)
+        return happened
+
+    def _flush(self, worker: _Worker) -> None:
+        while worker.outbox:
+            data, descriptor = worker.outbox[0]
+            if not self._try_send(worker, data, descriptor):
+                return
+            worker.outbox.popleft()
+        self._poll.modify(worker.channel, select.POLLIN)
+
+    def _lose(self, worker_id: int) -> Iterator[tuple[int, bytes | None]]:
+        """Take a dead worker's last messages, reap it, and say that it is lost."""
+        worker = self._workers[worker_id]
+        if worker.is_lost:
+            return
+        while (data := self.receive(worker_id)) is not None:
+            yield worker_id, data
+        worker.is_lost = True
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(worker.channel)
+        self._poll.unregister(worker.pidfd)
+        _reap(worker, time.monotonic() + _KILL_S)
+        yield worker_id, None
+
+    def exit_code(self, worker_id: int) -> int | None:
+        """Exit code of a lost worker, negative for a signal; None if somebody else reaped it."""
+        code: int | None = self._workers[worker_id].process.exitcode
+        return code
+
+    def pid(self, worker_id: int) -> int:
+        """Process number of a worker."""
+        return self._workers[worker_id].process.pid or 0
+
+    def close(self) -> None:
+        """End and reap all workers. May be called again; from any thread."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() != self._pid:
+            self._abandon()
+            return
+        for worker in self._workers:
+            # Ends the worker's loop when it has answered what it is at.
+            with contextlib.suppress(OSError):
+                worker.channel.shutdown(socket.SHUT_RDWR)
+            worker.channel.close()
+        _end(self._workers)
+        for worker in self._workers:
+            os.close(worker.pidfd)
+
+    def _abandon(self) -> None:
+        """Close our descriptors in a forked child; the workers are not its own."""
+        self._is_closed = True
+        if self._starting is not None:
+            self._starting.close()
+        for worker in self._workers:
+            worker.channel.close()
+            with contextlib.suppress(OSError):
+                os.close(worker.pidfd)
+
+
+def close_inherited() -> None:
+    """Close, in a forked worker, what the fork gave it of this and of other loaders."""
+    for pool in list(_Pools.live):
+        pool._abandon()  # noqa: SLF001 - a pool of this module
+    close_inherited_slots()
+
+
+def _end(workers: list[_Worker]) -> None:
+    """Wait for workers to end, and reap them; help those that do not end by themselves."""
+    for wait_s, then in (
+        (_GRACE_S, BaseProcess.terminate),
+        (_TERMINATE_S, BaseProcess.kill),
+        (_KILL_S, None),
+    ):
+        deadline = time.monotonic() + wait_s
+        workers = [worker for worker in workers if not _reap(worker, deadline)]
+        if then is not None:
+            for worker in workers:
+                then(worker.process)
+
+
+def _reap(worker: _Worker, deadline: float) -> bool:
+    """Wait for a worker's end until ``deadline`` of the monotonic clock; whether it has ended.
+
+    Waits on the pidfd: multiprocessing's sentinel stays silent for as long as a child of the
+    worker's own lives.
+    """
+    poll = select.poll()
+    poll.register(worker.pidfd, select.POLLIN)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        return False
+    if worker.process.exitcode is None:
+        # A forkserver reaps it and tells us, which takes a moment more.
+        worker.process.join(1.0)
+    worker.process.join(0)  # lets multiprocessing forget it
+    return True
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Keep Ctrl-C from a worker until it ignores it; the main process gets it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+

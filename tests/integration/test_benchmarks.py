@@ -1,0 +1,35 @@
+"""The benchmark runs and agrees on the content; how fast anything is stays untested."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+THROUGHPUT = Path(__file__).parents[2] / "benchmarks" / "throughput.py"
+DEADLINE_S = 170
+
+
+@pytest.mark.slow
+def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_path):
+    result_file = tmp_path / "runs.json"
+    done = subprocess.run(
+        [sys.executable, str(THROUGHPUT), "--smallest", f"--json={result_file}"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for workload in "abcde":
+        for loader in ("shmloader", "torch", "ceiling"):
+            row = rf"^\| \({workload}\) [^|]+\| {loader} +\| [\d,]+ +\|"
+            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+        agreement = (
+            rf"^content hash \({workload}\), first \d+ batches: "
+            r"[0-9a-f]{32} shmloader = torch = ceiling$"
+        )
+        assert re.search(agreement, done.stdout, re.MULTILINE), done.stdout
+    assert result_file.stat().st_size > 0

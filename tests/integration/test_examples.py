@@ -1,0 +1,124 @@
+"""The examples do what they say, from the command line."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120  # they take some ten seconds; a busy machine may take longer
+
+
+def run_example(
+    name: str, *arguments: str, temporary: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if temporary is not None:
+        environment["TMPDIR"] = str(temporary)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Status 2, and an error of one line after the usage."""
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    last_line = result.stderr.splitlines()[-1]
+    assert ": error: " in last_line
+    for word in words:
+        assert word in last_line
+
+
+@pytest.mark.slow
+def test_train_digits_reaches_95_percent_and_says_how_long_it_waited():
+    result = run_example("train_digits.py", "--require-accuracy", "95")
+    assert result.returncode == 0, result.stderr
+    accuracy_line, waiting_line = result.stdout.splitlines()
+    match = re.fullmatch(r"Test accuracy: ([\d.]+) % of 360 images", accuracy_line)
+    assert match, accuracy_line
+    assert float(match[1]) >= 95
+    assert re.fullmatch(
+        r"Waited for data: [\d.]+ s of [\d.]+ s of training \(\d+%\), "
+        r"with shmloader and 2 workers",
+        waiting_line,
+    )
+    assert "epoch 20/20" in result.stderr
+    assert re.search(r"acc=\d+\.\d%, loss=\d", result.stderr)
+
+
+def test_train_digits_ends_with_status_1_below_the_required_accuracy():
+    result = run_example("train_digits.py", "--epochs", "1", "--require-accuracy", "100.1")
+    assert result.returncode == 1, result.stderr
+    assert "Waited for data" in result.stdout
+
+
+def test_train_digits_learns_the_same_from_both_loaders():
+    arguments = ["--epochs", "2", "--seed", "7"]
+    ours = run_example("train_digits.py", *arguments)
+    torchs = run_example("train_digits.py", *arguments, "--loader", "torch")
+    figures = re.compile(r"acc=[\d.]+%, loss=[\d.]+")
+    assert ours.returncode == torchs.returncode == 0, ours.stderr + torchs.stderr
+    assert ours.stdout.splitlines()[0] == torchs.stdout.splitlines()[0]
+    assert figures.findall(ours.stderr)[-1] == figures.findall(torchs.stderr)[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--epochs", "0"], ["--epochs", "'0'", "from 1 up"]),
+        (["--num-workers", "-1"], ["--num-workers"]),
+        (["--batch-size", "many"], ["--batch-size", "'many'"]),
+        (["--loader", "other"], ["--loader", "other"]),
+    ],
+)
+def test_train_digits_refuses_a_wrong_argument_in_one_line(arguments, words):
+    assert_refused(run_example("train_digits.py", *arguments), *words)
+
+
+def test_jpeg_folder_reads_files_that_it_wrote_itself_and_removes_them(tmp_path):
+    result = run_example("jpeg_folder.py", "--epochs", "1", temporary=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "Writing 400 sample files"
+    assert re.fullmatch(
+        r"Read 400 images in [\d.]+ s: \d+ images/s, with shmloader and 2 workers",
+        result.stdout.splitlines()[-1],
+    )
+    assert not list(tmp_path.glob("jpeg_folder-*"))
+
+
+def test_jpeg_folder_reads_a_given_folder_with_its_subfolders(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "sub").mkdir()
+    image.new("RGB", (300, 200), (200, 100, 50)).save(tmp_path / "wide.JPG")
+    image.new("L", (10, 400), 30).save(tmp_path / "sub" / "narrow_and_grey.jpeg")
+    result = run_example("jpeg_folder.py", str(tmp_path), "--epochs", "2", "--crop", "64")
+    assert result.returncode == 0, result.stderr
+    assert "Read 4 images" in result.stdout
+    assert "red 115, green 65, blue 40" in result.stdout
+
+
+def test_jpeg_folder_names_a_file_that_it_cannot_decode(tmp_path):
+    (tmp_path / "broken.jpg").write_bytes(b"not a JPEG")
+    result = run_example("jpeg_folder.py", str(tmp_path))
+    assert result.returncode == 1
+    assert f"ValueError: {tmp_path / 'broken.jpg'} cannot be decoded" in result.stderr
+
+
+def test_jpeg_folder_refuses_a_folder_without_jpegs_in_one_line(tmp_path):
+    (tmp_path / "notes.txt").write_text("no image")
+    assert_refused(run_example("jpeg_folder.py", str(tmp_path)), str(tmp_path), "no .jpg")
+
+
+def test_jpeg_folder_refuses_a_folder_that_is_not_there_in_one_line(tmp_path):
+    missing = tmp_path / "missing"
+    assert_refused(run_example("jpeg_folder.py", str(missing)), f"{missing} is not a folder")
