@@ -25,7 +25,7 @@ class WorkerDiedError(ShmloaderError, RuntimeError):
 
 
 class LoaderTimeoutError(ShmloaderError, RuntimeError):
-    """No batch came within ``timeout`` seconds. No batch is lost: ``next()`` may be called again."""
+    """No batch came within ``timeout`` seconds. None is lost: call ``next()`` again."""
 
 
 class SharedMemoryError(ShmloaderError, MemoryError):

@@ -155,6 +155,6 @@ def pack(message: ToWorker | FromWorker) -> bytes:
 
 def unpack(data: bytes) -> ToWorker | FromWorker:
     """Read a message off the wire."""
-    kind, *fields = pickle.loads(data)  # noqa: S301 - from our own child, over an anonymous socket
+    kind, *fields = pickle.loads(data)
     message: ToWorker | FromWorker = _TYPES[kind]._make(fields)
     return message

@@ -303,8 +303,8 @@ class Engine:
         if len(body) > slot.nbytes:
             self._fail(
                 SharedMemoryError(
-                    f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
-                    f"{slot.nbytes}: raise shm_size or lower batch_size."
+                    f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may "
+                    f"have {slot.nbytes}: raise shm_size or lower batch_size."
                 )
             )
         slot.mapping[: len(body)] = body
@@ -354,7 +354,7 @@ class Engine:
 
     def _make_reader(self, seq: int, layout: object) -> "FlatReader | _PickledReader":
         if type(layout) is Spilled:
-            layout = pickle.loads(self._spilled(seq, layout))  # noqa: S301 - from our own child
+            layout = pickle.loads(self._spilled(seq, layout))
         if type(layout) is FlatLayout:
             return FlatReader(layout)
         if type(layout) is PickledLayout:
@@ -464,4 +464,3 @@ def describe_indices(indices: object) -> str:
     if len(indices) > 8:  # noqa: PLR2004 - as many as are shown
         return f"{len(indices)} indices: {shown}, …"
     return f"indices {shown}" if indices else "no indices"
-

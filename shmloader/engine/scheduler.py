@@ -53,9 +53,7 @@ class Scheduler:
         slots: The slots' states.
     """
 
-    def __init__(
-        self, worker_count: int, window: int, lend_limit: int, *, in_order: bool
-    ) -> None:
+    def __init__(self, worker_count: int, window: int, lend_limit: int, *, in_order: bool) -> None:
         """Start with an empty window.
 
         Args:
@@ -180,13 +178,12 @@ class Scheduler:
             ticket = self._arrived.popleft()
             del self._tickets[ticket.seq]
             return ticket
-        while True:
-            ticket = self._first()
-            if ticket is None or ticket.answer is None:
-                return None
-            del self._tickets[ticket.seq]
-            self._next_delivery = ticket.seq + 1
-            return ticket
+        first = self._first()
+        if first is None or first.answer is None:
+            return None
+        del self._tickets[first.seq]
+        self._next_delivery = first.seq + 1
+        return first
 
     def _first(self) -> Ticket | None:
         """The first ticket in order that will be delivered, answered or not."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import (
 )
 
 from shmloader.engine.engine import Engine
+from shmloader.errors import ClosedLoaderError
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, slot_share
 from shmloader.stages.pin import pin_batch
@@ -32,8 +33,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
 
     def _next_data(self) -> Any:
         if self._is_closed:
-            raise closed_error()
-        index = self._next_index()
+            raise ClosedLoaderError("the iterator is closed")
+        index = self._next_index()  # type: ignore[no-untyped-call]
         try:
             data = self._dataset_fetcher.fetch(index)
         except StopIteration as error:
@@ -47,13 +48,6 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
-
-
-def closed_error() -> Exception:
-    """The error for an iterator that was closed by the user."""
-    from shmloader.errors import ClosedLoaderError  # noqa: PLC0415
-
-    return ClosedLoaderError("the iterator is closed")
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -84,7 +78,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             FetchPlan(
                 self._dataset_kind == _DatasetKind.Iterable, self._auto_collation, self._drop_last
             ),
-            self._base_seed,
+            int(self._base_seed),
         )
         self._engine = Engine(
             self._pool,
@@ -99,14 +93,16 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._next_batch: Callable[[], Any] = self._engine.next_batch
         self._is_exhausted = False
+        self._has_length_to_check = self._IterableDataset_len_called is not None
         # As torch does: the sampler is iterated a second time.
         super()._reset(loader)
         self._engine.start(self._sampler_iter)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
         super()._reset(loader, first_iter)
         self._is_exhausted = False
+        self._has_length_to_check = self._IterableDataset_len_called is not None
         self._engine.restart(self._sampler_iter)
 
     def _next_data(self) -> Any:
@@ -125,7 +121,8 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         """The next batch."""
-        if self._IterableDataset_len_called is not None or torch.autograd._profiler_enabled():  # noqa: SLF001
+        if self._has_length_to_check or _profiler_enabled():
+            # torch warns of an iterable dataset that is longer than it said, and records.
             return super().__next__()
         batch = self._next_data()
         self._num_yielded += 1

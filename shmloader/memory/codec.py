@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -73,7 +73,7 @@ class _Storage:
         self.itemsizes: set[int] = set()
         self.whole = False
 
-    def add(self, start: int, end: int, itemsize: int) -> None:
+    def add(self, start: Any, end: Any, itemsize: int) -> None:
         """Note that bytes ``start`` to ``end`` are needed."""
         self.start = start if self.start is None else min(self.start, start)
         self.end = max(self.end, end)
@@ -84,7 +84,7 @@ class _Reducers:
     """Takes tensors, storages and buffers out of a pickle's stream. Mixed into a Pickler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, buffer_callback=self._out_of_band, **kwargs)
+        super().__init__(*args, buffer_callback=self._out_of_band, **kwargs)  # type: ignore[call-arg]
         self.storages: dict[int, _Storage] = {}
         self.buffers: list[tuple[int, pickle.PickleBuffer]] = []
         self.order: list[int] = []
@@ -103,8 +103,8 @@ class _Reducers:
                 storage.add(0, value.nbytes(), 1)
                 storage.whole = True
                 return rebuild_storage, (self._mark(storage.index),)
-        elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":  # noqa: SLF001
-            return rebuild_typed_storage, (value._untyped_storage, value.dtype)  # noqa: SLF001
+        elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
+            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
@@ -164,7 +164,7 @@ def _dispatch_table() -> dict[type, Any]:
     """multiprocessing's reducers, without torch's: these share a descriptor for each storage."""
     extra = {
         kind: reducer
-        for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]  # noqa: SLF001
+        for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
         if not reducer.__module__.startswith("torch.")
     }
     return {**copyreg.dispatch_table, **extra}
@@ -179,7 +179,7 @@ class _StandardPickler(_Reducers, pickle.Pickler):
         return self.reduce_torch(value)
 
 
-class _ClosurePickler(_Reducers, cloudpickle.Pickler):
+class _ClosurePickler(_Reducers, cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
 
@@ -207,14 +207,14 @@ def encode(batch: object, writer: SlotWriter, *, by_value: bool, spill_bytes: in
     pickler: _Reducers = _StandardPickler(file)
     try:
         pickler.dump(batch)  # type: ignore[attr-defined]
-    except Exception as error:  # noqa: BLE001 - __reduce__ of the user's objects may raise anything
+    except Exception as error:
         if not by_value:
             raise _explain(batch, error) from error
         file = io.BytesIO()
         pickler = _ClosurePickler(file)
         try:
-            pickler.dump(batch)  # type: ignore[attr-defined]
-        except Exception as second:  # noqa: BLE001
+            pickler.dump(batch)
+        except Exception as second:
             raise _explain(batch, second) from second
     spans: dict[int, Span] = {}
     for storage in pickler.storages.values():
@@ -303,18 +303,18 @@ def rebuild_tensor(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     storage_offset: int,
-    requires_grad: bool,  # noqa: FBT001 - called by pickle
-    is_parameter: bool,  # noqa: FBT001
+    requires_grad: bool,
+    is_parameter: bool,
 ) -> torch.Tensor:
     """Make a tensor from its storage's span. Called by pickle, in the main process."""
     is_empty = 0 in shape or part.storage.nbytes() == 0
     offset = 0 if is_empty else storage_offset - part.first_byte // dtype.itemsize
-    tensor = torch.empty(0, dtype=dtype).set_(part.storage, offset, shape, stride)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=dtype).set_(part.storage, offset, shape, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     if requires_grad:
         tensor.requires_grad_()
-    return cast("torch.Tensor", tensor)
+    return tensor
 
 
 def rebuild_storage(part: _Part) -> torch.UntypedStorage:
@@ -322,9 +322,7 @@ def rebuild_storage(part: _Part) -> torch.UntypedStorage:
     return part.storage
 
 
-def rebuild_typed_storage(
-    storage: torch.UntypedStorage, dtype: torch.dtype
-) -> torch.TypedStorage:
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Called by pickle, in the main process."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
@@ -349,7 +347,7 @@ def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
     body = layout.body
     if not isinstance(body, bytes):
         body = slot.mapping[body[0] : body[0] + body[1]]
-    return pickle.loads(body, buffers=[parts[index] for index in layout.order])  # noqa: S301
+    return pickle.loads(body, buffers=[parts[index] for index in layout.order])
 
 
 def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
@@ -374,14 +372,10 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
             home, offset = block, position
             position += align(span.nbytes)
         if span.nbytes == 0:
-            parts.append(
-                bytearray() if span.first_byte < 0 else _Part(torch.UntypedStorage(0), 0)
-            )
+            parts.append(bytearray() if span.first_byte < 0 else _Part(torch.UntypedStorage(0), 0))
         elif span.first_byte < 0:
             parts.append(memoryview(home).cast("B")[offset : offset + span.nbytes])  # type: ignore[arg-type]
         else:
             flat = torch.frombuffer(home, dtype=torch.uint8, count=span.nbytes, offset=offset)
             parts.append(_Part(flat.untyped_storage(), span.first_byte))
     return parts
-
-

@@ -7,6 +7,7 @@ a user's own collate function included; a collate written by hand asks for its o
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,15 +50,13 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return writer.empty(sizes, dtype or torch.get_default_dtype())
 
 
-def _collate_tensor_fn(
-    batch: Sequence[torch.Tensor], *, collate_fn_map: object = None
-) -> torch.Tensor:
+def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack tensors as torch's own function does in a worker, but into the slot."""
     first = batch[0]
     if type(first) is not torch.Tensor or first.layout is not torch.strided or not first.is_cpu:
-        return _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[arg-type]
+        return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
     if first.is_nested or first.is_quantized:
-        return _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[arg-type]
+        return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
     shape = (len(batch), *first.shape)
     writer = _Worker.writer
     if writer is not None and writer.is_collating:
@@ -65,11 +64,11 @@ def _collate_tensor_fn(
     else:
         out = torch.empty(shape, dtype=first.dtype)
     try:
-        return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
+        return torch.stack(batch, 0, out=out)
     except RuntimeError as error:
         # An output that cannot be resized hides what torch.stack says of unequal shapes.
         if "resize" in str(error):
-            return torch.stack(batch, 0)  # type: ignore[arg-type]
+            return torch.stack(batch, 0)
         raise
 
 

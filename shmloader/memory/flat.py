@@ -13,9 +13,10 @@ words for the error.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,10 +64,14 @@ class FlatLayout(NamedTuple):
     groups: tuple[Group, ...]
 
 
+# A field: its dtype, and its shape in a sample; None for numbers.
+_Spec = tuple[torch.dtype, tuple[int, ...] | None]
+
+
 def _convert_ints(column: Sequence[object]) -> "np.ndarray | torch.Tensor":
     # numpy agrees with torch.tensor where it finds int64 or bool, and is four times as fast.
     array = np.array(column)
-    if array.dtype == np.int64 or array.dtype == np.bool_:
+    if array.dtype in (np.int64, np.bool_):
         return array
     return torch.tensor(column)
 
@@ -83,6 +88,10 @@ _CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray | torch.Tensor"
     bool: _convert_ints,
     float: _convert_floats,
 }
+
+
+class _NotFlatError(Exception):
+    """These samples take the general way."""
 
 
 @dataclass(slots=True)
@@ -118,38 +127,13 @@ class FlatPacker:
         """
         if type(samples) is not list or not samples:
             return None
-        split = _split(samples)
-        if split is None:
+        try:
+            container, keys, columns = _split(samples)
+            read = [_read_column(column) for column in columns]
+        except _NotFlatError:
             return None
-        container, keys, columns = split
-        sources: list[object] = []
-        fields: list[object] = []
-        for column in columns:
-            first = column[0]
-            kind = type(first)
-            if kind is torch.Tensor:
-                if first.layout is not torch.strided or not first.is_cpu:
-                    return None
-                fields.append((first.dtype, first.shape))
-                sources.append(column)
-            elif (convert := _CONVERTERS.get(kind)) is not None:
-                try:
-                    converted = torch.as_tensor(convert(column))
-                except Exception:  # noqa: BLE001 - torch's collate says what is wrong with it
-                    return None
-                fields.append((converted.dtype, None))
-                sources.append(converted)
-            elif kind is np.ndarray:
-                if first.dtype.kind not in "biufc":
-                    return None
-                try:
-                    tensors = [torch.as_tensor(array) for array in column]
-                except Exception:  # noqa: BLE001 - as above
-                    return None
-                fields.append((tensors[0].dtype, tensors[0].shape))
-                sources.append(tensors)
-            else:
-                return None
+        fields = [spec for spec, _ in read]
+        sources = [source for _, source in read]
         signature = (container, keys, len(samples), fields)
         plan = self._plan
         if plan is None or plan.signature != signature:
@@ -161,7 +145,7 @@ class FlatPacker:
             return None
         return plan.layout
 
-    def _fill(self, plan: _Plan, sources: list[object]) -> bool:
+    def _fill(self, plan: _Plan, sources: list[Any]) -> bool:
         slot = self._writer.slot
         targets = plan.targets.get(id(slot))
         if targets is None:
@@ -170,16 +154,22 @@ class FlatPacker:
             ]
         try:
             for group, target in zip(plan.layout.groups, targets, strict=True):
-                if len(group.positions) == 1:
-                    source = sources[group.positions[0]]
+                positions = group.positions
+                if len(positions) == 1:
+                    source = sources[positions[0]]
                 else:
-                    source = [item for p in group.positions for item in sources[p]]  # type: ignore[attr-defined]
+                    source = list(chain.from_iterable(map(sources.__getitem__, positions)))
                 if isinstance(source, torch.Tensor):
                     target.copy_(source)
-                elif target.numel():
-                    torch.stack(source, 0, out=target)  # type: ignore[call-overload]
+                elif target.ndim > 1 and target.numel():
+                    torch.stack(source, 0, out=target)
                 else:
-                    torch.stack(source, 0)  # type: ignore[arg-type]  # for its checks
+                    # Nothing to write, but for its checks; or numbers, for which torch is a
+                    # third faster without an output, and then casts as it would into one.
+                    stacked = torch.stack(source, 0)
+                    if stacked.dtype != target.dtype:
+                        return False
+                    target.copy_(stacked)
         except RuntimeError:
             return False
         return True
@@ -190,52 +180,76 @@ class FlatPacker:
             self._plan.targets.pop(id(slot), None)
 
 
-def _split(
-    samples: list[object],
-) -> tuple[int, tuple[object, ...], Sequence[Sequence[object]]] | None:
-    """Turn samples into columns, one for each field; None if they are of another kind."""
+def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequence[Any]]]:
+    """Turn samples into container, keys and columns, one column for each field.
+
+    Raises:
+        _NotFlatError: If they are of another kind, or not alike.
+    """
     first = samples[0]
     kind = type(first)
     if kind is dict:
-        keys = tuple(first)  # type: ignore[arg-type]
-        if not keys:
-            return None
-        rows = []
-        for sample in samples:
-            if type(sample) is not dict:
-                return None
-            if tuple(sample) == keys:
-                rows.append(sample.values())
-            else:
-                try:
-                    rows.append([sample[key] for key in keys])
-                except KeyError:
-                    return None
-        return _DICT, keys, list(zip(*rows, strict=True))
-    if kind is tuple or kind is list:
-        length = len(first)  # type: ignore[arg-type]
-        if length == 0:
-            return None
-        for sample in samples:
-            if type(sample) is not kind or len(sample) != length:  # type: ignore[arg-type]
-                return None
-        return _LIST, (), list(zip(*samples, strict=True))  # type: ignore[arg-type]
-    return _BARE, (), (samples,)
+        keys = tuple(first)
+        rows = [_row(sample, keys) for sample in samples]
+        columns = list(zip(*rows, strict=True))
+        container = _DICT
+    elif kind is tuple or kind is list:
+        keys = ()
+        if any(type(sample) is not kind or len(sample) != len(first) for sample in samples):
+            raise _NotFlatError
+        columns = list(zip(*samples, strict=True))
+        container = _LIST
+    else:
+        return _BARE, (), (samples,)
+    if not columns:
+        raise _NotFlatError
+    return container, keys, columns
 
 
-def _make_plan(
-    container: int, keys: tuple[object, ...], batch: int, fields: list[object]
-) -> _Plan:
+def _row(sample: object, keys: tuple[object, ...]) -> Iterable[Any]:
+    """A dict's values in the order of ``keys``; other keys of its own are left out."""
+    if type(sample) is not dict:
+        raise _NotFlatError
+    if tuple(sample) == keys:
+        return sample.values()
+    try:
+        return [sample[key] for key in keys]
+    except KeyError:
+        raise _NotFlatError from None
+
+
+def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
+    """What a field is, and its values: the samples' tensors, or one tensor of their numbers."""
+    first = column[0]
+    kind = type(first)
+    if kind is torch.Tensor:
+        if first.layout is torch.strided and first.is_cpu:
+            return (first.dtype, first.shape), column
+        raise _NotFlatError
+    convert = _CONVERTERS.get(kind)
+    try:
+        if convert is not None:
+            numbers = torch.as_tensor(convert(column))
+            return (numbers.dtype, None), numbers
+        if kind is np.ndarray and first.dtype.kind in "biufc":
+            tensors = [torch.as_tensor(array) for array in column]
+            return (tensors[0].dtype, tensors[0].shape), tensors
+    except Exception:  # noqa: BLE001 - torch's collate will say what is wrong with it
+        raise _NotFlatError from None
+    raise _NotFlatError
+
+
+def _make_plan(container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec]) -> _Plan:
     """Give each field its place: small ones of a kind side by side."""
-    alike: dict[object, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for position, spec in enumerate(fields):
-        dtype, shape = spec  # type: ignore[misc]
+        dtype, shape = spec
         small = shape is not None and math.prod(shape) * dtype.itemsize <= _GROUPED_BYTES
         alike.setdefault(spec if small else (position, spec), []).append(position)
     groups = []
     end = 0
     for positions in alike.values():
-        dtype, shape = fields[positions[0]]  # type: ignore[misc]
+        dtype, shape = fields[positions[0]]
         full = (batch, *(shape or ()))
         groups.append(Group(end, dtype, full, tuple(positions)))
         end = align(end + len(positions) * math.prod(full) * dtype.itemsize)
@@ -243,9 +257,7 @@ def _make_plan(
     return _Plan((container, keys, batch, fields), layout, end)
 
 
-def _group_tensor(
-    memory: Slot, group: Group, rows: int, *, by_field: bool = False
-) -> torch.Tensor:
+def _group_tensor(memory: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
     """A tensor over a whole group in the slot; with ``by_field``, a dimension for its fields."""
     shape = (rows, *group.shape) if by_field else (rows * group.shape[0], *group.shape[1:])
     count = math.prod(shape)
@@ -298,7 +310,7 @@ class FlatReader:
             ]
         if self._container == _BARE:
             return _take(self._pieces[0], sources[0], lease)
-        fields: list[object] = [None] * self._count
+        fields: list[Any] = [None] * self._count
         for piece, source in zip(self._pieces, sources, strict=True):
             positions = piece.group.positions
             if len(positions) == 1:
@@ -343,7 +355,7 @@ def _take(piece: _Piece, source: torch.Tensor, lease: object | None) -> torch.Te
     )
     # Not a view of another tensor, as torch's loader gives it.
     whole = torch.empty(0, dtype=group.dtype)
-    return whole.set_(flat.untyped_storage(), 0, group.shape, piece.strides)  # type: ignore[call-overload]
+    return whole.set_(flat.untyped_storage(), 0, group.shape, piece.strides)
 
 
 def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
@@ -356,8 +368,6 @@ def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
     block = torch.empty(rows * padded, dtype=torch.uint8).numpy()
     item = piece.group.dtype.itemsize
     strides = (padded, *(stride * item for stride in piece.strides))
-    copied = np.ndarray(
-        (rows, *piece.group.shape), piece.numpy_dtype, block, strides=strides
-    )
+    copied = np.ndarray((rows, *piece.group.shape), piece.numpy_dtype, block, strides=strides)
     np.copyto(copied, source.numpy())
     return list(map(torch.from_numpy, copied))

@@ -10,6 +10,7 @@ import collections
 import ctypes
 import os
 import weakref
+from typing import Any
 
 from shmloader.memory.slot import Slot
 
@@ -40,7 +41,7 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._dead: collections.deque[int] = collections.deque()
-        self._references: dict[int, tuple[weakref.ref[object], int]] = {}
+        self._references: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def open(
         self, slot_id: int, slot: Slot, *, is_clean: bool = True

@@ -18,7 +18,7 @@ import mmap
 import os
 import sys
 import weakref
-from typing import Self
+from typing import ClassVar, Self
 
 from shmloader.errors import SharedMemoryError
 
@@ -63,7 +63,7 @@ def uncapped_slot_bytes() -> int:
 class _Slots:
     """The slots of this process, for a forked worker to close what is not its own."""
 
-    live: "weakref.WeakSet[Slot]" = weakref.WeakSet()
+    live: ClassVar["weakref.WeakSet[Slot]"] = weakref.WeakSet()
 
 
 def close_inherited_slots() -> None:

@@ -137,6 +137,6 @@ class SlotWriter:
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in the slot these bytes lie already; None if they lie elsewhere."""
         offset = address - self.slot.address
-        if 0 <= offset and offset + nbytes <= self._used:
+        if offset >= 0 and offset + nbytes <= self._used:
             return offset
         return None

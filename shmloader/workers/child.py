@@ -23,8 +23,8 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import InternalError, SharedMemoryError
-from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.codec import encode
+from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
@@ -91,8 +91,8 @@ def worker_main(
     _die_with(start.main_pid)
     # A write to a closed socket must raise, whatever the user's process does of SIGPIPE.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal_handling._set_worker_signal_handlers()  # noqa: SLF001
-    torch.multiprocessing._set_thread_name("pt_data_worker")  # noqa: SLF001
+    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
+    torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
@@ -168,7 +168,7 @@ class _Worker:
         try:
             self._dataset, collate_fn, init_fn = payload.load()
             self._by_value = payload.by_value
-            torch_worker._worker_info = torch_worker.WorkerInfo(  # noqa: SLF001
+            torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,
                 num_workers=start.worker_count,
                 seed=seed,
@@ -198,7 +198,7 @@ class _Worker:
         slot = self._slots[slot_id]
         if type(indices) is Spilled:
             end = indices.offset + indices.nbytes
-            indices = pickle.loads(slot.mapping[indices.offset : end])  # noqa: S301 - from main
+            indices = pickle.loads(slot.mapping[indices.offset : end])
         writer = self._writer
         writer.open(slot)
         error = self._fetcher_error
@@ -229,7 +229,7 @@ class _Worker:
             return batch
         return encode(batch, self._writer, by_value=self._by_value, spill_bytes=INLINE_BYTES // 2)
 
-    def _pack_done(self, seq: int, epoch: int, layout: object, kept: bool) -> bytes:  # noqa: FBT001
+    def _pack_done(self, seq: int, epoch: int, layout: object, kept: bool) -> bytes:
         used = self._writer.used_bytes
         if layout is self._last_layout or layout == self._last_layout:
             return pack(BatchDone(seq, epoch, None, used, kept))

@@ -46,7 +46,7 @@ class _DescriptorRecorder:
 
 
 @contextlib.contextmanager
-def _spawning(popen: object) -> Iterator[None]:
+def _spawning(popen: Any) -> Iterator[None]:
     """Let multiprocessing's reducers see that something is pickled for a child."""
     before = multiprocessing.context.get_spawning_popen()
     multiprocessing.context.set_spawning_popen(popen)
@@ -56,14 +56,13 @@ def _spawning(popen: object) -> Iterator[None]:
         multiprocessing.context.set_spawning_popen(before)
 
 
-class _ClosurePickler(cloudpickle.Pickler):
+class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle, with multiprocessing's reducers for what is shared with a child."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.dispatch_table = ChainMap(
-            {}, ForkingPickler._extra_reducers, self.dispatch_table  # type: ignore[attr-defined]  # noqa: SLF001
-        )  # fmt: skip
+        extra: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+        self.dispatch_table: Any = ChainMap({}, extra, cloudpickle.Pickler.dispatch_table)
 
 
 def _main_is_importable() -> bool:
@@ -151,7 +150,7 @@ class ForkedPayload:
 class ReceivedPayload:
     """A payload in a worker, not read yet."""
 
-    def __init__(self, duplicate: Any, nbytes: int, by_value: bool) -> None:  # noqa: FBT001
+    def __init__(self, duplicate: Any, nbytes: int, by_value: bool) -> None:
         self._duplicate = duplicate
         self._nbytes = nbytes
         self.by_value = by_value
@@ -165,6 +164,6 @@ class ReceivedPayload:
         fd = self._duplicate.detach()
         try:
             with mmap.mmap(fd, self._nbytes, prot=mmap.PROT_READ) as mapping:
-                return pickle.loads(memoryview(mapping))  # noqa: S301 - our parent's bytes
+                return pickle.loads(memoryview(mapping))
         finally:
             os.close(fd)

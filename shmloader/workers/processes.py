@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, ClassVar
 
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.messages import RECEIVE_BYTES
@@ -54,7 +54,7 @@ _PICKLE_WARNING = (
 class _Pools:
     """The pools of this process, for a forked worker to close what is not its own."""
 
-    live: "weakref.WeakSet[ProcessPool]" = weakref.WeakSet()
+    live: ClassVar["weakref.WeakSet[ProcessPool]"] = weakref.WeakSet()
 
 
 class _Worker:
@@ -143,7 +143,7 @@ class ProcessPool:
         try:
             with _sigint_blocked(), theirs:
                 process.start()
-            ours.setblocking(False)  # noqa: FBT003
+            ours.setblocking(False)
             worker = _Worker(process, ours)
         except BaseException:
             ours.close()
@@ -256,10 +256,10 @@ class ProcessPool:
         """End and reap all workers. May be called again; from any thread."""
         if self._is_closed:
             return
-        self._is_closed = True
         if os.getpid() != self._pid:
             self._abandon()
             return
+        self._is_closed = True
         for worker in self._workers:
             # Ends the worker's loop when it has answered what it is at.
             with contextlib.suppress(OSError):
@@ -271,7 +271,10 @@ class ProcessPool:
 
     def _abandon(self) -> None:
         """Close our descriptors in a forked child; the workers are not its own."""
-        self._is_closed = True
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            # The numbers of its descriptors may be somebody else's by now.
+            return
         if self._starting is not None:
             self._starting.close()
         for worker in self._workers:
@@ -283,7 +286,7 @@ class ProcessPool:
 def close_inherited() -> None:
     """Close, in a forked worker, what the fork gave it of this and of other loaders."""
     for pool in list(_Pools.live):
-        pool._abandon()  # noqa: SLF001 - a pool of this module
+        pool._abandon()
     close_inherited_slots()
 
 
@@ -326,4 +329,3 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-

@@ -32,8 +32,8 @@ class RemoteError:
         for dump in (pickle.dumps, cloudpickle.dumps):
             try:
                 data: bytes = dump(self)
-                pickle.loads(data)  # noqa: S301 - our own bytes; it must be readable over there
-            except Exception:  # noqa: BLE001, S112 - the next way may do
+                pickle.loads(data)
+            except Exception:  # noqa: BLE001 - the next way may do
                 continue
             return data
         self._wrapper.exc_type = RuntimeError
@@ -42,7 +42,7 @@ class RemoteError:
     @staticmethod
     def loads(data: bytes) -> "RemoteError":
         """Unpickle one."""
-        error: RemoteError = pickle.loads(data)  # noqa: S301 - from our own child
+        error: RemoteError = pickle.loads(data)
         return error
 
     def shortened(self, characters: int) -> "RemoteError":

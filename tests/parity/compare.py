@@ -15,6 +15,7 @@ import array
 import dataclasses
 import gc
 import io
+import itertools
 import random
 import struct
 import threading
@@ -290,7 +291,8 @@ def _compare(ours: Any, theirs: Any, at: str, seen: set[tuple[int, int]]) -> Non
         case torch.Tensor():
             _compare_tensors(ours, theirs, at, seen)
         case torch.UntypedStorage():
-            assert bytes(ours.tolist()) == bytes(theirs.tolist()), at
+            left, right = (torch.tensor([], dtype=torch.uint8).set_(s) for s in (ours, theirs))
+            assert torch.equal(left, right), at
         case torch.TypedStorage():
             assert ours.dtype == theirs.dtype, at
             assert ours.tolist() == theirs.tolist(), at
@@ -408,9 +410,7 @@ def _compare_arrays(
 ) -> None:
     assert ours.dtype == theirs.dtype, f"{at}: dtype {ours.dtype}, torch's {theirs.dtype}"
     assert ours.shape == theirs.shape, f"{at}: shape {ours.shape}, torch's {theirs.shape}"
-    assert ours.strides == theirs.strides, (
-        f"{at}: strides {ours.strides}, torch's {theirs.strides}"
-    )
+    assert ours.strides == theirs.strides, f"{at}: strides {ours.strides}, torch's {theirs.strides}"
     for flag in ("C_CONTIGUOUS", "F_CONTIGUOUS", "WRITEABLE", "ALIGNED"):
         assert ours.flags[flag] == theirs.flags[flag], f"{at}: flag {flag}"
     if isinstance(theirs, np.ma.MaskedArray):
@@ -512,5 +512,5 @@ def assert_private_tensors(batch: Any) -> None:
         assert tensor_bytes(tensor) == before
     used = [s for s in map(span, tensors) if s is not None]
     starts = sorted(used)
-    for (_, stop), (start, _) in zip(starts, starts[1:], strict=False):
+    for (_, stop), (start, _) in itertools.pairwise(starts):
         assert stop <= start, "two tensors of a batch lie in the same memory"

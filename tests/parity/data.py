@@ -169,7 +169,8 @@ def describe_worker(dataset: Any = None) -> dict[str, Any]:
 def mark_dataset(worker_id: int) -> None:
     """A worker_init_fn that changes its worker's copy of the dataset."""
     info = get_worker_info()
-    assert info is not None and info.id == worker_id
+    assert info is not None
+    assert info.id == worker_id
     info.dataset.marked_by = worker_id + 100
 
 
@@ -295,7 +296,7 @@ class WhoamiStream(IterableDataset):
 # ---------------------------------------------------------------- failing
 
 
-class TwoArguments(Exception):
+class TwoArgumentsError(Exception):
     """Cannot be made from one string."""
 
     def __init__(self, first: str, second: int) -> None:
@@ -304,7 +305,7 @@ class TwoArguments(Exception):
         self.second = second
 
 
-class WithMessage(Exception):
+class WithMessageError(Exception):
     """Its class has a message and it is made by keyword."""
 
     message = "yes"

@@ -1,11 +1,13 @@
 """Things that can be in a batch, each made from a number."""
 
+# ruff: noqa: PLW0108 - "lambda: x.to_sparse()" is what quietly() calls
+
 from __future__ import annotations
 
 import array
 import collections
 import dataclasses
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -178,6 +180,11 @@ def quietly(make: Callable[[], Any]) -> Any:
         return make()
 
 
+def let(value: Any, make: Callable[[Any], Any]) -> Any:
+    """What is made of a value that is needed more than once."""
+    return make(value)
+
+
 def floats(*shape: int, start: float = 0.0) -> torch.Tensor:
     count = int(np.prod(shape))
     return (torch.arange(count, dtype=torch.float32) / 3 + start).reshape(shape)
@@ -248,8 +255,8 @@ WHOLE: dict[str, Callable[[int], Any]] = {
     "Ellipsis and NotImplemented": lambda n: [..., NotImplemented],
     "functions and classes": lambda n: [len, Point, torch.sum, np.float32, quietly],
     "a date, a decimal, a fraction": lambda n: [
-        datetime.datetime(2024, 2, 29, n, tzinfo=datetime.UTC),
-        datetime.timedelta(seconds=n),
+        dt.datetime(2024, 2, 29, n, tzinfo=dt.UTC),
+        dt.timedelta(seconds=n),
         decimal.Decimal("0.10"),
         fractions.Fraction(n, 7),
     ],
@@ -282,8 +289,8 @@ WHOLE: dict[str, Callable[[int], Any]] = {
     "a list of 5,000 numbers": lambda n: list(range(n, n + 5000)),
     "deep nesting": lambda n: nested(n, 60),
     "a list that holds itself": cyclic,
-    "one list twice": lambda n: (lambda inner: {"a": inner, "b": inner})([n, floats(2)]),
-    "one string twice": lambda n: (lambda text: [text, text])(f"{n}" * 99),
+    "one list twice": lambda n: let([n, floats(2)], lambda inner: {"a": inner, "b": inner}),
+    "one string twice": lambda n: let(f"{n}" * 99, lambda text: [text, text]),
     # objects of the user's own
     "a dataclass": lambda n: Record(str(n), floats(3), np.arange(n + 1), Record("", floats(1), [])),
     "a frozen dataclass with slots": lambda n: Frozen(n, floats(2, 2)),
@@ -303,7 +310,9 @@ WHOLE: dict[str, Callable[[int], Any]] = {
     "empty arrays": lambda n: [np.empty((0, 3)), np.empty((2, 0, 4), np.int8), np.array([])],
     "an array in Fortran order": lambda n: np.asfortranarray(np.arange(12.0).reshape(3, 4) + n),
     "every other row": lambda n: np.arange(40).reshape(8, 5)[n % 2 :: 2],
-    "a transposed array": lambda n: np.arange(24, dtype=np.int16).reshape(2, 3, 4).transpose(2, 0, 1),
+    "a transposed array": lambda n: (
+        np.arange(24, dtype=np.int16).reshape(2, 3, 4).transpose(2, 0, 1)
+    ),
     "a reversed array": lambda n: np.arange(10 + n)[::-1],
     "a broadcast array": lambda n: np.broadcast_to(np.arange(3.0) + n, (4, 3)),
     "a read-only array": read_only,
@@ -317,8 +326,8 @@ WHOLE: dict[str, Callable[[int], Any]] = {
     "a masked array": lambda n: np.ma.masked_array(np.arange(4.0) + n, [0, 1, 0, 1], fill_value=9),
     "an array subclass": lambda n: np.arange(n + 3).view(Tagged8),
     "an array that is one of a batch of arrays": lambda n: [np.full(2, k + n) for k in range(50)],
-    "one array twice": lambda n: (lambda a: [a, {"again": a}])(np.arange(5) + n),
-    "overlapping arrays": lambda n: (lambda a: [a, a[2:], a[:4]])(np.arange(9.0) + n),
+    "one array twice": lambda n: let(np.arange(5) + n, lambda a: [a, {"again": a}]),
+    "overlapping arrays": lambda n: let(np.arange(9.0) + n, lambda a: [a, a[2:], a[:4]]),
     "a large array": lambda n: np.arange(2_000_000, dtype=np.float32) + n,
     "a large array in Fortran order": lambda n: np.asfortranarray(
         np.arange(600_000.0).reshape(600, 1000) + n
@@ -356,19 +365,21 @@ WHOLE: dict[str, Callable[[int], Any]] = {
     "every other column": lambda n: floats(4, 10, start=n)[:, ::2],
     "a slice of a long tensor": lambda n: floats(100_000, start=n)[500:510],
     "channels_last": lambda n: floats(2, 3, 4, 5, start=n).to(memory_format=torch.channels_last),
-    "large channels_last": lambda n: (
-        floats(8, 3, 64, 64, start=n).to(memory_format=torch.channels_last)
+    "large channels_last": lambda n: floats(8, 3, 64, 64, start=n).to(
+        memory_format=torch.channels_last
     ),
     "strides with gaps": lambda n: torch.empty_strided((2, 3), (7, 2)).fill_(n),
     "a tensor that overlaps itself": lambda n: floats(10, start=n).as_strided((4, 4), (2, 1)),
     "strides of a 1 long dimension": lambda n: floats(4, start=n).as_strided((1, 4), (99, 1)),
-    "one tensor twice": lambda n: (lambda t: {"a": t, "b": [t]})(floats(4, start=n)),
-    "two views of one storage": lambda n: (lambda t: [t[:6], t[4:]])(floats(10, start=n)),
-    "a tensor and its transpose": lambda n: (lambda t: [t, t.t(), t[1]])(floats(4, 6, start=n)),
-    "views apart from each other": lambda n: (lambda t: [t[:2], t[-2:]])(floats(1000, start=n)),
-    "one storage as two types": lambda n: (lambda t: [t, t.view(torch.int32)])(floats(8)),
-    "large views of one storage": lambda n: (lambda t: [t[:300], t[200:]])(floats(500, 400)),
-    "a tensor made from an array": lambda n: (lambda a: [a, torch.from_numpy(a)])(np.ones(n + 3)),
+    "one tensor twice": lambda n: let(floats(4, start=n), lambda t: {"a": t, "b": [t]}),
+    "two views of one storage": lambda n: let(floats(10, start=n), lambda t: [t[:6], t[4:]]),
+    "a tensor and its transpose": lambda n: let(floats(4, 6, start=n), lambda t: [t, t.t(), t[1]]),
+    "views apart from each other": lambda n: let(floats(1000, start=n), lambda t: [t[:2], t[-2:]]),
+    "one storage as two types": lambda n: let(floats(8), lambda t: [t, t.view(torch.int32)]),
+    "large views of one storage": lambda n: let(floats(500, 400), lambda t: [t[:300], t[200:]]),
+    "a tensor made from an array": lambda n: let(
+        np.ones(n + 3), lambda a: [a, torch.from_numpy(a)]
+    ),
     "a tensor that requires grad": lambda n: floats(3, start=n).requires_grad_(),
     "a tensor with a grad": with_grad,
     "a Parameter": lambda n: torch.nn.Parameter(floats(3, start=n), requires_grad=n % 2 == 0),
@@ -415,7 +426,7 @@ def nested(n: int, depth: int) -> Any:
 
 # What torch's own loader spoils when it is a whole batch, and ours may not.
 TORCH_FAILS: dict[str, Callable[[int], Any]] = {
-    "a tensor and its array": lambda n: (lambda t: [t, t.numpy()])(floats(4, start=n)),
+    "a tensor and its array": lambda n: let(floats(4, start=n), lambda t: [t, t.numpy()]),
     "a conjugated tensor": lambda n: torch.tensor([complex(n, 2), complex(3, -n)]).conj(),
     "a negated tensor": lambda n: torch.tensor([complex(n, 2), complex(3, -n)]).conj().imag,
     "a quantized tensor": lambda n: quietly(
@@ -462,9 +473,9 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "empty tensors": lambda n: torch.empty(0, 3),
     "transposed tensors": lambda n: floats(3, 4, start=n).t(),
     "expanded tensors": lambda n: floats(3, 1, start=n).expand(3, 4),
-    "channels_last tensors": lambda n: (
-        floats(1, 3, 4, 5, start=n).to(memory_format=torch.channels_last)[0]
-    ),
+    "channels_last tensors": lambda n: floats(1, 3, 4, 5, start=n).to(
+        memory_format=torch.channels_last
+    )[0],
     "ints, then floats": lambda n: n if n % 2 == 0 else n / 2,
     "ints, then bools": lambda n: n if n % 2 == 0 else True,
     "large tensors": lambda n: floats(3, 200, 200, start=n),
@@ -487,15 +498,15 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "empty tuples": lambda n: (),
     "empty dicts": lambda n: {},
     "a hundred fields": lambda n: {f"f{k}": torch.tensor([n, k]) for k in range(100)},
-    "one tensor in two fields": lambda n: (lambda t: {"a": t, "b": t})(floats(2, start=n)),
+    "one tensor in two fields": lambda n: let(floats(2, start=n), lambda t: {"a": t, "b": t}),
 }
 
 # Samples that torch collates in-process only; its out= buffer in a worker is in the way.
 IN_PROCESS_ONLY: dict[str, Callable[[int], Any]] = {
     "conjugated tensors": lambda n: torch.tensor([complex(n, 2), complex(3, -n)]).conj(),
     "negated tensors": lambda n: torch.tensor([complex(n, 2), complex(3, -n)]).conj().imag,
-    "tensors of mixed types": lambda n: (
-        torch.full((2,), n, dtype=[torch.int32, torch.float64][n % 2])
+    "tensors of mixed types": lambda n: torch.full(
+        (2,), n, dtype=[torch.int32, torch.float64][n % 2]
     ),
     "arrays of mixed types": lambda n: np.full(2, n, dtype=[np.int32, np.float64][n % 2]),
 }
@@ -537,7 +548,7 @@ CONVERTED: dict[str, Callable[[int], Any]] = {
     "arrays in Fortran order": lambda n: np.asfortranarray(np.arange(6.0).reshape(2, 3) + n),
     "large arrays": lambda n: {"large": np.arange(100_000) + n, "small": np.arange(3)},
     "tensors": lambda n: (floats(2, 3), floats(3, 2).t(), torch.tensor(n)),
-    "one tensor twice": lambda n: (lambda t: [t, t])(floats(3, start=n)),
+    "one tensor twice": lambda n: let(floats(3, start=n), lambda t: [t, t]),
     "named tuples": lambda n: Point(np.ones(2), Point(n, "x")),
     "mappings": lambda n: tagged(Tagged(x=np.ones(2)), "t"),
     "mappings of one's own": lambda n: Settings({"x": np.ones(2), "n": n}),

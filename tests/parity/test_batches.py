@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
+
 from tests.parity.compare import (
     Failure,
     assert_private_tensors,
@@ -30,7 +32,6 @@ from tests.parity.objects import (
     floats,
     with_grad,
 )
-from torch.utils.data import default_collate
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -68,7 +69,9 @@ def test_in_process_a_batch_can_be(case: str) -> None:
     assert run_both(lambda: {"dataset": Made(WHOLE[case], 5), "collate_fn": only}, epochs=1)
 
 
-@pytest.mark.parametrize("case", ["nested containers", "a dataclass", "an object", "a nested tensor"])
+@pytest.mark.parametrize(
+    "case", ["nested containers", "a dataclass", "an object", "a nested tensor"]
+)
 def test_a_batch_of_a_persistent_worker_can_be(case: str) -> None:
     assert run_both(
         lambda: {
@@ -83,7 +86,7 @@ def test_a_batch_of_a_persistent_worker_can_be(case: str) -> None:
 
 @pytest.mark.parametrize("case", TORCH_FAILS)
 def test_a_batch_that_torch_spoils_comes_right_or_fails_clearly(case: str) -> None:
-    """torch drops the conj and neg bits, frees the array's memory, cannot rebuild quantized."""
+    """Torch drops the conj and neg bits, frees the array's memory, cannot rebuild quantized."""
     steps = run_ours(
         lambda: {"dataset": Made(TORCH_FAILS[case], 3), "collate_fn": only, "num_workers": 1},
         epochs=1,
@@ -209,7 +212,9 @@ def test_ragged_samples_are_a_runtime_error(case: str) -> None:
     assert len(in_worker) == 2
     for number, failure in enumerate(in_worker):
         assert failure.kind is RuntimeError
-        assert failure.text.startswith("Caught RuntimeError in DataLoader worker process 0."), number
+        assert failure.text.startswith("Caught RuntimeError in DataLoader worker process 0."), (
+            number
+        )
 
 
 def test_samples_that_require_grad_fail_clearly_or_come_right() -> None:
@@ -247,9 +252,7 @@ def collate_parts(samples: list[Any]) -> list[Any]:
     ids=["in-process", "two", "two persistent"],
 )
 def test_a_users_collate_may_call_default_collate(way: dict[str, Any], collate: Any) -> None:
-    assert run_both(
-        lambda: {"dataset": range(7), "batch_size": 3, "collate_fn": collate, **way}
-    )
+    assert run_both(lambda: {"dataset": range(7), "batch_size": 3, "collate_fn": collate, **way})
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -10,6 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
+from torch.utils.data import (
+    DataLoader as TorchLoader,
+)
+
+from shmloader import DataLoader
 from tests.parity.compare import (
     both_outcomes,
     one_step,
@@ -33,19 +48,6 @@ from tests.parity.data import (
     WithoutByList,
     as_is,
 )
-from torch.utils.data import (
-    ChainDataset,
-    ConcatDataset,
-    DataLoader as TorchLoader,
-    Dataset,
-    IterableDataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    random_split,
-)
-
-from shmloader import DataLoader
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -193,20 +195,20 @@ def test_what_a_sample_changes_in_its_dataset_stays_where_it_is(way: str) -> Non
 def test_the_collate_fn_and_the_dataset_are_copied_for_each_epoch() -> None:
     """A stateful collate_fn counts anew in each epoch's workers, and on in persistent ones."""
 
-    class Counter_:
+    class CallCounter:
         count = 0
 
         def __call__(self, samples: list[Any]) -> tuple[int, int]:
             self.count += 1
             return self.count, len(samples)
 
-    for way in WAYS:
+    for way, options in WAYS.items():
         batches = run_both(
-            lambda way=way: {
+            lambda options=options: {
                 "dataset": Squares(12),
                 "batch_size": 2,
-                "collate_fn": Counter_(),
-                **WAYS[way],
+                "collate_fn": CallCounter(),
+                **options,
             }
         )
         assert (batches[-1][0] > 6) == (way == "in-process")
@@ -340,9 +342,7 @@ def test_any_order_gives_the_same_batches_as_a_set(dataset: Any, way: str) -> No
 
 @pytest.mark.parametrize("way", ["in-process", "one worker"])
 def test_any_order_is_the_samplers_order_where_nothing_can_overtake(way: str) -> None:
-    assert run_both(
-        lambda: {"dataset": Squares(), "batch_size": 4, "in_order": False, **WAYS[way]}
-    )
+    assert run_both(lambda: {"dataset": Squares(), "batch_size": 4, "in_order": False, **WAYS[way]})
 
 
 class Gate:

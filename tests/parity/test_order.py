@@ -7,6 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
 from tests.parity.compare import (
     Failure,
     assert_same,
@@ -30,14 +39,6 @@ from tests.parity.data import (
     Squares,
     Swelling,
     as_is,
-)
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 pytestmark = [
@@ -68,8 +69,8 @@ def over(**kwargs: Any) -> dict[str, Any]:
     return {"dataset": Squares(), "batch_size": 4, **kwargs}
 
 
-def keys() -> list[str]:
-    return [f"key {n}" for n in range(9)]
+def keyed(names: list[Any]) -> dict[str, Any]:
+    return {"dataset": Keyed(names), "batch_size": 2, "sampler": names}
 
 
 MAIN: dict[str, Make] = {
@@ -82,7 +83,7 @@ MAIN: dict[str, Make] = {
 }
 
 SAMPLERS: dict[str, Make] = {
-    "no sampler": lambda: over(),
+    "no sampler": over,
     "a batch size of one": lambda: {"dataset": Squares(5)},
     "drop_last": lambda: over(drop_last=True),
     "drop_last and shuffle": lambda: over(drop_last=True, shuffle=True),
@@ -98,12 +99,13 @@ SAMPLERS: dict[str, Make] = {
     "a sampler with its own generator": lambda: over(
         sampler=RandomSampler(Squares(), generator=generator(3)), generator=generator(4)
     ),
-    "replacement from a shared generator": lambda: (
+    "replacement from a shared generator": lambda: let(
+        generator(),
         lambda g: over(
             sampler=RandomSampler(Squares(), replacement=True, num_samples=40, generator=g),
             generator=g,
-        )
-    )(generator()),
+        ),
+    ),
     "weights without replacement": lambda: over(
         sampler=WeightedRandomSampler(torch.arange(1.0, 24.0), 20, replacement=False)
     ),
@@ -126,13 +128,9 @@ SAMPLERS: dict[str, Make] = {
     },
     "a tensor of indices": lambda: over(sampler=torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5])),
     "a range of indices": lambda: over(sampler=range(20, 3, -3)),
-    "string keys": lambda: {"dataset": Keyed(keys()), "batch_size": 2, "sampler": keys()},
-    "keys of many types": lambda: (
-        lambda names: {"dataset": Keyed(names), "batch_size": 2, "sampler": names}
-    )([("a", 1), None, 2.5, b"x", frozenset({1}), "s"]),
-    "long keys": lambda: (
-        lambda names: {"dataset": Keyed(names), "batch_size": 2, "sampler": names}
-    )([str(n) * 300_000 for n in range(6)]),
+    "string keys": lambda: keyed([f"key {n}" for n in range(9)]),
+    "keys of many types": lambda: keyed([("a", 1), None, 2.5, b"x", frozenset({1}), "s"]),
+    "long keys": lambda: keyed([str(n) * 300_000 for n in range(6)]),
     "an iterator as sampler, used up in the first epoch": lambda: over(
         sampler=iter(range(17)),
     ),
@@ -156,9 +154,7 @@ def test_every_way_of_working_gives_torchs_order_with(case: str, way: str) -> No
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_endless_sampler_can_be_left_and_started_again(way: str) -> None:
-    batches = run_both(
-        lambda: over(sampler=Forever(), **WAYS[way]), epochs=3, take=[9, 4, 7]
-    )
+    batches = run_both(lambda: over(sampler=Forever(), **WAYS[way]), epochs=3, take=[9, 4, 7])
     assert len(batches) == 20
 
 
@@ -304,12 +300,11 @@ def test_a_plain_loader_makes_a_new_iterator_each_time(way: str) -> None:
 @pytest.mark.parametrize("way", ["in-process", "two workers", "two persistent workers"])
 def test_the_iterator_counts_its_batches(way: str) -> None:
     def drive(loader: Any) -> list[int]:
-        counts = []
+        counts: list[int] = []
         for _ in range(2):
             iterator = iter(loader)
-            counts.append(iterator._num_yielded)
-            for _batch in iterator:
-                counts.append(iterator._num_yielded)
+            counts += [iterator._num_yielded]
+            counts += [iterator._num_yielded for _batch in iterator]
         return counts
 
     ours = run_ours(lambda: over(**WAYS[way]), drive)
@@ -319,7 +314,7 @@ def test_the_iterator_counts_its_batches(way: str) -> None:
 # ---------------------------------------------------------------- length
 
 LENGTHS: dict[str, Make] = {
-    "a map-style dataset": lambda: over(),
+    "a map-style dataset": over,
     "drop_last": lambda: over(drop_last=True),
     "no batching": lambda: over(batch_size=None),
     "a sampler": lambda: over(sampler=[1, 2, 3, 4, 5]),
@@ -355,10 +350,7 @@ def test_len_is_torchs_for(case: str) -> None:
 def test_len_of_the_iterator_is_torchs(way: str) -> None:
     def drive(loader: Any) -> list[int]:
         iterator = iter(loader)
-        lengths = [len(iterator)]
-        for _ in iterator:
-            lengths.append(len(iterator))
-        return lengths
+        return [len(iterator), *(len(iterator) for _ in iterator)]
 
     ours = run_ours(lambda: over(**WAYS[way]), drive)
     assert ours == run_torch(lambda: over(**WAYS[way]), drive)

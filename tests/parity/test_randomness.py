@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import RandomSampler, get_worker_info
+
 from tests.parity.compare import (
     assert_same,
     run_both,
@@ -31,7 +33,6 @@ from tests.parity.data import (
     mark_dataset,
     seed_numpy,
 )
-from torch.utils.data import RandomSampler, get_worker_info
 
 pytestmark = [
     pytest.mark.timeout(60),

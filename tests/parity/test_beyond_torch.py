@@ -1,0 +1,221 @@
+"""Where torch's loader warns, fails or hangs, ours works or says why; torch's does not run here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, get_worker_info
+
+from shmloader import DataLoader
+from tests.parity.compare import assert_same, outcome, run_ours
+from tests.parity.data import Made, Squares, only
+from tests.parity.objects import floats
+
+pytestmark = pytest.mark.timeout(90)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_lambdas_closures_and_local_classes_reach_workers_started_by(method: str) -> None:
+    offset = torch.tensor([100.0])
+
+    class Local(Dataset):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return offset + index
+
+    def make(method: str | None) -> dict[str, Any]:
+        return {
+            "dataset": Local(),
+            "batch_size": 2,
+            "collate_fn": lambda samples: {"sum": sum(samples), "who": get_worker_info().id},
+            "worker_init_fn": lambda worker: offset.add_(1000 * (worker + 1)),
+            "num_workers": 2,
+            "multiprocessing_context": method,
+        }
+
+    done = outcome(lambda: run_ours(lambda: make(method), list))
+    assert done.failure is None
+    assert done.warned == []
+    assert_same(
+        done.value,
+        [
+            {"sum": torch.tensor([2 * (100.0 + 1000) + 1]), "who": 0},
+            {"sum": torch.tensor([2 * (100.0 + 2000) + 5]), "who": 1},
+            {"sum": torch.tensor([2 * (100.0 + 1000) + 9]), "who": 0},
+        ],
+    )
+    assert offset.item() == 100
+
+
+def test_a_result_of_a_local_class_comes_back_from_a_forkserver_worker() -> None:
+    steps = run_ours(
+        lambda: {
+            "dataset": Made(lambda n: {"n": n, "t": floats(3, start=n)}, 3),
+            "collate_fn": lambda samples: samples[0],
+            "num_workers": 1,
+            "multiprocessing_context": "forkserver",
+        },
+        epochs=1,
+    )
+    assert [step.event for step in steps] == ["iter", "batch", "batch", "batch", "end"]
+
+
+def test_a_dataset_defined_in_a_program_read_from_standard_input_reaches_spawned_workers() -> None:
+    """As in a notebook: __main__ has no file that a worker could import."""
+    program = """
+        import torch
+        from shmloader import DataLoader
+
+        class Words:
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return Word(f"word {index}", torch.tensor(index))
+
+        class Word:
+            def __init__(self, text, number):
+                self.text, self.number = text, number
+
+        loader = DataLoader(
+            Words(), batch_size=2, num_workers=1, multiprocessing_context="spawn",
+            collate_fn=lambda words: words,
+        )
+        for words in loader:
+            assert all(type(word) is Word for word in words)
+            print(*(f"{word.text}={word.number.item()}" for word in words))
+    """
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=textwrap.dedent(program),
+        capture_output=True,
+        text=True,
+        timeout=80,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["word 0=0 word 1=1", "word 2=2 word 3=3"], done.stderr
+
+
+class Unpicklable:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Unpicklable(),
+        lambda n: {"good": floats(3), "bad": threading.Lock()},
+        lambda n: (k for k in range(n)),
+        lambda n: floats(3).requires_grad_() * 2,
+        lambda n: memoryview(b"abc"),
+    ],
+    ids=["an object with a lock", "a lock in a dict", "a generator", "a grad history", "a view"],
+)
+def test_a_batch_that_cannot_be_pickled_raises_and_the_epoch_goes_on(make: Any) -> None:
+    steps = run_ours(
+        lambda: {
+            "dataset": Made(lambda n: make(n) if n == 1 else n, 4),
+            "collate_fn": only,
+            "num_workers": 2,
+        },
+        epochs=1,
+    )
+    assert [step.event for step in steps] == ["iter", "batch", "error", "batch", "batch", "end"]
+    assert [step.value for step in steps if step.event == "batch"] == [0, 2, 3]
+    assert len(steps[2].value.text) > 20
+
+
+class FailsToLoad:
+    """Pickles well, and raises when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return explode, ()
+
+
+def explode() -> None:
+    raise ValueError("cannot be rebuilt")
+
+
+def test_a_batch_that_cannot_be_unpickled_raises_and_the_epoch_goes_on() -> None:
+    steps = run_ours(
+        lambda: {
+            "dataset": Made(lambda n: [floats(99), FailsToLoad()] if n == 1 else n, 4),
+            "collate_fn": only,
+            "num_workers": 2,
+        },
+        epochs=1,
+    )
+    assert [step.event for step in steps] == ["iter", "batch", "error", "batch", "batch", "end"]
+    assert "cannot be rebuilt" in steps[2].value.text
+
+
+def test_an_index_that_cannot_be_pickled_raises() -> None:
+    done = outcome(
+        lambda: run_ours(
+            lambda: {
+                "dataset": Made(lambda key: 1, 2),
+                "batch_size": None,
+                "sampler": [threading.Lock()],
+                "num_workers": 1,
+            },
+            epochs=1,
+        )
+    )
+    if done.failure is None:
+        assert [step.event for step in done.value if step.event == "error"]
+
+
+def test_a_tensor_of_indices_starts_no_thread() -> None:
+    before = set(threading.enumerate())
+    loader = DataLoader(Squares(), sampler=torch.tensor([3, 1, 2]), num_workers=1)
+    next(iter(loader))
+    assert not [t for t in threading.enumerate() if t not in before and "_serve" in t.name]
+
+
+def test_thousands_of_tensors_are_kept_without_a_descriptor_each() -> None:
+    def drive(loader: Any) -> int:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        kept = list(loader)
+        return len(list(Path("/proc/self/fd").iterdir())) - before + 0 * len(kept)
+
+    grown = run_ours(
+        lambda: {
+            "dataset": Made(lambda n: [torch.tensor([n, k]) for k in range(200)], 20),
+            "collate_fn": only,
+            "num_workers": 2,
+            "persistent_workers": True,
+        },
+        drive,
+    )
+    assert grown < 100
+
+
+def test_ragged_samples_name_the_shapes_in_a_worker_as_in_process() -> None:
+    steps = run_ours(
+        lambda: {"dataset": Made(lambda n: floats(n + 1), 2), "batch_size": 2, "num_workers": 1},
+        epochs=1,
+    )
+    assert steps[1].value.kind is RuntimeError
+    assert "stack expects each tensor to be equal size" in steps[1].value.text
+
+
+def test_read_only_arrays_are_collated_as_in_process() -> None:
+    def sample(n: int) -> np.ndarray:
+        return np.full((2, 2), n, dtype=np.float32)
+
+    ours = run_ours(lambda: {"dataset": Made(sample, 4), "batch_size": 2, "num_workers": 1}, list)
+    assert_same(ours, list(TorchLoader(Made(sample, 4), batch_size=2)))

@@ -1,0 +1,543 @@
+"""A drop-in in the rest, too: typing, copying, threads, start methods, batches kept for ever."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_sharer
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from shmloader import DataLoader
+from tests.parity.compare import (
+    assert_private_tensors,
+    assert_same,
+    both_outcomes,
+    outcome,
+    run_both,
+    run_ours,
+    run_torch,
+    seed_everything,
+    tensor_bytes,
+)
+from tests.parity.data import (
+    Dice,
+    Made,
+    Sharded,
+    Squares,
+    as_is,
+    dice_collate,
+    draw_some,
+    only,
+)
+from tests.parity.objects import WHOLE, floats
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in-process": {"num_workers": 0},
+    "two workers": {"num_workers": 2},
+    "two persistent workers": {"num_workers": 2, "persistent_workers": True},
+}
+
+# ---------------------------------------------------------------- the class
+
+
+def test_the_class_takes_a_type_in_brackets() -> None:
+    loader = DataLoader[int](range(4), batch_size=2)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+    class OfInts(DataLoader[int]):
+        pass
+
+    assert len(list(OfInts([1, 2]))) == 2
+
+
+def test_a_loader_is_a_torch_loader() -> None:
+    assert issubclass(DataLoader, TorchLoader)
+    assert isinstance(DataLoader([1]), TorchLoader)
+    assert DataLoader.__name__ == "DataLoader"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_subclass_may_set_attributes_before_and_override_methods(way: str) -> None:
+    def subclass(base: Any) -> Any:
+        class Doubling(base):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.dataset = "replaced by the base class"
+                self.batch_size = "too"
+                self.epochs = 0
+                super().__init__(*args, **kwargs)
+
+            def __iter__(self) -> Iterator[Any]:
+                self.epochs += 1
+                for batch in super().__iter__():
+                    yield batch * 2
+
+            def __len__(self) -> int:
+                return super().__len__() * 100
+
+        return Doubling
+
+    def go(cls: Any) -> list[Any]:
+        loader = subclass(cls)(range(5), batch_size=2, **WAYS[way])
+        out = [batch.tolist() for batch in loader] + [batch.tolist() for batch in loader]
+        return [out, loader.epochs, len(loader), loader.batch_size]
+
+    ours, theirs = both_outcomes(go)
+    assert ours == theirs
+    assert theirs.value == [[[0, 2], [4, 6], [8]] * 2, 2, 300, 2]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "clone",
+    [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy],
+    ids=["pickled", "copied", "deeply copied"],
+)
+def test_a_loader_can_be(clone: Any, way: str) -> None:
+    def go(cls: Any) -> list[Any]:
+        loader = cls(Squares(9), batch_size=2, shuffle=True, **WAYS[way])
+        twin = clone(loader)
+        assert type(twin) is cls
+        assert twin.batch_size == 2
+        seed_everything(1)
+        mine = list(loader)
+        seed_everything(1)
+        return [mine, list(twin), list(twin)]
+
+    ours, theirs = both_outcomes(go)
+    assert_same(ours.value[:2], theirs.value[:2])
+    assert_same(ours.value[0], ours.value[1])
+    assert len(ours.value[2]) == 5
+
+
+def test_a_copy_keeps_its_frozen_attributes() -> None:
+    def go(cls: Any) -> None:
+        copy.deepcopy(cls([1, 2])).batch_size = 5
+
+    ours, theirs = both_outcomes(go)
+    assert theirs.failure is not None
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_iterator_cannot_be_pickled(way: str) -> None:
+    iterator = iter(DataLoader([1, 2], **WAYS[way]))
+    with pytest.raises(NotImplementedError, match="cannot be pickled"):
+        pickle.dumps(iterator)
+
+
+def test_the_iterator_has_what_others_read() -> None:
+    def go(cls: Any) -> list[Any]:
+        seed_everything()
+        loader = cls([1, 2, 3], num_workers=2)
+        iterator = iter(loader)
+        found = [len(iterator), iterator._base_seed, len(iterator._workers)]
+        found += [worker.is_alive() for worker in iterator._workers]
+        iterator._shutdown_workers()
+        return found
+
+    ours, theirs = both_outcomes(go)
+    assert ours == theirs
+    assert theirs.value[2:] == [2, True, True]
+
+
+# ---------------------------------------------------------------- where it runs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loader_can_be_iterated_in_another_thread(way: str) -> None:
+    def drive(loader: Any) -> list[Any]:
+        seen: list[Any] = []
+        thread = threading.Thread(target=lambda: seen.extend([*loader, *loader]))
+        thread.start()
+        thread.join(50)
+        assert not thread.is_alive()
+        return seen
+
+    def make() -> dict[str, Any]:
+        return {"dataset": Dice(), "batch_size": 4, "shuffle": True, **WAYS[way]}
+
+    theirs = run_torch(make, drive)
+    assert len(theirs) == 10
+    if way == "in-process":
+        theirs = run_torch(make, drive)
+    assert_same(run_ours(make, drive), theirs)
+
+
+def test_threads_can_iterate_one_loader_at_once() -> None:
+    def drive(loader: Any) -> list[Any]:
+        results: list[Any] = [None] * 3
+
+        def work(number: int) -> None:
+            results[number] = list(loader)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        return results
+
+    def make() -> dict[str, Any]:
+        return {"dataset": Squares(9), "batch_size": 2, "num_workers": 1}
+
+    expected = run_torch(make, list)
+    for result in run_ours(make, drive):
+        assert_same(result, expected)
+
+
+def test_an_iterator_made_in_one_thread_may_be_used_in_another() -> None:
+    def drive(loader: Any) -> list[Any]:
+        iterator = iter(loader)
+        seen = [next(iterator)]
+        thread = threading.Thread(target=lambda: seen.extend(iterator))
+        thread.start()
+        thread.join(50)
+        return seen
+
+    def make() -> dict[str, Any]:
+        return {"dataset": Squares(9), "batch_size": 2, "num_workers": 2}
+
+    assert_same(run_ours(make, drive), run_torch(make, drive))
+
+
+def test_a_loader_can_be_made_in_the_consumer_of_another() -> None:
+    def drive(loader: Any) -> list[Any]:
+        seen = []
+        for batch in loader:
+            inner = type(loader)(
+                Made(lambda n, b=batch: b["square"] + n, 3), batch_size=2, num_workers=1
+            )
+            seen.append((batch, list(inner)))
+        return seen
+
+    def make() -> dict[str, Any]:
+        return {"dataset": Squares(4), "batch_size": 2, "shuffle": True, "num_workers": 2}
+
+    assert_same(run_ours(make, drive), run_torch(make, drive))
+
+
+class ByLoader(Dataset):
+    """Its samples come from an in-process loader of its own."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return list(self.cls(Squares(3 + index), batch_size=2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_use_an_in_process_loader(workers: int) -> None:
+    def make(cls: Any) -> dict[str, Any]:
+        return {"dataset": ByLoader(cls), "collate_fn": only, "num_workers": workers}
+
+    ours = run_ours(lambda: make(DataLoader), list)
+    theirs = run_torch(lambda: make(TorchLoader), list)
+    assert_same(ours, theirs)
+
+
+def test_batches_of_one_loader_may_be_the_dataset_of_the_next() -> None:
+    first = list(DataLoader(Squares(9), batch_size=2, num_workers=1))
+    expected = list(TorchLoader(Squares(9), batch_size=2))
+    second = list(DataLoader(first, batch_size=None, num_workers=2))
+    assert_same(second, expected)
+
+
+def test_grad_mode_and_threads_of_the_consumer_do_not_matter() -> None:
+    with torch.no_grad():
+        run_both(lambda: {"dataset": Squares(), "batch_size": 4, "num_workers": 1})
+    with torch.inference_mode():
+        batches = run_ours(lambda: {"dataset": Squares(), "batch_size": 4, "num_workers": 1}, list)
+    assert torch.equal(batches[0]["index"], torch.arange(4))
+
+
+# ---------------------------------------------------------------- start methods
+
+
+@pytest.mark.parametrize("as_object", [False, True], ids=["by name", "by object"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_start_method_is_given(method: str, as_object: bool) -> None:
+    context = multiprocessing.get_context(method) if as_object else method
+    assert run_both(
+        lambda: {
+            "dataset": Dice(),
+            "batch_size": 3,
+            "shuffle": True,
+            "num_workers": 2,
+            "collate_fn": dice_collate,
+            "worker_init_fn": draw_some,
+            "multiprocessing_context": context,
+        }
+    )
+
+
+def test_a_spawned_worker_makes_the_same_batches() -> None:
+    """One worker, one start: importing torch takes seconds."""
+    assert run_both(
+        lambda: {
+            "dataset": Sharded(9),
+            "batch_size": 2,
+            "num_workers": 1,
+            "persistent_workers": True,
+            "multiprocessing_context": multiprocessing.get_context("spawn"),
+        }
+    )
+
+
+@pytest.mark.parametrize("case", ["a dataclass", "two views of one storage", "a tensor subclass"])
+def test_a_forkserver_worker_sends(case: str) -> None:
+    assert run_both(
+        lambda: {
+            "dataset": ByName(case),
+            "collate_fn": only,
+            "num_workers": 1,
+            "multiprocessing_context": "forkserver",
+        },
+        epochs=1,
+    )
+
+
+class ByName(Dataset):
+    """Samples from the table of objects, found by name in the worker."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return WHOLE[self.case](index)
+
+
+# ---------------------------------------------------------------- batches outlive the loader
+
+
+def images(size: int = 40, side: int = 96) -> dict[str, Any]:
+    """Batches of some 600 KB, above every limit for small fields."""
+
+    def sample(n: int) -> dict[str, Any]:
+        return {"image": floats(side, side, start=n), "label": n, "small": np.full(3, n)}
+
+    return {"dataset": Made(sample, size), "batch_size": 16, "num_workers": 2}
+
+
+@pytest.mark.parametrize("size", [8, 40, 400])
+def test_all_batches_may_be_kept(size: int) -> None:
+    theirs = run_torch(lambda: images(size, 48), list)
+    ours = run_ours(lambda: images(size, 48), list)
+    assert_same(ours, theirs)
+    for batch in ours:
+        assert_private_tensors(batch)
+    spans = [b["image"].untyped_storage().data_ptr() for b in ours]
+    assert len(set(spans)) == len(spans)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_kept_from_an_epoch_stay_through_the_next(persistent: bool) -> None:
+    def drive(loader: Any) -> list[Any]:
+        kept = [batch for n, batch in enumerate(loader) if n % 2]
+        before = [tensor_bytes(batch["image"]) for batch in kept]
+        for _ in range(3):
+            for batch in loader:
+                batch["image"].fill_(-1)
+        assert [tensor_bytes(batch["image"]) for batch in kept] == before
+        return kept
+
+    def make() -> dict[str, Any]:
+        return {**images(100), "persistent_workers": persistent}
+
+    assert_same(run_ours(make, drive), run_torch(make, drive))
+
+
+KEEP: dict[str, Any] = {
+    "a row": lambda image: image[1],
+    "a slice": lambda image: image[1:, 5:50, ::2],
+    "an array": lambda image: image.numpy(),
+    "a slice of an array": lambda image: image.numpy()[:, 3:7],
+    "a detached tensor": lambda image: image.detach(),
+    "a flat view": lambda image: image.view(-1),
+    "a view of other type": lambda image: image.view(torch.int32),
+    "the storage": lambda image: image.untyped_storage(),
+    "a transpose": lambda image: image.permute(2, 0, 1),
+    "what autograd saved": lambda image: (torch.ones(1, requires_grad=True) * image).sum(),
+    "a DLPack capsule": lambda image: torch.from_dlpack(image.__dlpack__()),
+    "a memoryview": lambda image: memoryview(image.numpy()),
+    "an unbound list": list,
+}
+
+
+@pytest.mark.parametrize("case", KEEP)
+def test_kept_when_the_loader_is_gone(case: str) -> None:
+    def drive(loader: Any) -> list[Any]:
+        return [KEEP[case](batch["image"]) for batch in loader]
+
+    theirs = run_torch(images, drive)
+    ours = run_ours(images, drive)
+    run_ours(images, list)  # fills other batches' memory, were any given back
+    gc.collect()
+    assert len(ours) == 3
+    for mine, torchs in zip(ours, theirs, strict=True):
+        if case == "what autograd saved":
+            left = torch.autograd.grad(
+                mine, mine.grad_fn.next_functions[0][0].next_functions[0][0].variable
+            )
+            right = torch.autograd.grad(
+                torchs, torchs.grad_fn.next_functions[0][0].next_functions[0][0].variable
+            )
+            assert_same(left, right)
+        elif case == "a memoryview":
+            assert bytes(mine) == bytes(torchs)
+        else:
+            assert_same(mine, torchs)
+
+
+def test_only_a_part_of_each_batch_is_kept_while_the_loader_goes_on() -> None:
+    """Slots go round many times; what is kept of some of them must stay."""
+
+    def drive(loader: Any) -> list[Any]:
+        kept: list[Any] = []
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                if number % 3 == 0:
+                    kept.append((batch["image"].numpy()[2:4], batch["label"]))
+        return kept
+
+    def make() -> dict[str, Any]:
+        return {**images(320, 64), "persistent_workers": True}
+
+    assert_same(run_ours(make, drive), run_torch(make, drive))
+
+
+def test_writing_into_a_batch_changes_no_other() -> None:
+    def drive(loader: Any) -> list[Any]:
+        seen = []
+        for batch in loader:
+            seen.append(batch["image"].clone())
+            batch["image"].zero_()
+            batch["small"].add_(100)
+        return seen
+
+    assert_same(run_ours(lambda: images(100), drive), run_torch(lambda: images(100), drive))
+
+
+@pytest.mark.parametrize("field", ["image", "small", "label"])
+def test_saving_a_tensor_saves_its_own_bytes_only(field: str) -> None:
+    def drive(loader: Any) -> list[Any]:
+        batch = next(iter(loader))
+        file = io.BytesIO()
+        torch.save(batch[field], file)
+        saved = len(file.getvalue())
+        file.seek(0)
+        return [saved, torch.load(file)]
+
+    ours, theirs = run_ours(images, drive), run_torch(images, drive)
+    assert abs(ours[0] - theirs[0]) < 200
+    assert_same(ours[1], theirs[1])
+
+
+def test_a_batch_can_be_pickled_copied_and_shared_on() -> None:
+    def drive(loader: Any) -> list[Any]:
+        batch = next(iter(loader))
+        image = batch["image"]
+        return [
+            pickle.loads(pickle.dumps(batch)),
+            copy.deepcopy(batch),
+            image.clone().share_memory_(),
+            image.share_memory_().is_shared(),
+        ]
+
+    assert_same(run_ours(images, drive), run_torch(images, drive))
+
+
+def test_a_batch_reaches_another_process() -> None:
+    def drive(loader: Any) -> list[float]:
+        batch = next(iter(loader))
+        context = torch.multiprocessing.get_context("fork")
+        queue, answers = context.SimpleQueue(), context.SimpleQueue()
+        process = context.Process(target=answer, args=(queue, answers), daemon=True)
+        process.start()
+        queue.put(batch["image"])
+        result = answers.get()
+        process.join(30)
+        return [result, float(batch["image"].double().sum())]
+
+    theirs = run_torch(images, drive)
+    ours = run_ours(images, drive)
+    resource_sharer.stop(10)  # torch's way of sending a tensor started it
+    assert ours == theirs
+    assert ours[0] == ours[1]
+
+
+def answer(queue: Any, answers: Any) -> None:
+    torch.set_num_threads(1)  # the parent's thread pool is not here
+    answers.put(float(queue.get().double().sum()))
+
+
+def test_training_with_the_batches_gives_the_same_weights() -> None:
+    def drive(loader: Any) -> list[Any]:
+        model = torch.nn.Linear(64, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for x, y in loader:
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    def make() -> dict[str, Any]:
+        sample = lambda n: (torch.randn(64) + n % 10, n % 10)  # noqa: E731 - a sample a line
+        return {"dataset": Made(sample, 90), "batch_size": 8, "shuffle": True, "num_workers": 2}
+
+    assert_same(run_ours(make, drive), run_torch(make, drive))
+
+
+# ---------------------------------------------------------------- lambdas and closures, forked
+
+
+def test_lambdas_and_closures_work_under_fork() -> None:
+    offset = 100
+    assert run_both(
+        lambda: {
+            "dataset": Made(lambda n: n + offset, 9),
+            "batch_size": 2,
+            "collate_fn": lambda samples: [offset, *samples],
+            "worker_init_fn": lambda worker: torch.rand(worker + offset),
+            "num_workers": 2,
+        }
+    )
+
+
+def test_lambdas_work_in_process() -> None:
+    assert run_both(lambda: {"dataset": Made(lambda n: n, 5), "collate_fn": lambda s: s})
+
+
+def test_a_finished_loader_leaves_no_warning() -> None:
+    def go() -> int:
+        loader = DataLoader(Squares(9), batch_size=2, num_workers=2, collate_fn=as_is)
+        next(iter(loader))
+        del loader
+        gc.collect()
+        return 1
+
+    assert outcome(go) == (1, None, [])

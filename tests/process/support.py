@@ -1,0 +1,244 @@
+"""What the process tests share: datasets of functions, gates, and programs in fresh interpreters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.utils.data import Dataset, IterableDataset
+
+ROOT = Path(__file__).parents[2]
+
+# A death is told within 2 s; tests run on busy machines.
+TOLD_S = 5.0
+
+
+class Calls(Dataset):
+    """A map-style dataset of a function."""
+
+    def __init__(self, function: Callable[[Any], Any], length: int) -> None:
+        self.function = function
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.function(index)
+
+
+class Streams(IterableDataset):
+    """An iterable dataset of a function that gives an iterator."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def __iter__(self) -> Any:
+        return self.function()
+
+
+class Gate:
+    """A pipe that forked workers wait at: each `open` lets one of them through."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def pass_through(self) -> None:
+        os.read(self._read, 1)
+
+    def open(self, times: int = 1) -> None:
+        os.write(self._write, b"x" * times)
+
+    def wait_until_open(self, timeout_s: float = 10) -> None:
+        """In the process that is told, rather than let through: wait and take one."""
+        ready, _, _ = select.select([self._read], [], [], timeout_s)
+        assert ready, "nothing came through the gate"
+        os.read(self._read, 1)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+class Switch:
+    """A flag that forked workers and the test see alike."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._value = multiprocessing.RawValue("b", is_on)
+
+    def __bool__(self) -> bool:
+        return bool(self._value.value)
+
+    def turn(self, *, on: bool) -> None:
+        self._value.value = on
+
+
+def only(samples: list[Any]) -> Any:
+    """A collate function: the one sample of the batch, as it is."""
+    assert len(samples) == 1
+    return samples[0]
+
+
+def wait_for_end(pid: int, timeout_s: float = 10) -> None:
+    """Wait until a process has ended, reaped or not."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        assert poll.poll(timeout_s * 1000), f"process {pid} has not ended in {timeout_s} s"
+    finally:
+        os.close(pidfd)
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
+    """For what no event tells: look again and again."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.005)
+
+
+def slot_maps(pid: int | str = "self") -> dict[str, int]:
+    """Mapped bytes of our memory in a process, by inode."""
+    found: dict[str, int] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:shmloader" in line and "payload" not in line:
+            span, _flags, _offset, _device, inode, _name = line.split(maxsplit=5)
+            first, last = (int(part, 16) for part in span.split("-"))
+            found[inode] = found.get(inode, 0) + last - first
+    return found
+
+
+def slot_files() -> dict[int, int]:
+    """Bytes really taken by each of our memory files that this process has open, by inode."""
+    found: dict[int, int] = {}
+    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115 - may be no path
+            status = os.fstat(int(number))
+        except OSError:
+            continue
+        if "memfd:shmloader" in target:
+            found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def descriptor_count() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
+
+
+@dataclass
+class Done:
+    """How a program ended."""
+
+    code: int
+    out: str
+    err: str
+    left: list[str]
+
+    def assert_quiet(self, code: int = 0) -> None:
+        """It ended as meant, said nothing on stderr, and nothing of it is left."""
+        assert self.left == [], self.left
+        assert self.err == ""
+        assert self.code == code, (self.code, self.out)
+
+
+def session_of(leader: int) -> list[psutil.Process]:
+    """Processes of a session that live: what a program has started, whoever their parent is."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+class Program:
+    """A Python program in a fresh interpreter, in a session of its own."""
+
+    def __init__(self, source: str, path: Path | None = None, *, stdin: bool = False) -> None:
+        """Start it.
+
+        Args:
+            source: Its text.
+            path: Where to write it; None: it has no file, and comes by ``-c``, or stdin.
+            stdin: Whether it comes by standard input.
+        """
+        source = textwrap.dedent(source)
+        if path is not None:
+            path.write_text(source)
+            command = [str(path)]
+        else:
+            command = ["-"] if stdin else ["-c", source]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("PYTHONFAULTHANDLER", None)
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT if path is None else path.parent,
+            start_new_session=True,
+        )
+        if stdin:
+            assert self.process.stdin is not None
+            self.process.stdin.write(source)
+            self.process.stdin.close()
+            self.process.stdin = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def read_line(self, timeout_s: float = 40) -> str:
+        """The next line that it prints (flushed)."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        if not ready:
+            self.kill()
+            raise AssertionError(f"no line in {timeout_s} s: {self.process.communicate()}")
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        for process in session_of(self.pid):
+            process.kill()
+
+    def finish(self, timeout_s: float = 40, left_s: float = TOLD_S) -> Done:
+        """Wait for its end, and for that of all that it started."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(f"still running after {timeout_s} s\n{out}\n{err}") from None
+        deadline = time.monotonic() + left_s
+        while (left := session_of(self.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        names = [f"{process.pid}: {process.cmdline()} ({process.status()})" for process in left]
+        self.kill()
+        out, err = self.process.communicate(timeout=10)
+        return Done(self.process.returncode, out, err, names)
+
+
+def run_program(
+    source: str, path: Path | None = None, *, stdin: bool = False, timeout_s: float = 40
+) -> Done:
+    """Run a program to its end."""
+    return Program(source, path, stdin=stdin).finish(timeout_s)
