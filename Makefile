@@ -38,6 +38,7 @@ bench: $(STAMP)-test
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -f shmloader/memory/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -47,7 +48,7 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(STAMP)-%: pyproject.toml constraints.txt $(VENV)/.created
+$(STAMP)-%: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(VENV)/.created
 	@echo "Installing shmloader[$*] into $(VENV) (the first time this takes minutes: torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[$*]'

@@ -15,6 +15,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from shmloader.memory.flat import FlatLayout, FlatPacker
 from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.stacking import stack_into
 
 
 class _Worker:
@@ -64,12 +65,13 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     else:
         out = torch.empty(shape, dtype=first.dtype)
     try:
-        return torch.stack(batch, 0, out=out)
+        stack_into(batch, out)
     except RuntimeError as error:
         # An output that cannot be resized hides what torch.stack says of unequal shapes.
         if "resize" in str(error):
             return torch.stack(batch, 0)
         raise
+    return out
 
 
 def install(writer: SlotWriter) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from shmloader.memory.slot import Slot, align
 from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.stacking import stack_into
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
@@ -162,7 +163,7 @@ class FlatPacker:
                 if isinstance(source, torch.Tensor):
                     target.copy_(source)
                 elif target.ndim > 1 and target.numel():
-                    torch.stack(source, 0, out=target)
+                    stack_into(source, target)
                 else:
                     # Nothing to write, but for its checks; or numbers, for which torch is a
                     # third faster without an output, and then casts as it would into one.
