@@ -81,7 +81,7 @@ class _Storage:
 
 
 class _Reducers:
-    """Takes tensors, storages and buffers out of a pickle's stream. Mixed into a Pickler."""
+    """Takes tensors, storages and arrays out of a pickle's stream. Mixed into a Pickler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, buffer_callback=self._out_of_band, **kwargs)  # type: ignore[call-arg]
@@ -91,8 +91,8 @@ class _Reducers:
         self._marks: dict[int, tuple[pickle.PickleBuffer, int]] = {}
         self._count = 0
 
-    def reduce_torch(self, value: Any) -> Any:
-        """The reduction of a CPU tensor or storage; NotImplemented for the rest."""
+    def reduce_data(self, value: Any) -> Any:
+        """The reduction of a CPU tensor, storage or array; NotImplemented for the rest."""
         kind = type(value)
         if kind in _TENSOR_TYPES:
             if _is_plain(value):
@@ -103,6 +103,8 @@ class _Reducers:
                 storage.add(0, value.nbytes(), 1)
                 storage.whole = True
                 return rebuild_storage, (self._mark(storage.index),)
+        elif kind is np.ndarray:
+            return self._reduce_array(value)
         elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
             return rebuild_typed_storage, (value._untyped_storage, value.dtype)
         return NotImplemented
@@ -124,6 +126,22 @@ class _Reducers:
             self._mark(storage.index), tensor.dtype, shape, stride, first,
             tensor.requires_grad, type(tensor) is torch.nn.Parameter,
         )  # fmt: skip
+
+    def _reduce_array(self, array: "np.ndarray[Any, Any]") -> Any:
+        """Out of band only what then looks as torch's loader gives it.
+
+        That pickles in-band, by an older protocol: arrays become writable, of native byte order,
+        and in C order unless they are contiguous in Fortran's.
+        """
+        kind, flags = array.dtype, array.flags
+        if kind.hasobject or not array.size:
+            return array.__reduce__()
+        is_native = kind.isnative or kind.names is not None
+        if is_native and flags.writeable and (flags.c_contiguous or flags.f_contiguous):
+            return NotImplemented
+        order: Any = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
+        copy = np.array(array, dtype=kind if is_native else kind.newbyteorder("="), order=order)
+        return rebuild_array, (copy,)
 
     def _storage(self, storage: torch.UntypedStorage) -> _Storage:
         key = storage.data_ptr() or -id(storage)
@@ -176,7 +194,7 @@ class _StandardPickler(_Reducers, pickle.Pickler):
         self.dispatch_table = _dispatch_table()
 
     def reducer_override(self, value: object) -> Any:
-        return self.reduce_torch(value)
+        return self.reduce_data(value)
 
 
 class _ClosurePickler(_Reducers, cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
@@ -184,7 +202,7 @@ class _ClosurePickler(_Reducers, cloudpickle.Pickler):  # type: ignore[misc]  # 
         super().__init__(file, protocol=5)
 
     def reducer_override(self, value: object) -> Any:
-        reduced = self.reduce_torch(value)
+        reduced = self.reduce_data(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
@@ -315,6 +333,11 @@ def rebuild_tensor(
     if requires_grad:
         tensor.requires_grad_()
     return tensor
+
+
+def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Called by pickle, in the main process."""
+    return array
 
 
 def rebuild_storage(part: _Part) -> torch.UntypedStorage:

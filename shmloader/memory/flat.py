@@ -224,7 +224,7 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
     first = column[0]
     kind = type(first)
     if kind is torch.Tensor:
-        if first.layout is torch.strided and first.is_cpu:
+        if first.layout is torch.strided and first.is_cpu and not first.is_nested:
             return (first.dtype, first.shape), column
         raise _NotFlatError
     convert = _CONVERTERS.get(kind)

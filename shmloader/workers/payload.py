@@ -17,6 +17,7 @@ from collections import ChainMap
 from collections.abc import Iterator
 from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -68,9 +69,28 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
 def _main_is_importable() -> bool:
     """Whether a child started afresh can import ``__main__``: not so in a notebook or ``-c``."""
     main = sys.modules.get("__main__")
-    return getattr(main, "__file__", None) is not None or (
-        getattr(main, "__spec__", None) is not None
-    )
+    if getattr(main, "__spec__", None) is not None:
+        return True
+    file = getattr(main, "__file__", None)
+    return file is not None and Path(file).exists()
+
+
+@contextlib.contextmanager
+def unimportable_main_hidden() -> Iterator[None]:
+    """Keep a child from running a ``__main__`` that is no file, as that of ``python < program``.
+
+    multiprocessing hands the name on, "<stdin>", and every child would fail to find it.
+    """
+    main: Any = sys.modules.get("__main__")
+    if _main_is_importable() or not hasattr(main, "__file__"):
+        yield
+        return
+    file = main.__file__
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 class Payload:

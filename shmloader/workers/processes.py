@@ -32,7 +32,12 @@ from shmloader.memory.slot import close_inherited_slots
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
-from shmloader.workers.payload import PICKLE_ERRORS, ForkedPayload, Payload
+from shmloader.workers.payload import (
+    PICKLE_ERRORS,
+    ForkedPayload,
+    Payload,
+    unimportable_main_hidden,
+)
 
 # How long close() waits for a worker to end by itself (it may be inside a sample), after
 # SIGTERM, and after SIGKILL.
@@ -141,7 +146,7 @@ class ProcessPool:
         )
         self._starting = ours
         try:
-            with _sigint_blocked(), theirs:
+            with _sigint_blocked(), unimportable_main_hidden(), theirs:
                 process.start()
             ours.setblocking(False)
             worker = _Worker(process, ours)

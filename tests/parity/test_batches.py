@@ -84,6 +84,8 @@ def test_a_batch_of_a_persistent_worker_can_be(case: str) -> None:
     )
 
 
+# torch's own unpickling of quantized tensors warns of torch's own storages.
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.parametrize("case", TORCH_FAILS)
 def test_a_batch_that_torch_spoils_comes_right_or_fails_clearly(case: str) -> None:
     """Torch drops the conj and neg bits, frees the array's memory, cannot rebuild quantized."""
