@@ -151,6 +151,15 @@ class Engine:
             WorkerDiedError: If a worker is gone. The engine is closed then.
         """
         self._check_open()
+        try:
+            self._finish_epoch()
+        except KeyboardInterrupt:
+            self.close()
+            raise
+        self._draw = tickets.__next__
+        self._prime()
+
+    def _finish_epoch(self) -> None:
         self._scheduler.end_epoch()
         self._ready_workers = 0
         message = pack(StartEpoch(self._scheduler.epoch + 1))
@@ -162,8 +171,6 @@ class Engine:
                 if isinstance(death, _Death):
                     self._fail(self._death_error_idle(worker_id, death))
         self._scheduler.start_epoch()
-        self._draw = tickets.__next__
-        self._prime()
 
     def _prime(self) -> None:
         for _ in range(self._window):
@@ -182,13 +189,25 @@ class Engine:
             Exception: The user's own, from the dataset or collate; the batch is lost, the next
                 call gives the next one.
         """
+        self._check_open()
+        try:
+            return self._next_batch()
+        except KeyboardInterrupt:
+            # It may have come between taking a message and noting what it says. While we only
+            # waited, nothing can be lost, and the iterator can go on.
+            if self._pool.is_waiting:
+                self._pool.is_waiting = False
+            else:
+                self.close()
+            raise
+
+    def _next_batch(self) -> object:
         scheduler = self._scheduler
         deadline: float | None = None
         while True:
             ticket = scheduler.take_next()
             if ticket is not None:
                 return self._hand_over(ticket)
-            self._check_open()
             awaited = scheduler.awaited()
             if awaited is not None:
                 # Most often it is here already, which spares us asking for events.

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterDataPipe, MapDataPipe, Sampler
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.memory.slot import is_supported
-from shmloader.options import Options, parse_size
+from shmloader.options import LEND_LIMIT, Options, parse_size, slot_share
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -100,7 +100,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             in_order=in_order,
         )
         if shm_size is not None:
-            parse_size(shm_size, "shm_size")
+            shm_bytes = parse_size(shm_size, "shm_size")
+            slot_share(shm_bytes, self.num_workers * (self.prefetch_factor or 0) + LEND_LIMIT)
         self.shm_size = shm_size
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -96,7 +96,11 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._has_length_to_check = self._IterableDataset_len_called is not None
         # As torch does: the sampler is iterated a second time.
         super()._reset(loader)
-        self._engine.start(self._sampler_iter)
+        try:
+            self._engine.start(self._sampler_iter)
+        except BaseException:
+            self.close()
+            raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""

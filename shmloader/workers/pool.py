@@ -9,6 +9,10 @@ class Pool(Protocol):
     :class:`shmloader.workers.processes.ProcessPool` is one; its docstrings hold.
     """
 
+    #: Whether :meth:`wait` waits, or was left by an exception while it waited: no message
+    #: has been taken from a worker that was not returned.
+    is_waiting: bool
+
     def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
         """Send a message; never blocks."""
 

@@ -15,6 +15,7 @@ Assumes that one thread at a time calls the methods.
 import collections
 import contextlib
 import errno
+import math
 import multiprocessing
 import os
 import select
@@ -80,6 +81,8 @@ class ProcessPool:
 
     Attributes:
         processes: The ``multiprocessing`` processes, by worker number.
+        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited: no message
+            has been taken from a worker that was not returned.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class ProcessPool:
         self._workers: list[_Worker] = []
         self._starting: socket.socket | None = None
         self._is_closed = False
+        self.is_waiting = False
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _Pools.live.add(self)
@@ -208,7 +212,9 @@ class ProcessPool:
             Pairs of a worker's number and its message; None instead of a message: the worker
             is dead, and reaped. Empty when the time is over.
         """
-        events = self._poll.poll(None if timeout_s is None else max(0, int(timeout_s * 1000)))
+        self.is_waiting = True
+        events = self._poll.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000)))
+        self.is_waiting = False
         happened: list[tuple[int, bytes | None]] = []
         for fd, event in events:
             worker_id = self._by_fd[fd]
