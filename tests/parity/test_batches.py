@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*quantize:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 

@@ -73,7 +73,7 @@ def test_a_result_of_a_local_class_comes_back_from_a_forkserver_worker() -> None
     assert [step.event for step in steps] == ["iter", "batch", "batch", "batch", "end"]
 
 
-def test_a_dataset_defined_in_a_program_read_from_standard_input_reaches_spawned_workers() -> None:
+def test_classes_of_a_main_program_without_a_file_reach_spawned_workers() -> None:
     """As in a notebook: __main__ has no file that a worker could import."""
     program = """
         import torch
@@ -98,8 +98,7 @@ def test_a_dataset_defined_in_a_program_read_from_standard_input_reaches_spawned
             print(*(f"{word.text}={word.number.item()}" for word in words))
     """
     done = subprocess.run(
-        [sys.executable, "-"],
-        input=textwrap.dedent(program),
+        [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
         timeout=80,

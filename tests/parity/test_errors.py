@@ -51,7 +51,7 @@ class QuietError(Exception):
 
 class LongWindedError(Exception):
     def __str__(self) -> str:
-        return f"in long: {self.args}"
+        return f"in long: {self.args[0]}"
 
 
 ERRORS: dict[str, Callable[[int], BaseException]] = {

@@ -40,6 +40,7 @@ from tests.parity.data import (
     Swelling,
     as_is,
 )
+from tests.parity.objects import let
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -111,29 +111,36 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
         time.sleep(0.005)
 
 
-def slot_maps(pid: int | str = "self") -> dict[str, int]:
-    """Mapped bytes of our memory in a process, by inode."""
-    found: dict[str, int] = {}
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        if "memfd:shmloader" in line and "payload" not in line:
-            span, _flags, _offset, _device, inode, _name = line.split(maxsplit=5)
-            first, last = (int(part, 16) for part in span.split("-"))
-            found[inode] = found.get(inode, 0) + last - first
-    return found
+class Slots:
+    """Our memory in this process and others, but for what was there when this was made."""
 
+    def __init__(self) -> None:
+        self._before: set[int] = set()
+        self._before = {*self.maps(), *self.files()}
 
-def slot_files() -> dict[int, int]:
-    """Bytes really taken by each of our memory files that this process has open, by inode."""
-    found: dict[int, int] = {}
-    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115 - may be no path
-            status = os.fstat(int(number))
-        except OSError:
-            continue
-        if "memfd:shmloader" in target:
-            found[status.st_ino] = status.st_blocks * 512
-    return found
+    def maps(self, pid: int | str = "self") -> dict[int, int]:
+        """Mapped bytes in a process, by inode."""
+        found: dict[int, int] = {}
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:shmloader" in line and "payload" not in line:
+                span, _flags, _offset, _device, inode, _name = line.split(maxsplit=5)
+                first, last = (int(part, 16) for part in span.split("-"))
+                if int(inode) not in self._before:
+                    found[int(inode)] = found.get(int(inode), 0) + last - first
+        return found
+
+    def files(self) -> dict[int, int]:
+        """Bytes really taken by each file that this process has open, by inode."""
+        found: dict[int, int] = {}
+        for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+            try:
+                target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115 - may be no path
+                status = os.fstat(int(number))
+            except OSError:
+                continue
+            if "memfd:shmloader" in target and status.st_ino not in self._before:
+                found[status.st_ino] = status.st_blocks * 512
+        return found
 
 
 def descriptor_count() -> int:

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from tests.process.support import (
     TOLD_S,
     Calls,
@@ -24,9 +27,6 @@ from tests.process.support import (
     run_program,
     wait_for_end,
 )
-from torch.utils.data import DataLoader as TorchLoader
-
-from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -258,19 +258,14 @@ def test_a_worker_that_dies_with_messages_on_their_way_does_not_break_the_next_e
         persistent_workers=True,
     )  # fmt: skip
     batches = iter(loader)
-    pool = batches._pool
-    wait = pool.wait
+    pool, engine = batches._pool, batches._engine
     assert next(batches) == "0 xx"
     gate.open()
     wait_for_end(pool.pid(1))
-    # The death is seen without the socket's own news.
-    pool._lose_all = [item for item in pool._lose(1)]
-    for worker_id, data in pool._lose_all:
-        if data is None:
-            from shmloader.engine.engine import _Death
-
-            batches._engine._scheduler.worker_lost(worker_id, _Death(pool.pid(1), 9))
-    pool.wait = wait
+    # Its pidfd alone is heard, before the news of its socket.
+    pool._poll.unregister(pool._workers[1].channel)
+    while not engine._scheduler.deaths[1]:
+        engine._receive_any(time.monotonic() + 1)
     armed.turn(on=False)
     with pytest.raises(WorkerDiedError):
         iter(loader)

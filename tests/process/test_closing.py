@@ -1,0 +1,432 @@
+"""Ends that the user makes: break, del, close, with, exhaustion; and what remains (I8)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
+from tests.process.support import (
+    TOLD_S,
+    Calls,
+    Gate,
+    Streams,
+    descriptor_count,
+    only,
+    wait_for_end,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def large(index: int) -> torch.Tensor:
+    """More than what is copied out."""
+    return torch.full((50_000,), float(index))
+
+
+def numbers(batch: torch.Tensor) -> list[int]:
+    assert all(len(row.unique()) == 1 for row in batch)
+    return [int(row[0]) for row in batch]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_break_and_start_again_gives_a_whole_epoch_each_time(persistent) -> None:
+    loader = DataLoader(
+        Calls(large, 12), batch_size=2, num_workers=2, persistent_workers=persistent
+    )
+    for stop in (1, 2, 3, 5):
+        for place, batch in enumerate(loader):
+            assert numbers(batch) == [2 * place, 2 * place + 1]
+            if place == stop:
+                break
+        assert [numbers(batch) for batch in loader] == [[n, n + 1] for n in range(0, 12, 2)]
+    loader.close()
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_break_and_start_again_with_streams_about_to_end(length) -> None:
+    loader = DataLoader(
+        Streams(lambda: iter(range(length))), num_workers=2, collate_fn=only,
+        persistent_workers=True,
+    )  # fmt: skip
+    whole = [n for n in range(length) for _ in range(2)]
+    for stop in range(length):
+        for place, _ in enumerate(loader):
+            if place == stop:
+                break
+        assert list(loader) == whole
+    loader.close()
+
+
+def test_dropping_the_iterator_ends_its_workers(slots) -> None:
+    batches = iter(DataLoader(Calls(large, 100), num_workers=2))
+    next(batches)
+    pids = [worker.pid for worker in batches._workers]
+    del batches
+    assert all(map(is_gone, pids))
+    assert slots.maps() == {}
+
+
+def test_an_iterator_in_a_reference_cycle_is_ended_by_the_garbage_collector() -> None:
+    batches = iter(DataLoader(Calls(large, 100), num_workers=2))
+    kept = next(batches)
+    batches.itself = batches
+    pids = [worker.pid for worker in batches._workers]
+    del batches
+    gc.collect()
+    assert all(map(is_gone, pids))
+    assert numbers(kept) == [0]
+
+
+def test_close_may_be_called_again_and_ends_everything() -> None:
+    loader = DataLoader(Calls(large, 100), num_workers=2)
+    first, second = iter(loader), iter(loader)
+    kept = [next(first), next(second), next(second)]
+    pids = [worker.pid for batches in (first, second) for worker in batches._workers]
+    for _ in range(3):
+        loader.close()
+        assert all(map(is_gone, pids))
+    for batches in (first, second):
+        with pytest.raises(ClosedLoaderError):
+            next(batches)
+    with pytest.raises(ClosedLoaderError):
+        iter(loader)
+    assert [numbers(batch) for batch in kept] == [[0], [0], [1]]
+
+
+def test_with_closes_the_loader_also_when_the_block_raises() -> None:
+    with pytest.raises(ZeroDivisionError), DataLoader(Calls(large, 9), num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        raise ZeroDivisionError
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+    with pytest.raises(ClosedLoaderError):
+        iter(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order) -> None:
+    loader = DataLoader(
+        Calls(large, 20), num_workers=workers, in_order=in_order,
+        **({"prefetch_factor": 4} if workers else {}),
+    )  # fmt: skip
+    batches = iter(loader)
+    next(batches)
+    if workers:
+        engine = batches._engine
+        # All answers that can be here are here.
+        wait_until(lambda: _take_all(engine) == 4 * workers)
+    loader.close()
+    for _ in range(20):
+        with pytest.raises(ClosedLoaderError):
+            next(batches)
+
+
+def _take_all(engine: Any) -> int:
+    for worker_id, data in engine._pool.wait(0):
+        engine._take(worker_id, data)
+    return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)
+
+
+def test_nothing_of_ours_is_mapped_after_close_though_the_iterator_lives(slots) -> None:
+    loader = DataLoader(Calls(large, 20), num_workers=2, prefetch_factor=4)
+    batches = iter(loader)
+    before = descriptor_count()
+    for _ in range(8):
+        next(batches)
+    wait_until(lambda: _take_all(batches._engine) == 8)
+    assert slots.maps()
+    loader.close()
+    assert slots.maps() == {}
+    assert descriptor_count() < before
+    del batches
+
+
+def test_nothing_of_ours_is_mapped_after_a_death_though_the_iterator_lives(slots) -> None:
+    def sample(index: int) -> torch.Tensor:
+        if index == 6:
+            os._exit(1)
+        return large(index)
+
+    batches = iter(DataLoader(Calls(sample, 20), num_workers=2, prefetch_factor=4))
+    for _ in range(6):
+        next(batches)
+    with pytest.raises(WorkerDiedError):
+        next(batches)
+    assert slots.maps() == {}
+    del batches
+
+
+def test_an_iterator_whose_worker_died_is_garbage_when_it_is_dropped() -> None:
+    class Model:
+        """Something of the user's that the traceback of the error holds."""
+
+    def train(model: Model) -> None:
+        list(DataLoader(Calls(lambda n: os._exit(1), 4), num_workers=1))
+
+    model = Model()
+    reference = weakref.ref(model)
+    with pytest.raises(WorkerDiedError):
+        train(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_exhausted_iterator_stays_exhausted(persistent) -> None:
+    loader = DataLoader(Calls(large, 4), batch_size=2, num_workers=2, persistent_workers=persistent)
+    batches = iter(loader)
+    assert len(list(batches)) == 2
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(batches)
+    loader.close()
+
+
+def test_an_exhausted_iterator_that_is_kept_does_not_harm_the_next_one() -> None:
+    loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
+    kept = []
+    for _ in range(6):
+        batches = iter(loader)
+        assert [numbers(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        kept.append(batches)
+
+
+def test_a_closed_loader_that_is_kept_does_not_take_descriptors_from_new_workers() -> None:
+    """A closed loader's descriptor numbers belong to somebody else by now."""
+    first = DataLoader(Calls(large, 8), num_workers=4)
+    batches = iter(first)
+    next(batches)
+    pool = batches._pool
+    numbers_before = {worker.pidfd for worker in pool._workers}
+    first.close()
+    held: list[int] = []
+    theirs = []
+    while not numbers_before <= set(theirs):
+        theirs.append(os.memfd_create("users"))
+    expected = {fd: os.fstat(fd).st_ino for fd in theirs}
+
+    def sample(index: int) -> int:
+        assert {fd: os.fstat(fd).st_ino for fd in theirs} == expected
+        return index
+
+    try:
+        assert list(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=only)) == [0, 1, 2, 3]
+    finally:
+        for fd in theirs + held:
+            os.close(fd)
+    del batches
+
+
+def test_one_of_several_iterators_may_be_dropped() -> None:
+    loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
+    first, second, third = iter(loader), iter(loader), iter(loader)
+    assert numbers(next(first)) == numbers(next(second)) == numbers(next(third)) == [0, 1]
+    second._shutdown_workers()
+    assert numbers(next(first)) == [2, 3]
+    del first
+    assert [numbers(batch) for batch in third] == [[2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ClosedLoaderError):
+        next(second)
+
+
+def test_a_second_loader_does_not_hold_the_memory_of_the_first(slots) -> None:
+    first = DataLoader(Calls(large, 40), num_workers=2)
+    batches = iter(first)
+    kept = [next(batches) for _ in range(5)]
+    foreign = set(slots.maps())
+    second = DataLoader(Calls(large, 40), num_workers=2)
+    others = iter(second)
+    next(others)
+    for worker in others._workers:
+        assert not foreign & set(slots.maps(worker.pid))
+    del kept
+    first.close()
+    second.close()
+
+
+def test_close_from_another_thread_ends_a_next_that_waits() -> None:
+    gate, told = Gate(), Gate()
+
+    def sample(index: int) -> int:
+        told.open()
+        gate.pass_through()
+        return index
+
+    loader = DataLoader(Calls(sample, 4), num_workers=1)
+    batches = iter(loader)
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            next(batches)
+        except BaseException as error:
+            ended.append(type(error).__name__)
+
+    entered = threading.Event()
+    poll = batches._pool.wait
+
+    def note_and_wait(timeout_s: float | None) -> Any:
+        entered.set()
+        return poll(timeout_s)
+
+    batches._pool.wait = note_and_wait
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    told.wait_until_open()
+    assert entered.wait(10)
+    began = time.monotonic()
+    loader.close()
+    thread.join(TOLD_S)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 2 * TOLD_S
+    assert ended == ["ClosedLoaderError"]
+    gate.close()
+    told.close()
+
+
+def test_a_loader_inside_a_dataset_is_refused_as_torch_refuses_it() -> None:
+    def sample(index: int) -> int:
+        return len(list(DataLoader([1, 2], num_workers=1)))
+
+    batches = iter(DataLoader(Calls(sample, 2), num_workers=1))
+    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
+        next(batches)
+
+
+def test_an_in_process_loader_inside_a_dataset_works() -> None:
+    def sample(index: int) -> torch.Tensor:
+        return torch.cat(list(DataLoader([index, index + 1], batch_size=2)))
+
+    loader = DataLoader(Calls(sample, 4), batch_size=2, num_workers=2)
+    assert [batch.tolist() for batch in loader] == [[[0, 1], [1, 2]], [[2, 3], [3, 4]]]
+
+
+def test_a_loader_that_is_used_in_a_thread_gives_the_same_and_ends_there() -> None:
+    seen: list[Any] = []
+
+    def go() -> None:
+        loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
+        seen.extend(numbers(batch) for _ in range(2) for batch in loader)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
+
+
+def test_two_loaders_in_two_threads_start_and_end_side_by_side() -> None:
+    failed: list[BaseException] = []
+
+    def go(start: threading.Barrier) -> None:
+        try:
+            for _ in range(5):
+                start.wait(20)
+                loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
+                assert [numbers(b) for b in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        except BaseException as error:
+            failed.append(error)
+
+    start = threading.Barrier(2)
+    threads = [threading.Thread(target=go, args=[start]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert failed == []
+
+
+def test_workers_of_a_thread_that_ended_go_on() -> None:
+    made: list[Any] = []
+
+    def start() -> None:
+        made.append(iter(DataLoader(Calls(large, 8), batch_size=2, num_workers=2)))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    wait_until(lambda: thread.native_id is None or not _task_lives(thread.native_id))
+    assert [numbers(batch) for batch in made[0]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def _task_lives(native_id: int) -> bool:
+    return str(native_id) in os.listdir("/proc/self/task")  # noqa: PTH208 - numbers, not paths
+
+
+def test_a_forked_child_that_drops_or_closes_the_loader_leaves_the_parents_alone() -> None:
+    loader = DataLoader(Calls(large, 12), batch_size=2, num_workers=2, persistent_workers=True)
+    batches = iter(loader)
+    assert numbers(next(batches)) == [0, 1]
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            loader.close()
+            del batches, loader
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    wait_for_end(pid)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [numbers(batch) for batch in batches] == [[n, n + 1] for n in range(2, 12, 2)]
+    loader.close()
+
+
+def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets() -> None:
+    gate = Gate()
+    loader = DataLoader(Calls(large, 12), num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            gate.pass_through()
+        finally:
+            os._exit(0)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 0.9  # nobody had to be told twice
+    gate.open()
+    os.waitpid(pid, 0)
+    gate.close()
+    del batches
+
+
+@pytest.mark.timeout(20)
+def test_a_key_that_cannot_be_pickled_in_mid_epoch_raises_and_the_rest_does_not_hang() -> None:
+    keys: list[Any] = [0, 1, 2, 3, 4, threading.Lock(), 6, 7]
+    loader = DataLoader(Calls(lambda key: key, 8), sampler=keys, batch_size=None, num_workers=2)
+    batches = iter(loader)
+    seen: list[Any] = []
+    while True:
+        try:
+            seen.append(next(batches))
+        except StopIteration:
+            break
+        except Exception as error:
+            seen.append(type(error))
+            if len(seen) > 12:
+                break
+    assert seen[-1] in (7, ClosedLoaderError)
+    assert TypeError in seen

@@ -1,0 +1,113 @@
+"""File descriptors: few of them, and none that is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shmloader import DataLoader
+from tests.process.support import Calls, descriptor_count, run_program
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_descriptors_do_not_grow_over_epochs(persistent) -> None:
+    loader = DataLoader(
+        Calls(lambda n: torch.full((20_000,), float(n)), 4), num_workers=2,
+        persistent_workers=persistent,
+    )  # fmt: skip
+    counts = []
+    for _ in range(50):
+        assert [float(batch.mean()) for batch in loader] == [0, 1, 2, 3]
+        counts.append(descriptor_count())
+    assert max(counts) <= counts[2] + 2
+    loader.close()
+
+
+def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> None:
+    """The limit is raised one by one, so that each step of the start meets it once."""
+    done = run_program(
+        """
+        import gc, os, resource, sys, warnings
+        import multiprocessing, numpy, psutil, torch
+        from shmloader import DataLoader, ShmloaderError, WorkerDiedError
+
+        class Data:
+            def __len__(self):
+                return 12
+            def __getitem__(self, index):
+                return torch.full((20000,), float(index))
+
+        def descriptors():
+            return {n for n in os.listdir("/proc/self/fd")}
+
+        list(DataLoader(Data(), num_workers=2))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        gc.collect()
+        before = descriptors()
+        top = max(map(int, before))
+        worked = 0
+        for limit in range(top + 1, top + 60):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            said = None
+            try:
+                kept = [float(batch.mean()) for batch in DataLoader(Data(), num_workers=2)]
+                assert kept == list(range(12)), kept
+                worked += 1
+            except (OSError, ShmloaderError) as error:
+                said = str(error)
+                if isinstance(error, WorkerDiedError):
+                    print("DIED", limit - top, said)
+                if worked:
+                    print("WORSE", limit - top, said)
+                if "many open files" not in said:
+                    print("UNCLEAR", limit - top, said)
+            except BaseException as error:
+                print("OTHER", limit - top, repr(error))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            gc.collect()
+            children = psutil.Process().children()
+            if children:
+                print("LEFT", limit - top, children, said)
+                for child in children:
+                    child.wait(5)
+            if len(descriptors()) > len(before):
+                print("DESCRIPTORS", limit - top, len(descriptors()) - len(before), said)
+                before = descriptors()
+        print("worked", worked > 5)
+        """,
+        tmp_path / "program.py",
+        timeout_s=100,
+    )
+    assert done.out.splitlines() == ["worked True"]
+    done.assert_quiet()
+
+
+def test_a_limit_on_address_space_makes_shorter_slots(tmp_path) -> None:
+    done = run_program(
+        """
+        import resource, torch
+        from shmloader import DataLoader
+
+        class Data:
+            def __len__(self):
+                return 12
+            def __getitem__(self, index):
+                return torch.full((20000,), float(index))
+
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30),) * 2)
+        print([float(batch.mean()) for batch in DataLoader(Data(), num_workers=2)])
+        """,
+        tmp_path / "program.py",
+    )
+    done.assert_quiet()
+    assert done.out.strip() == str([float(n) for n in range(12)])
+
+
+def test_very_many_slots_fit_the_address_space() -> None:
+    loader = DataLoader(
+        Calls(lambda n: torch.full((20_000,), float(n)), 300), num_workers=2, prefetch_factor=120
+    )
+    assert [float(batch.mean()) for batch in loader] == list(range(300))

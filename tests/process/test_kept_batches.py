@@ -1,0 +1,354 @@
+"""What the user keeps is never written again (I9), and never stops the loader (I5)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmloader
+from shmloader import DataLoader
+from tests.process.support import Calls, only
+
+pytestmark = pytest.mark.timeout(90)
+
+ROWS = 30_000
+
+
+def plane(index: int) -> torch.Tensor:
+    return torch.full((ROWS,), float(index))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+def saved_by_autograd(batch: torch.Tensor) -> Any:
+    weight = torch.ones(1, requires_grad=True)
+    out = weight * batch  # saves batch
+    return lambda: torch.autograd.grad(out.sum(), weight, retain_graph=True)[0] / batch.numel()
+
+
+# Way to keep a batch → what it is read by: its mean, which is its number.
+WAYS: dict[str, Any] = {
+    "itself": lambda batch: batch.mean,
+    "a slice": lambda batch: batch[1:, 100:200].mean,
+    "a numpy view": lambda batch: batch.numpy().mean,
+    "a slice of a numpy view": lambda batch: batch.numpy()[0, 5:].mean,
+    "detach": lambda batch: batch.detach().mean,
+    "DLPack": lambda batch: torch.from_dlpack(batch).mean,
+    "numpy by DLPack": lambda batch: np.from_dlpack(batch).mean,
+    "a memoryview": lambda batch: np.asarray(memoryview(batch.numpy())).mean,
+    "a storage": lambda batch: _of_storage(batch.untyped_storage()),
+    "view as": lambda batch: batch.view(torch.int32).view(torch.float32).mean,
+    "saved by autograd": saved_by_autograd,
+    "data": lambda batch: batch.data.mean,
+    "as_strided": lambda batch: batch.as_strided((10,), (3,)).mean,
+    "unbind": lambda batch: batch.unbind()[1].mean,
+    "parameter": lambda batch: torch.nn.Parameter(batch, requires_grad=False).mean,
+    "buffer": lambda batch: torch.frombuffer(batch.numpy(), dtype=torch.float32).mean,
+}
+
+
+def _of_storage(storage: torch.UntypedStorage) -> Any:
+    return lambda: torch.tensor(storage, dtype=torch.uint8).view(torch.float32).mean()
+
+
+@pytest.mark.parametrize("collate", [None, "own"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_kept_of_a_batch_is_never_written_again(way, collate) -> None:
+    keep = WAYS[way]
+    loader = DataLoader(
+        Calls(plane, 100), batch_size=2, num_workers=2,
+        collate_fn=None if collate is None else torch.stack,
+    )  # fmt: skip
+    # Some are kept at all times, and some are dropped, so that slots go round.
+    kept: dict[int, Any] = {}
+    for place, batch in enumerate(loader):
+        kept[place] = keep(batch)
+        del batch
+        if place % 3:
+            kept.pop(place - 4, None)
+        for number, read in kept.items():
+            assert float(read()) == 2 * number + 0.5 or _is_one_row(way, number, float(read()))
+    assert len(kept) > 16
+
+
+def _is_one_row(way: str, number: int, mean: float) -> bool:
+    rows = {
+        "a slice": 1, "a slice of a numpy view": 0, "as_strided": 0, "unbind": 1,
+    }  # fmt: skip
+    return way in rows and mean == 2 * number + rows[way]
+
+
+def test_a_list_of_all_batches_is_whole_and_shared_memory_is_bounded(slots) -> None:
+    rows = 20_000_000 // 4
+    loader = DataLoader(
+        Calls(lambda n: torch.full((rows,), float(n)), 12),
+        batch_size=None, num_workers=2, persistent_workers=True,
+    )  # fmt: skip
+    batches = iter(loader)
+    kept = []
+    for batch in batches:
+        kept.append(batch)
+        files = slots.files()
+        assert len(files) <= 2 * 2 + 4
+        assert sum(files.values()) <= (2 * 2 + 4) * 20_100_000
+    for number, batch in enumerate(kept):
+        assert batch.shape == (rows,)
+        assert bool((batch == number).all())
+    loader.close()
+
+
+def test_batches_are_whole_after_the_end_of_the_epoch_and_after_close() -> None:
+    loader = DataLoader(Calls(plane, 8), num_workers=2, persistent_workers=True)
+    first = list(loader)
+    second = list(loader)
+    loader.close()
+    third = list(DataLoader(Calls(plane, 8), num_workers=2))
+    for epoch in (first, second, third):
+        assert [float(batch.mean()) for batch in epoch] == list(range(8))
+
+
+def test_a_batch_may_be_written_by_its_owner() -> None:
+    loader = DataLoader(Calls(plane, 40), num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            assert float(batch.mean()) == number
+            batch.mul_(-1).add_(1000)
+            assert float(batch.mean()) == 1000 - number
+    loader.close()
+
+
+def test_the_dataset_does_not_see_what_the_user_writes_into_a_batch() -> None:
+    constant = torch.ones(ROWS)
+    loader = DataLoader(Calls(lambda n: constant, 40), num_workers=2, collate_fn=only)
+    for batch in loader:
+        assert float(batch.mean()) == 1
+        batch.zero_()
+
+
+def test_a_forked_child_never_sees_its_batch_change() -> None:
+    context = multiprocessing.get_context("fork")
+    go, looked = context.Event(), context.Event()
+    results = context.SimpleQueue()
+
+    def look(batches: list[torch.Tensor]) -> None:
+        before = [float(batch.mean()) for batch in batches]
+        looked.set()
+        go.wait(30)
+        results.put((before, [float(batch.mean()) for batch in batches]))
+
+    loader = DataLoader(Calls(plane, 60), num_workers=2)
+    batches = iter(loader)
+    kept = [next(batches) for _ in range(3)]
+    child = context.Process(target=look, args=[kept])
+    child.start()
+    looked.wait(30)
+    del kept
+    for number, batch in enumerate(batches, 3):
+        assert float(batch.mean()) == number
+        del batch
+    go.set()
+    assert results.get() == ([0, 1, 2], [0, 1, 2])
+    child.join(30)
+    child.close()
+    results.close()
+
+
+def test_memory_stays_bounded_while_a_child_is_forked_for_each_batch(slots) -> None:
+    loader = DataLoader(Calls(plane, 40), num_workers=2)
+    for number, batch in enumerate(loader):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(float(batch.mean()) != number))
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(slots.maps()) <= 2 * 2 + 4
+
+
+def test_kept_batches_do_not_stall_a_loader_with_little_shared_memory() -> None:
+    loader = DataLoader(Calls(plane, 64), num_workers=2, shm_size=8 * 128 * 1024)
+    kept = list(loader)
+    assert [float(batch.mean()) for batch in kept] == list(range(64))
+
+
+# ---------------------------------------------------------------- kept in the worker
+
+
+class Caches:
+    """A collate function that keeps what it made, and says what became of it."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+        self.kept: list[tuple[int, Any]] = []
+
+    def __call__(self, samples: list[torch.Tensor]) -> Any:
+        number = int(samples[0][0])
+        for earlier, tensor in self.kept:
+            if float(tensor.mean()) != earlier:
+                raise AssertionError(f"batch {earlier} has become {float(tensor.mean())}")
+        made = self.make(samples)
+        self.kept.append((number, made))
+        if len(self.kept) > 5:
+            self.kept.pop(1)
+        return {"made": made, "number": number}
+
+
+def by_empty(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples, out=shmloader.empty((len(samples), ROWS)))
+
+
+def numpy_by_empty(samples: list[torch.Tensor]) -> np.ndarray:
+    return by_empty(samples).numpy()
+
+
+@pytest.mark.parametrize(
+    "make", [torch.utils.data.default_collate, by_empty, numpy_by_empty, lambda s: by_empty(s)[:1]]
+)
+def test_what_a_collate_function_keeps_is_never_written_again(make) -> None:
+    loader = DataLoader(
+        Calls(plane, 60), num_workers=2, collate_fn=Caches(make), persistent_workers=True
+    )
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            assert batch["number"] == number
+            assert float(batch["made"].mean()) == number
+    loader.close()
+
+
+def test_a_collate_function_may_return_what_it_kept() -> None:
+    kept: list[torch.Tensor] = []
+
+    def collate(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+        kept.append(by_empty(samples))
+        return [kept[0], kept[-1]]
+
+    loader = DataLoader(Calls(plane, 30), num_workers=1, collate_fn=collate)
+    for number, (first, last) in enumerate(loader):
+        assert [float(first.mean()), float(last.mean())] == [0, number]
+
+
+def test_a_sample_that_a_dataset_made_by_a_nested_collate_may_be_kept() -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def sample(index: int) -> torch.Tensor:
+        made = torch.utils.data.default_collate([plane(index), plane(index)])
+        for earlier, tensor in kept.items():
+            assert float(tensor.mean()) == earlier
+        kept[index] = made
+        return made
+
+    loader = DataLoader(Calls(sample, 24), batch_size=2, num_workers=2)
+    for number, batch in enumerate(loader):
+        assert batch.shape == (2, 2, ROWS)
+        assert batch.mean(dim=(1, 2)).tolist() == [2 * number, 2 * number + 1]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_empty_called_in_a_dataset_gives_right_batches(reverse, plain) -> None:
+    class Batched:
+        def __len__(self) -> int:
+            return 24
+
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            made = {index: shmloader.empty(1000).fill_(index) for index in reversed(indices)}
+            return [made[index] for index in (reversed(indices) if reverse else indices)]
+
+    loader = DataLoader(
+        Batched(), batch_size=4, num_workers=2,
+        collate_fn=None if plain else lambda samples: torch.utils.data.default_collate(samples),
+    )  # fmt: skip
+    for number, batch in enumerate(loader):
+        expected = [4 * number + k for k in range(4)]
+        assert batch.mean(dim=1).tolist() == (expected[::-1] if reverse else expected)
+
+
+def test_what_a_dataset_made_by_empty_and_keeps_is_never_written_again() -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def sample(index: int) -> torch.Tensor:
+        for earlier, tensor in kept.items():
+            if not bool((tensor == earlier).all()):
+                raise AssertionError(f"sample {earlier} has become {tensor.unique().tolist()}")
+        kept[index] = shmloader.empty(1000).fill_(index)
+        return kept[index]
+
+    loader = DataLoader(Calls(sample, 24), batch_size=4, num_workers=2)
+    for number, batch in enumerate(loader):
+        assert batch.mean(dim=1).tolist() == [4 * number + k for k in range(4)]
+
+
+def test_what_a_failing_collate_function_kept_is_not_overwritten_by_the_message() -> None:
+    kept: list[torch.Tensor] = []
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        if kept and not bool((kept[0] == 0).all()):
+            raise AssertionError("the kept tensor has changed")
+        kept.append(by_empty(samples))
+        if len(kept) == 1:
+            raise ValueError("x" * 100_000)
+        return kept[-1]
+
+    batches = iter(DataLoader(Calls(plane, 10), num_workers=1, collate_fn=collate))
+    with pytest.raises(ValueError, match="xxxx"):
+        next(batches)
+    assert [float(batch.mean()) for batch in batches] == list(range(1, 10))
+
+
+def test_the_same_tensor_twice_shares_its_memory_and_parts_are_views() -> None:
+    def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = by_empty(samples)
+        return {"a": made, "b": made, "row": made[1], "back": made.flip(0), "t": made.T}
+
+    loader = DataLoader(Calls(plane, 40), batch_size=2, num_workers=2, collate_fn=collate)
+    for number, batch in enumerate(loader):
+        low, high = 2 * number, 2 * number + 1
+        assert batch["a"].mean(dim=1).tolist() == [low, high]
+        assert batch["back"].mean(dim=1).tolist() == [high, low]
+        assert batch["t"].mean(dim=0).tolist() == [low, high]
+        batch["a"].fill_(-5)
+        assert float(batch["b"].max()) == float(batch["row"].max()) == -5
+        assert batch["t"].max() == -5
+        assert batch["back"].mean(dim=1).tolist() == [high, low]
+
+
+def test_default_collate_called_by_a_users_own_lies_in_the_slot(slots) -> None:
+    loader = DataLoader(
+        Calls(lambda n: {"x": plane(n), "y": n}, 10), num_workers=1,
+        collate_fn=lambda samples: torch.utils.data.default_collate(samples),
+    )  # fmt: skip
+    for number, batch in enumerate(loader):
+        spans = slots.files()
+        assert spans
+        where = batch["x"].data_ptr()
+        assert any(first <= where < last for first, last in _spans())
+        assert float(batch["x"].mean()) == number
+        assert batch["y"].tolist() == [number]
+
+
+def _spans() -> list[tuple[int, int]]:
+    with open("/proc/self/maps") as file:  # noqa: PTH123 - procfs
+        return [
+            (int(line.split("-")[0], 16), int(line.split("-")[1].split()[0], 16))
+            for line in file
+            if "memfd:shmloader" in line
+        ]
+
+
+def test_empty_outside_a_worker_is_an_ordinary_tensor(slots) -> None:
+    made = shmloader.empty((3, 4), dtype=torch.int16)
+    assert (made.shape, made.dtype) == ((3, 4), torch.int16)
+    assert shmloader.empty(5).shape == (5,)
+    assert slots.maps() == {}

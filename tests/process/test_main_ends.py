@@ -1,0 +1,277 @@
+"""The main process ends, in every way; its workers end with it, and nobody says anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.process.support import Program, run_program
+
+pytestmark = pytest.mark.timeout(90)
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+HEAD = """
+import gc, os, signal, sys, time, torch
+from shmloader import DataLoader
+
+class Data:
+    def __init__(self, busy=None, length=1000):
+        self.busy, self.length = busy, length
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        if self.busy == "sleep" and index >= 4:
+            time.sleep(60)
+        if self.busy == "compute" and index >= 4:
+            while True:
+                sum(range(1000))
+        if self.busy == "gil" and index >= 4:
+            import re
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        return torch.full((30000,), float(index))
+
+def workers(method, busy=None, **options):
+    loader = DataLoader(Data(busy), num_workers=2, multiprocessing_context=method, **options)
+    batches = iter(loader)
+    assert float(next(batches).mean()) == 0
+    assert float(next(batches).mean()) == 1
+    if busy:
+        next(batches), next(batches)
+    return loader, batches
+"""
+
+
+def program(body: str, tmp_path) -> Program:
+    lines = "\n".join("    " + line for line in body.strip().splitlines())
+    return Program(f"{HEAD}\nif __name__ == '__main__':\n{lines}\n", tmp_path / "program.py")
+
+
+@pytest.mark.parametrize("busy", ["sleep", "compute", "idle"])
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_end_when_the_main_process_is_killed(method, busy, tmp_path) -> None:
+    if method == "spawn" and busy == "idle":
+        pytest.skip("as under forkserver, and starting takes long")
+    running = program(
+        f"loader, batches = workers({method!r}, {busy if busy != 'idle' else None!r})\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)",
+        tmp_path,
+    )
+    assert running.read_line() == "ready"
+    os.kill(running.pid, signal.SIGKILL)
+    running.finish(left_s=2.5).assert_quiet(-signal.SIGKILL)
+
+
+def test_a_worker_inside_a_call_that_keeps_the_interpreter_ends_too(tmp_path) -> None:
+    """A regular expression never lets another thread of its process run."""
+    running = program(
+        "loader, batches = workers('fork', 'gil')\nprint('ready', flush=True)\ntime.sleep(60)",
+        tmp_path,
+    )
+    assert running.read_line() == "ready"
+    os.kill(running.pid, signal.SIGKILL)
+    running.finish(left_s=2.5).assert_quiet(-signal.SIGKILL)
+
+
+def test_a_stopped_worker_ends_with_the_main_process_too(tmp_path) -> None:
+    running = program(
+        "loader, batches = workers('fork')\n"
+        "os.kill(batches._workers[0].pid, signal.SIGSTOP)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)",
+        tmp_path,
+    )
+    assert running.read_line() == "ready"
+    os.kill(running.pid, signal.SIGKILL)
+    running.finish(left_s=2.5).assert_quiet(-signal.SIGKILL)
+
+
+ENDS = {
+    "os._exit": ("os._exit(5)", 5, ""),
+    "sys.exit": ("sys.exit(6)", 6, ""),
+    "the end of the program": ("pass", 0, ""),
+    "an exception": ("raise ZeroDivisionError('of the user')", 1, "ZeroDivisionError: of the user"),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+}
+
+
+@pytest.mark.parametrize("busy", [None, "sleep"])
+@pytest.mark.parametrize("end", ENDS)
+def test_forked_workers_end_with(end, busy, tmp_path) -> None:
+    statement, code, error = ENDS[end]
+    done = program(f"loader, batches = workers('fork', {busy!r})\n{statement}", tmp_path).finish()
+    assert done.err.strip().endswith(error)
+    assert done.err.count("Traceback") == bool(error)
+    done.err = ""
+    done.assert_quiet(code)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_started_afresh_end_with_an_exception(method, tmp_path) -> None:
+    done = program(
+        f"loader, batches = workers({method!r}, 'sleep')\nraise ZeroDivisionError('of the user')",
+        tmp_path,
+    ).finish()
+    assert done.err.count("Traceback") == 1
+    assert done.err.strip().endswith("ZeroDivisionError: of the user")
+    done.err = ""
+    done.assert_quiet(1)
+
+
+ALIVE = {
+    "persistent workers between epochs": """
+        loader = DataLoader(Data(length=8), num_workers=2, persistent_workers=True)
+        list(loader)""",
+    "persistent workers in mid-epoch": """
+        loader, batches = workers("fork", persistent_workers=True)""",
+    "a reference cycle": """
+        loader, batches = workers("fork")
+        batches.itself = [batches]
+        del batches, loader""",
+    "a reference cycle, never collected": """
+        gc.disable()
+        loader, batches = workers("fork")
+        batches.itself = [batches]
+        del batches, loader""",
+    "a traceback": """
+        def fail():
+            loader, batches = workers("fork")
+            raise ValueError
+        try:
+            fail()
+        except ValueError as error:
+            kept = error""",
+    "a module of its own": """
+        import types
+        sys.modules["kept"] = types.ModuleType("kept")
+        sys.modules["kept"].it = workers("fork")""",
+    "a batch and no loader": """
+        kept = next(iter(DataLoader(Data(), num_workers=2)))
+        numpy_kept = kept.numpy()""",
+    "a waiting daemon thread": """
+        import threading
+        started = threading.Event()
+        def go():
+            loader, batches = workers("fork", "sleep")
+            started.set()
+            list(batches)
+        threading.Thread(target=go, daemon=True).start()
+        started.wait()
+        time.sleep(0.1)""",
+    "a dead worker that nobody was told of": """
+        loader, batches = workers("fork")
+        os.kill(batches._workers[0].pid, signal.SIGKILL)""",
+    "a stopped worker": """
+        loader, batches = workers("fork")
+        os.kill(batches._workers[0].pid, signal.SIGSTOP)""",
+    "a worker that ignores SIGTERM": """
+        def ignore(worker):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        loader, batches = workers("fork", "sleep", worker_init_fn=ignore)""",
+    "an exhausted iterator": """
+        batches = iter(DataLoader(Data(length=8), num_workers=2))
+        list(batches)""",
+    "a closed loader": """
+        loader, batches = workers("fork")
+        loader.close()""",
+    "a non-daemon thread that goes on loading": """
+        import threading
+        def go():
+            total = sum(float(batch.mean()) for batch in DataLoader(Data(length=50), num_workers=2))
+            assert total == 50 * 49 / 2, total
+        threading.Thread(target=go).start()""",
+}
+
+
+@pytest.mark.parametrize("what", ALIVE)
+def test_the_interpreter_ends_quietly_with(what, tmp_path) -> None:
+    import textwrap
+
+    done = program(textwrap.dedent(ALIVE[what]), tmp_path).finish(30)
+    done.assert_quiet()
+
+
+def test_the_interpreter_ends_with_a_stopped_worker_though_finalizers_came_first(tmp_path) -> None:
+    """Exit functions run last registered first: multiprocessing's may come before ours."""
+    done = run_program(
+        """
+        import weakref
+        class Thing: pass
+        thing = Thing()
+        weakref.finalize(thing, len, "")  # registers weakref's exit function now
+        """
+        + "\n".join("        " + line for line in HEAD.splitlines())
+        + """
+        loader, batches = workers("fork")
+        os.kill(batches._workers[0].pid, signal.SIGSTOP)
+        """,
+        tmp_path / "program.py",
+        timeout_s=20,
+    )
+    done.assert_quiet()
+
+
+@pytest.mark.parametrize("when", ["idle", "sleep", "compute"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> None:
+    busy = None if when == "idle" else when
+    running = program(
+        f"loader, batches = workers({method!r}, {busy!r}, persistent_workers=True)\n"
+        "print('ready', flush=True)\n" + ("next(batches)" if busy else "time.sleep(60)"),
+        tmp_path,
+    )
+    assert running.read_line() == "ready"
+    os.killpg(running.pid, signal.SIGINT)
+    done = running.finish(20)
+    assert done.err.count("Traceback") == 1, done.err
+    assert done.err.strip().endswith("KeyboardInterrupt")
+    done.err = ""
+    done.assert_quiet(-signal.SIGINT)
+
+
+@pytest.mark.parametrize("server", ["new", "running"])
+def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path) -> None:
+    start = "from multiprocessing import forkserver; forkserver.ensure_running()\n"
+    running = program(
+        (start if server == "running" else "")
+        + "batches = iter(DataLoader(Data(), num_workers=2, multiprocessing_context='forkserver'))\n"
+        "print('ready', flush=True)\n"
+        "next(batches)",
+        tmp_path,
+    )
+    assert running.read_line() == "ready"
+    os.killpg(running.pid, signal.SIGINT)  # the workers import torch by now
+    done = running.finish(30)
+    assert done.err.count("Traceback") == 1, done.err
+    assert done.err.strip().endswith("KeyboardInterrupt")
+    done.err = ""
+    done.assert_quiet(-signal.SIGINT)
+
+
+def test_a_loader_goes_on_after_ctrl_c_was_caught(tmp_path) -> None:
+    running = program(
+        """
+loader = DataLoader(Data(length=40), num_workers=2, persistent_workers=True)
+batches = iter(loader)
+caught = 0
+total = []
+while True:
+    try:
+        if len(total) == 3 and not caught:
+            os.kill(os.getpid(), signal.SIGINT)
+        total.append(float(next(batches).mean()))
+    except KeyboardInterrupt:
+        caught += 1
+    except StopIteration:
+        break
+assert caught == 1
+assert total == list(range(40)), total
+assert [float(batch.mean()) for batch in loader] == list(range(40))
+loader.close()
+""",
+        tmp_path,
+    )
+    running.finish(30).assert_quiet()

@@ -1,0 +1,316 @@
+"""Long and odd things on their way: keys, bodies, exceptions, objects that do not pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from shmloader import DataLoader, WorkerDiedError
+from tests.process.support import Calls, Streams, only
+
+pytestmark = pytest.mark.timeout(40)
+
+
+def events(loader: DataLoader, most: int = 50) -> list[Any]:
+    """What comes out, an exception as itself; ends where it ends, or after so many."""
+    batches, seen = iter(loader), []
+    while len(seen) < most:
+        try:
+            seen.append(next(batches))
+        except StopIteration:
+            return seen
+        except Exception as error:
+            seen.append(error)
+    raise AssertionError(f"no end after {most}: {seen}")
+
+
+def test_a_batch_of_very_many_indices() -> None:
+    loader = DataLoader(Calls(lambda n: n, 300_000), batch_size=100_000, num_workers=2)
+    for place, batch in enumerate(loader):
+        assert torch.equal(batch, torch.arange(place * 100_000, (place + 1) * 100_000))
+
+
+def test_long_keys() -> None:
+    keys = [str(n) * 200_000 for n in range(10)]
+    loader = DataLoader(
+        Calls(lambda key: (key[0], len(key)), 10), sampler=keys, batch_size=5, num_workers=2,
+        collate_fn=list,
+    )  # fmt: skip
+    assert list(loader) == [[(str(n), 200_000) for n in five] for five in (range(5), range(5, 10))]
+
+
+def test_very_many_small_keys_in_flight_wait_for_their_socket() -> None:
+    keys = [f"{n} " + "x" * 2000 for n in range(500)]
+    loader = DataLoader(
+        Calls(lambda key: int(key.split()[0]), 500), sampler=keys, batch_size=None, num_workers=2,
+        prefetch_factor=100, persistent_workers=True,
+    )  # fmt: skip
+    for _ in range(2):
+        assert list(loader) == list(range(500))
+    loader.close()
+
+
+def test_large_bodies_of_objects() -> None:
+    text = "0123456789" * 500_000
+    loader = DataLoader(
+        Calls(lambda n: {"text": text + str(n), "list": list(range(n * 1000))}, 8),
+        num_workers=2, collate_fn=only,
+    )  # fmt: skip
+    for n, batch in enumerate(loader):
+        assert batch == {"text": text + str(n), "list": list(range(n * 1000))}
+
+
+def test_bodies_of_one_length_and_other_content_are_not_taken_for_each_other() -> None:
+    loader = DataLoader(
+        Calls(lambda n: [str(n % 10) * 100_000, str(n % 10) * 3], 40), num_workers=2,
+        collate_fn=only,
+    )  # fmt: skip
+    assert [batch[0][0] + batch[1] for batch in loader] == [str(n % 10) * 4 for n in range(40)]
+
+
+def test_keys_that_are_equal_and_not_the_same_keep_their_types() -> None:
+    keys = [1, True, 1.0]
+    loader = DataLoader(
+        Calls(lambda n: {keys[n % 3]: torch.tensor(n)}, 9), batch_size=1, num_workers=1
+    )
+    assert [type(next(iter(batch))) for batch in loader] == [int, bool, float] * 3
+
+
+def test_a_layout_of_thousands_of_fields() -> None:
+    loader = DataLoader(
+        Calls(lambda n: {f"field {k}": torch.tensor(n + k) for k in range(3000)}, 6),
+        batch_size=2, num_workers=2,
+    )  # fmt: skip
+    for place, batch in enumerate(loader):
+        assert len(batch) == 3000
+        assert batch["field 2999"].tolist() == [2999 + 2 * place, 3000 + 2 * place]
+
+
+# ---------------------------------------------------------------- exceptions
+
+
+class TwoArguments(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a, b)
+
+
+class FailsToSpeak(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class HoldsALock(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818 - what matters is that it is frozen
+    text: str
+
+
+class Slotted(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def _local() -> Exception:
+    class Local(Exception):
+        pass
+
+    return Local("a local one")
+
+
+MAKERS: dict[str, tuple[Any, str, str]] = {
+    "ten megabytes": (lambda: ValueError("m" * 10_000_000), "ValueError", "mmmm"),
+    "two arguments": (lambda: TwoArguments(1, 2), "RuntimeError", "TwoArguments"),
+    "a failing str": (lambda: FailsToSpeak("x"), "FailsToSpeak", ""),
+    "a lock in it": (lambda: HoldsALock("locked"), "HoldsALock", "locked"),
+    "a local class": (_local, "Local", "a local one"),
+    "a frozen dataclass": (lambda: Frozen("frozen"), "Frozen", "frozen"),
+    "attributes that cannot be set": (lambda: Slotted("set"), "Slotted", "set"),
+    "a KeyError": (lambda: KeyError("missing"), "KeyError", "missing"),
+    "a group": (lambda: ExceptionGroup("several", [ValueError("one")]), "", "several"),
+    "an OSError": (lambda: OSError(2, "No such file", "x.png"), "", "x.png"),
+    "a UnicodeDecodeError": (
+        lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "broken"), "RuntimeError", "broken",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MAKERS)
+def test_an_exception_with(what) -> None:
+    make, kind, text = MAKERS[what]
+
+    def sample(n: int) -> int:
+        if n == 1:
+            raise make()
+        return n
+
+    seen = events(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=only))
+    assert [seen[0], *seen[2:]] == [0, 2, 3]
+    error = seen[1]
+    assert kind in ("", type(error).__name__)
+    if what != "a failing str":
+        assert text in str(error)
+        assert "Original Traceback" in str(error)
+    if what not in ("a frozen dataclass", "attributes that cannot be set"):
+        assert any("batch 1 (indices 1)" in note for note in error.__notes__)
+
+
+def test_an_exception_of_a_class_that_only_the_worker_knows_comes_and_the_rest_too() -> None:
+    def sample(n: int) -> int:
+        if n == 1:
+            module = types.ModuleType("known_in_the_worker_only")
+            sys.modules[module.__name__] = module
+            exec("class Strange(Exception): pass", module.__dict__)
+            raise module.Strange("unheard of")
+        return n
+
+    seen = events(DataLoader(Calls(sample, 6), num_workers=2, collate_fn=only, timeout=5))
+    assert [seen[0], *seen[2:]] == [0, 2, 3, 4, 5]
+    assert "unheard of" in str(seen[1])
+
+
+def test_a_key_with_a_long_or_failing_repr_does_not_hide_the_users_exception() -> None:
+    class Shy:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError("do not look at me")
+
+    def fail(key: Any) -> None:
+        raise LookupError("the dataset's own")
+
+    loader = DataLoader(
+        Calls(fail, 2), sampler=[Shy(), "k" * 3_000_000], batch_size=None, num_workers=1
+    )
+    seen = events(loader)
+    for error in seen:
+        assert isinstance(error, LookupError)
+        assert len("".join(error.__notes__)) < 10_000
+    assert len(seen) == 2
+
+
+# ---------------------------------------------------------------- what does not pickle
+
+
+class FailsToReduce:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("cannot be reduced")
+
+
+def explode() -> None:
+    if "process_of_the_test" in globals() and os.getpid() == process_of_the_test:
+        raise ZeroDivisionError("cannot be rebuilt")
+
+
+process_of_the_test = os.getpid()
+
+
+class FailsToRebuild:
+    """Unpickles everywhere but in the main process."""
+
+    def __reduce__(self) -> Any:
+        return explode, ()
+
+    def __hash__(self) -> int:
+        return 5
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is FailsToRebuild
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (lambda: {"good": torch.zeros(3), "deep": [1, threading.Lock()]}, "['deep'][1]"),
+        (lambda: [1, (2, FailsToReduce())], "[1][1]"),
+        (lambda: {"x": types.SimpleNamespace(a=1, b=threading.Lock())}, "['x'].b"),
+        (lambda: (n for n in [1]), "batch is a builtins.generator"),
+        (lambda: {"f": lambda: 1}, "['f']"),
+    ],
+)
+def test_the_part_of_a_batch_that_cannot_be_pickled_is_named(bad, named) -> None:
+    seen = events(
+        DataLoader(Calls(lambda n: bad() if n == 1 else n, 4), num_workers=2, collate_fn=only)
+    )
+    assert [seen[0], *seen[2:]] == [0, 2, 3]
+    assert isinstance(seen[1], TypeError)
+    assert named in str(seen[1])
+
+
+@pytest.mark.parametrize("collate", [None, only])
+@pytest.mark.parametrize("kind", ["a lambda", "a local class", "failing"])
+def test_a_dict_key_that_cannot_be_pickled_is_an_error_at_its_place(kind, collate) -> None:
+    class Local:
+        pass
+
+    def sample(n: int) -> Any:
+        if n != 1:
+            return torch.tensor([n])
+        key = {"a lambda": lambda: 1, "a local class": Local(), "failing": FailsToReduce()}[kind]
+        return {key: torch.tensor([n])}
+
+    seen = events(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=collate))
+    assert [int(seen[0]), *map(int, seen[2:])] == [0, 2, 3]
+    assert isinstance(seen[1], Exception)
+    assert not isinstance(seen[1], WorkerDiedError)
+
+
+@pytest.mark.parametrize("collate", [None, only])
+def test_a_dict_key_that_main_cannot_rebuild_is_an_error_at_its_place(collate) -> None:
+    def sample(n: int) -> Any:
+        return {FailsToRebuild(): torch.tensor([n])} if n == 1 else torch.tensor([n])
+
+    seen = events(DataLoader(Calls(sample, 6), num_workers=2, collate_fn=collate, timeout=5))
+    assert isinstance(seen[1], ZeroDivisionError)
+    assert [int(seen[0]), *map(int, seen[2:])] == [0, 2, 3, 4, 5]
+
+
+def test_a_batch_that_main_cannot_rebuild_is_an_error_at_its_place() -> None:
+    def sample(n: int) -> Any:
+        return [torch.full((50_000,), float(n)), FailsToRebuild() if n % 3 == 1 else n]
+
+    seen = events(DataLoader(Calls(sample, 30), num_workers=2, collate_fn=only))
+    for n, event in enumerate(seen):
+        if n % 3 == 1:
+            assert isinstance(event, ZeroDivisionError)
+        else:
+            assert float(event[0].mean()) == event[1] == n
+    assert len(seen) == 30
+
+
+def test_an_iterable_that_raises_ends_where_torch_ends() -> None:
+    def stream() -> Any:
+        yield 0
+        raise LookupError("in the stream")
+
+    seen = events(DataLoader(Streams(stream), num_workers=1, collate_fn=only))
+    assert seen[0] == 0
+    assert isinstance(seen[1], LookupError)
+    assert len(seen) == 2
+
+
+def test_a_sampler_that_raises_in_mid_epoch_raises_in_next() -> None:
+    def keys() -> Any:
+        yield from range(6)
+        raise LookupError("the sampler's own")
+
+    class Keys:
+        def __iter__(self) -> Any:
+            return keys()
+
+        def __len__(self) -> int:
+            return 8
+
+    seen = events(DataLoader(Calls(lambda n: n, 8), sampler=Keys(), batch_size=None, num_workers=2))
+    assert sum(isinstance(event, LookupError) for event in seen) == 1
+    values = [event for event in seen if not isinstance(event, Exception)]
+    assert values == sorted(values)

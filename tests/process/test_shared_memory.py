@@ -1,0 +1,199 @@
+"""Sizes: caps, growth, giving back, and machines with little /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from shmloader import DataLoader, SharedMemoryError
+from tests.process.support import ROOT, Calls, only
+
+pytestmark = pytest.mark.timeout(90)
+
+SLOTS = 2 * 2 + 4
+MIB = 1 << 20
+
+
+def of_bytes(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), nbytes % 251, dtype=torch.uint8)
+
+
+def assert_whole(batch: torch.Tensor, nbytes: int) -> None:
+    assert batch.shape == (nbytes,)
+    assert bool((batch == nbytes % 251).all())
+
+
+@pytest.mark.parametrize("size", [1, 4096, SLOTS * 64 * 1024 - 1])
+def test_a_cap_that_is_too_small_says_what_would_do(size) -> None:
+    with pytest.raises(ValueError, match=rf"{size} bytes.*{SLOTS} slots.*{SLOTS * 64 * 1024}"):
+        iter(DataLoader(Calls(of_bytes, 4), num_workers=2, shm_size=size))
+
+
+def test_the_least_cap_that_does_works() -> None:
+    loader = DataLoader(
+        Calls(lambda n: n, 40), num_workers=2, collate_fn=only, shm_size=SLOTS * 64 * 1024
+    )
+    assert list(loader) == list(range(40))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_over_its_share_raises_with_numbers_and_the_rest_goes_on(in_order) -> None:
+    sizes = [1000, 2 * MIB, 1000, 900_000, 3 * MIB, 1 * MIB, 5]
+    loader = DataLoader(
+        Calls(of_bytes, len(sizes)), sampler=sizes, batch_size=None, num_workers=2,
+        shm_size=SLOTS * MIB, in_order=in_order,
+    )  # fmt: skip
+    batches, seen = iter(loader), []
+    for _ in sizes:
+        try:
+            seen.append(len(next(batches)))
+        except SharedMemoryError as error:
+            assert f"{MIB} " in str(error)
+            assert isinstance(error, MemoryError)
+            seen.append(next(n for n in sizes if f"{n} bytes" in str(error)))
+    assert seen == sizes if in_order else sorted(seen) == sorted(sizes)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize("way", ["pickled", "collated", "many small", "strings"])
+def test_batches_of_any_size_under_a_cap_come_whole_or_are_told_and_nobody_dies(way) -> None:
+    """Sizes go through the cap in small steps: layout, body and spans each meet it somewhere."""
+
+    def make(n: int) -> object:
+        if way == "pickled":
+            return [of_bytes(n * 500), {"n": n}]
+        if way == "collated":
+            return torch.utils.data.default_collate([of_bytes(n * 500)])
+        if way == "many small":
+            return [torch.tensor([n]) for _ in range(n * 8)]
+        return ["x" * 50 + str(k) for k in range(n * 15)]
+
+    loader = DataLoader(
+        Calls(make, 200), num_workers=1, collate_fn=only, batch_size=1,
+        shm_size=6 * 64 * 1024,
+    )  # fmt: skip
+    batches = iter(loader)
+    came = told = 0
+    for n in range(200):
+        try:
+            batch = next(batches)
+            came += 1
+            if way == "many small":
+                assert len(batch) == 8 * n
+                assert all(int(tensor[0]) == n for tensor in batch)
+            if way == "pickled":
+                assert_whole(batch[0], 500 * n)
+            if way == "strings":
+                assert batch == make(n)
+        except SharedMemoryError:
+            told += 1
+    assert came > 50
+    assert told > 50
+
+
+def test_a_long_list_of_keys_over_its_share_is_told() -> None:
+    loader = DataLoader(
+        Calls(lambda n: n, 100_000), batch_size=50_000, num_workers=1, shm_size=6 * 64 * 1024
+    )
+    with pytest.raises(SharedMemoryError, match="65536"):
+        list(loader)
+
+
+def test_a_long_message_under_a_cap_is_shortened() -> None:
+    def fail(n: int) -> None:
+        raise ValueError("begin " + "é" * 500_000 + " end")
+
+    batches = iter(DataLoader(Calls(fail, 2), num_workers=1, shm_size=6 * 64 * 1024))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="(?s)Traceback.* end"):
+            next(batches)
+
+
+def test_an_exception_class_too_large_for_the_cap_is_told() -> None:
+    def fail(n: int) -> None:
+        class Heavy(Exception):
+            ballast = os.urandom(300_000)
+
+        raise Heavy("too much")
+
+    batches = iter(DataLoader(Calls(fail, 2), num_workers=1, shm_size=6 * 64 * 1024))
+    for _ in range(2):
+        with pytest.raises(Exception, match="too much") as told:
+            next(batches)
+        assert "died" not in type(told.value).__name__.lower()
+
+
+def test_a_small_batch_then_a_very_large_one() -> None:
+    sizes = [1000, 200_000_000, 1000, 100_000_000, 10]
+    loader = DataLoader(Calls(of_bytes, len(sizes)), sampler=sizes, batch_size=None, num_workers=2)
+    for size, batch in zip(sizes, loader, strict=True):
+        assert_whole(batch, size)
+
+
+@pytest.mark.parametrize("after", [1000, 200_000])
+def test_memory_is_given_back_after_a_very_large_batch(after, slots) -> None:
+    sizes = [200_000_000] + [after] * 600
+    loader = DataLoader(
+        Calls(of_bytes, len(sizes)), sampler=sizes, batch_size=None, num_workers=2,
+        persistent_workers=True,
+    )  # fmt: skip
+    most = 0
+    for batch in loader:
+        del batch
+        most = max(most, sum(slots.files().values()))
+    assert most >= 200_000_000
+    assert sum(slots.files().values()) < 50_000_000
+    loader.close()
+
+
+def test_dev_shm_stays_empty() -> None:
+    before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names are compared
+    loader = DataLoader(Calls(lambda n: of_bytes(100_000 + n), 20), num_workers=2)
+    for _ in loader:
+        assert {
+            name for name in set(os.listdir("/dev/shm")) - before  # noqa: PTH208 - as above
+            if not name.startswith(("sem.", "pym-"))
+        } == set()  # fmt: skip
+
+
+def test_a_machine_with_64_mb_of_dev_shm_loads_batches_of_256_mb() -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("there is no unshare command")
+    probe = subprocess.run(
+        [unshare, "-m", "sh", "-c", "mount -t tmpfs -o size=64m tmpfs /dev/shm"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if probe.returncode:
+        pytest.skip(f"no mount namespace here: {probe.stderr.strip()}")
+    program = """
+        import os, torch
+        from shmloader import DataLoader
+        class Data:
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return torch.full((1 << 28,), index, dtype=torch.uint8)
+        for index, batch in enumerate(DataLoader(Data(), batch_size=None, num_workers=1)):
+            assert bool((batch == index).all())
+            status = os.statvfs("/dev/shm")
+            assert status.f_blocks * status.f_frsize == 64 << 20
+            assert os.listdir("/dev/shm") == [], os.listdir("/dev/shm")
+            del batch
+    """
+    done = subprocess.run(
+        [
+            unshare, "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"',
+            "sh", sys.executable, "-c", textwrap.dedent(program),
+        ],
+        capture_output=True, text=True, timeout=80, cwd=ROOT, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

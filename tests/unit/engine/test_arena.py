@@ -1,0 +1,104 @@
+"""The slots' memory: made late, trimmed when it is far too much, let go of."""
+
+import os
+from mmap import PAGESIZE
+
+import pytest
+import torch
+
+from shmloader.engine.arena import Arena
+
+MIB = 1 << 20
+BATCHES_BEFORE_TRIM = 32
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(256 * MIB)
+    yield arena
+    arena.close()
+
+
+def resident_bytes(arena: Arena, slot_id: int) -> int:
+    return os.fstat(arena[slot_id].fileno()).st_blocks * 512
+
+
+def fill(arena: Arena, slot_id: int, nbytes: int) -> None:
+    torch.frombuffer(arena[slot_id].mapping, dtype=torch.uint8, count=nbytes).fill_(1)
+    arena.note_use(slot_id, nbytes)
+
+
+def test_a_slot_is_made_when_first_asked_for_and_only_once(arena):
+    assert arena[3] is arena[3]
+    assert arena[3] is not arena[4]
+    assert arena[3].nbytes == 256 * MIB
+
+
+def test_an_untouched_slot_takes_no_memory(arena):
+    assert resident_bytes(arena, 0) == 0
+    assert arena.touched_bytes == 0
+
+
+def test_use_is_counted_by_the_largest_batch_of_each_slot(arena):
+    arena.note_use(0, 100)
+    arena.note_use(0, 50)
+    arena.note_use(1, 7)
+    assert arena.touched_bytes == 107
+
+
+def test_a_trim_is_due_once_in_so_many_batches(arena):
+    for _ in range(BATCHES_BEFORE_TRIM - 1):
+        arena.note_use(0, 1)
+    assert not arena.wants_trim
+    arena.note_use(0, 1)
+    assert arena.wants_trim
+    arena.trim([0])
+    assert not arena.wants_trim
+
+
+def test_slots_that_hold_what_batches_need_are_left_alone(arena):
+    fill(arena, 0, 40 * MIB)
+    for _ in range(20):
+        arena.note_use(1, 40 * MIB)
+        arena.trim([0])
+    assert resident_bytes(arena, 0) == 40 * MIB
+
+
+def test_a_free_slot_far_above_recent_need_gives_its_pages_back(arena):
+    fill(arena, 0, 64 * MIB)
+    fill(arena, 1, 64 * MIB)
+    for _ in range(60):  # the one large batch is forgotten
+        arena.note_use(2, MIB)
+        arena.trim([0])
+    assert resident_bytes(arena, 0) < 32 * MIB
+    assert resident_bytes(arena, 1) == 64 * MIB, "slot 1 is not free"
+    in_slot_0 = arena.touched_bytes - 64 * MIB - MIB
+    assert 0 <= resident_bytes(arena, 0) - in_slot_0 < PAGESIZE
+
+
+def test_a_free_slot_that_was_never_used_is_not_made_by_a_trim(arena):
+    arena.trim([0, 1, 2])
+    assert not arena._slots
+
+
+def test_a_retired_slot_is_unmapped_and_its_number_forgotten(arena):
+    slot = arena[0]
+    arena.note_use(0, 10)
+    arena.retire(0)
+    arena.retire(0)
+    assert slot.mapping.closed
+    assert arena.touched_bytes == 0
+
+
+def test_a_retired_slot_lives_on_under_a_view(arena):
+    fill(arena, 0, 10)
+    view = torch.frombuffer(arena.leases.open(0, arena[0]), dtype=torch.uint8, count=10)
+    arena.retire(0)
+    assert view.tolist() == [1] * 10
+
+
+def test_closing_unmaps_all_slots_and_may_be_repeated(arena):
+    slots = [arena[slot_id] for slot_id in range(3)]
+    arena.close()
+    arena.close()
+    assert all(slot.mapping.closed for slot in slots)

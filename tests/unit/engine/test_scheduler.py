@@ -1,0 +1,531 @@
+"""The scheduler against a simple model, invariant by invariant."""
+
+import collections
+import copy
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.slots import SlotState
+from shmloader.errors import InternalError
+
+# What the model knows of a ticket.
+WAITING, ANSWERED, ENDED, ABANDONED = "waiting", "answered", "ended", "abandoned"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker gave: unique, so that a second delivery shows."""
+
+    epoch: int
+    seq: int
+    kind: str
+
+
+@dataclass
+class Known:
+    """A ticket as the model sees it."""
+
+    seq: int
+    worker_id: int
+    slot_id: int
+    state: str = WAITING
+    answer: Answer | None = None
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Workers answer first come, first served; among workers any order is possible."""
+
+    @initialize(
+        worker_count=st.integers(1, 4),
+        window=st.integers(1, 8),
+        lend_limit=st.integers(0, 3),
+        in_order=st.booleans(),
+        epoch_length=st.none() | st.integers(0, 30),
+    )
+    def begin(self, worker_count, window, lend_limit, in_order, epoch_length):
+        self.worker_count = worker_count
+        self.window = window
+        self.lend_limit = lend_limit
+        self.in_order = in_order
+        self.epoch_length = epoch_length
+        self.scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
+        self.queues: list[collections.deque[Known]] = [
+            collections.deque() for _ in range(worker_count)
+        ]
+        self.is_dead = [False] * worker_count
+        self.deaths = [f"death of worker {worker_id}" for worker_id in range(worker_count)]
+        self.lent: list[int] = []
+        self.retired: set[int] = set()
+        self.known_slots: set[int] = set()
+        self.epoch = 0
+        self._forget_epoch()
+
+    def _forget_epoch(self):
+        self.is_running = True
+        self.has_ended = [False] * self.worker_count  # the stream, as the worker knows it
+        self.is_passed_over = [False] * self.worker_count  # as the scheduler was told
+        self.next_worker = 0
+        self.offered = 0
+        self.tickets: dict[int, Known] = {}  # in flight
+        self.arrived: list[int] = []
+        self.delivered: list[int] = []
+        self.lost_to_stream_ends: set[int] = set()
+
+    # What the engine and the workers do ---------------------------------------------------
+
+    def _may_offer(self):
+        return (
+            self.is_running
+            and len(self.tickets) < self.window
+            and (self.epoch_length is None or self.offered < self.epoch_length)
+        )
+
+    @precondition(_may_offer)
+    @rule()
+    def offer(self):
+        indices = object()
+        self._note_offered(self.scheduler.offer(indices), indices)
+
+    def _note_offered(self, ticket: Ticket | None, indices: object):
+        if all(self.is_passed_over):
+            assert ticket is None, "no worker has a stream, and yet a ticket was taken"
+            return
+        assert ticket is not None, "I5: an offer was refused though workers take tickets"
+        assert ticket.seq == self.offered, "I7: tickets are numbered one after the other"
+        assert ticket.indices is indices, "nothing lost: the indices are the ticket's"
+        assert not self.is_passed_over[ticket.worker_id], "the worker's stream has ended"
+        if self.in_order:
+            expected = self.next_worker
+            while self.is_passed_over[expected]:
+                expected = (expected + 1) % self.worker_count
+            assert ticket.worker_id == expected, "I7: round robin, or the content would differ"
+            self.next_worker = (expected + 1) % self.worker_count
+        assert ticket.slot_id not in self.retired, "I9: a retired slot is filled again"
+        assert ticket.slot_id not in self._held(), "I1: the slot of a new ticket has a holder"
+        self.known_slots.add(ticket.slot_id)
+        self.offered += 1
+        known = self.tickets[ticket.seq] = Known(ticket.seq, ticket.worker_id, ticket.slot_id)
+        if self.is_dead[ticket.worker_id]:
+            assert ticket.answer is self.deaths[ticket.worker_id], "a dead worker cannot answer"
+            self._note_answer(known, ticket.answer)
+        else:
+            assert ticket.answer is None, "an answer that nobody gave"
+            self.queues[ticket.worker_id].append(known)
+
+    def _note_answer(self, known: Known, answer: object):
+        known.state = ANSWERED
+        known.answer = answer
+        self.arrived.append(known.seq)
+
+    def _busy(self):
+        """Workers that can answer something."""
+        return [
+            worker_id
+            for worker_id, queue in enumerate(self.queues)
+            if queue and not self.is_dead[worker_id]
+        ]
+
+    @precondition(lambda self: self._busy())
+    @rule(data=st.data(), kind=st.sampled_from(["batch", "batch", "batch", "failure"]))
+    def answer(self, data, kind):
+        self._answer(data.draw(st.sampled_from(self._busy())), kind)
+
+    @precondition(lambda self: self._busy())
+    @rule(data=st.data())
+    def stream_end(self, data):
+        worker_id = data.draw(st.sampled_from(self._busy()))
+        self.has_ended[worker_id] = True
+        self._answer(worker_id, "end")
+
+    def _answer(self, worker_id, kind):
+        known = self.queues[worker_id].popleft()
+        if self.has_ended[worker_id]:
+            self._answer_end(worker_id, known)
+            return
+        answer = Answer(self.epoch, known.seq, kind)
+        ticket = self.scheduler.answered(known.seq, self.epoch, answer)
+        assert ticket.slot_id == known.slot_id, "I1: a ticket keeps its slot"
+        if known.state == ABANDONED:
+            assert ticket.is_dropped, "I6: nobody wants the answer of a given-up ticket"
+            del self.tickets[known.seq]
+        else:
+            assert not ticket.is_dropped, "nothing lost: a wanted answer was dropped"
+            self._note_answer(known, answer)
+
+    def _answer_end(self, worker_id, known):
+        wants_another = self.scheduler.stream_ended(known.seq, self.epoch)
+        if known.state != ABANDONED:
+            self.lost_to_stream_ends.add(known.seq)
+        del self.tickets[known.seq]
+        if not self.is_running:
+            assert not wants_another, "I6: an epoch that was given up wants no further ticket"
+        else:
+            is_first = not self.is_passed_over[worker_id]
+            assert wants_another == is_first, "one further ticket for each stream that ends"
+        self.is_passed_over[worker_id] = True
+        for other in self.queues[worker_id]:
+            if other.state == WAITING:
+                other.state = ENDED
+                self.lost_to_stream_ends.add(other.seq)
+        if wants_another and self._may_offer():
+            self.offer()
+
+    @precondition(lambda self: not all(self.is_dead))
+    @rule(data=st.data())
+    def worker_dies(self, data):
+        living = [worker_id for worker_id, dead in enumerate(self.is_dead) if not dead]
+        worker_id = data.draw(st.sampled_from(living))
+        self.is_dead[worker_id] = True
+        self.scheduler.worker_lost(worker_id, self.deaths[worker_id])
+        assert self.scheduler.deaths[worker_id] is self.deaths[worker_id]
+        for known in self.queues[worker_id]:
+            if known.state == WAITING:
+                self._note_answer(known, self.deaths[worker_id])
+            else:
+                del self.tickets[known.seq]
+        self.queues[worker_id].clear()
+
+    def _expected(self) -> Known | None:
+        """The ticket that is to be delivered next, if its answer is here."""
+        if not self.in_order:
+            return self.tickets[self.arrived[0]] if self.arrived else None
+        first = self._first_wanted()
+        return first if first is not None and first.state == ANSWERED else None
+
+    def _first_wanted(self) -> Known | None:
+        wanted = [t for t in self.tickets.values() if t.state in {WAITING, ANSWERED}]
+        return min(wanted, key=lambda known: known.seq, default=None)
+
+    @rule(is_large=st.booleans(), is_kept=st.sampled_from([False, False, False, True]))
+    def next_batch(self, is_large, is_kept):
+        expected = self._expected()
+        ticket = self.scheduler.take_next()
+        if expected is None:
+            assert ticket is None, "I7: a batch out of turn, or one of an epoch given up (I6)"
+            return
+        assert ticket is not None, "I5: the next batch is here and is not delivered"
+        assert ticket.seq == expected.seq, "I7: batches come in order"
+        assert ticket.answer is expected.answer, "I7: the answer is another ticket's"
+        if isinstance(ticket.answer, Answer):
+            assert ticket.answer.epoch == self.epoch, "I6: a result of an earlier epoch"
+        assert ticket.seq not in self.delivered, "I7: delivered twice"
+        assert self.scheduler.slots.states[ticket.slot_id] is SlotState.FULL, (
+            "I1: the slot is the reorder buffer's until its batch is built"
+        )
+        del self.tickets[ticket.seq]
+        self.arrived.remove(ticket.seq)
+        self.delivered.append(ticket.seq)
+        assert self.scheduler.may_lend == (len(self.lent) < self.lend_limit), (
+            "I4: lends while fewer than lend_limit are out"
+        )
+        if is_large and self.scheduler.may_lend:
+            self.scheduler.delivered(ticket, SlotState.LENT)
+            self.lent.append(ticket.slot_id)
+        elif is_kept:
+            self.scheduler.delivered(ticket, SlotState.RETIRED)
+            self.retired.add(ticket.slot_id)
+        else:
+            self.scheduler.delivered(ticket, SlotState.FREE)
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), clean=st.sampled_from([True, True, False]))
+    def the_user_drops_a_batch(self, data, clean):
+        slot_id = data.draw(st.sampled_from(self.lent))
+        self.lent.remove(slot_id)
+        assert self.scheduler.slot_returned(slot_id, clean=clean) == clean
+        if not clean:
+            self.retired.add(slot_id)
+
+    # Epochs -------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.is_running)
+    @rule()
+    def the_user_breaks_off(self):
+        self.scheduler.end_epoch()
+        self.is_running = False
+        self.arrived.clear()
+        for known in list(self.tickets.values()):
+            if known.state == ANSWERED:
+                del self.tickets[known.seq]
+            else:
+                known.state = ABANDONED
+
+    @precondition(lambda self: not self.is_running and self.tickets)
+    @rule()
+    def the_next_epoch_waits_for_answers(self):
+        with pytest.raises(InternalError):
+            self.scheduler.start_epoch()
+
+    @precondition(lambda self: not self.is_running)
+    @rule()
+    def all_answer_and_the_next_epoch_starts(self):
+        while busy := self._busy():
+            self._answer(busy[0], "batch")
+        self.scheduler.start_epoch()
+        self.epoch += 1
+        assert self.scheduler.epoch == self.epoch
+        self._forget_epoch()
+
+    @rule(seq=st.integers(-1, 40), epochs_back=st.integers(0, 2))
+    def an_answer_that_nobody_waits_for_is_an_error(self, seq, epochs_back):
+        is_waiting = any(known.seq == seq for queue in self.queues for known in queue)
+        if epochs_back or not is_waiting:
+            before = self.scheduler.slots.states
+            with pytest.raises(InternalError):
+                self.scheduler.answered(seq, self.epoch - epochs_back, "stray")
+            assert self.scheduler.slots.states == before, "I6: a stray answer moved a slot"
+
+    # What must hold after each step -------------------------------------------------------
+
+    def _held(self) -> dict[int, SlotState]:
+        """Every slot that somebody holds, by the model."""
+        held: dict[int, SlotState] = {}
+        holdings = [
+            *((known.slot_id, SlotState.FILLING) for queue in self.queues for known in queue),
+            *(
+                (known.slot_id, SlotState.FULL)
+                for known in self.tickets.values()
+                if known.state == ANSWERED
+            ),
+            *((slot_id, SlotState.LENT) for slot_id in self.lent),
+        ]
+        for slot_id, state in holdings:
+            assert slot_id not in held, f"I1: slot {slot_id} has two holders"
+            held[slot_id] = state
+        return held
+
+    @invariant()
+    def i1_a_slot_has_exactly_one_holder(self):
+        states = self.scheduler.slots.states
+        free = self.scheduler.slots.free_ids
+        held = self._held()
+        assert len(free) == len(set(free)), "I1: a slot stands on the free list twice"
+        assert set(free) == {s for s, state in states.items() if state is SlotState.FREE}, (
+            "I1: the free list and the states disagree"
+        )
+        in_use = {s: state for s, state in states.items() if state is not SlotState.FREE}
+        assert in_use == held, "I1: the table and the holders disagree"
+        assert set(states) == self.known_slots - self.retired, (
+            "I1: a slot is nobody's (nothing lost), or I9: a retired one is back"
+        )
+
+    @invariant()
+    def i4_slots_are_bounded(self):
+        slots = self.scheduler.slots
+        assert len(slots.states) <= self.window + self.lend_limit, "I4: too many slots"
+        assert slots.lent_count == len(self.lent), "I4: lent slots are miscounted"
+        assert slots.lent_count <= self.lend_limit, "I4: too many slots are lent"
+
+    @invariant()
+    def i5_an_offer_is_possible_whatever_is_kept(self):
+        if self._may_offer() and not all(self.is_passed_over):
+            ticket = copy.deepcopy(self.scheduler).offer(None)
+            assert ticket is not None, "I5: no slot or no worker for a ticket"
+
+    @invariant()
+    def i7_nothing_is_lost_and_nothing_comes_twice(self):
+        scheduler = self.scheduler
+        assert [t.seq for t in scheduler.tickets] == list(self.tickets), "nothing lost: in flight"
+        wanted = self._first_wanted()
+        assert scheduler.is_exhausted == (wanted is None), "nothing lost: the end is misjudged"
+        awaited = scheduler.awaited()
+        if self.in_order:
+            assert (awaited and awaited.seq) == (wanted and wanted.seq), "I7: awaits another"
+        else:
+            assert awaited is None, "I7: in any order, nothing in particular is awaited"
+        if self.is_running:
+            here = {known.seq for known in self.tickets.values() if known.state != ENDED}
+            assert (
+                sorted([*self.delivered, *here, *self.lost_to_stream_ends])
+                == list(range(self.offered))
+            ), "I7: each ticket is delivered, in flight, or beyond its stream, and only one of it"
+            if self.in_order:
+                assert self.delivered == sorted(self.delivered), "I7: out of order"
+
+    @invariant()
+    def slot_of_names_the_slot_of_each_ticket(self):
+        for known in self.tickets.values():
+            assert self.scheduler.slot_of(known.seq) == known.slot_id
+
+    def teardown(self):
+        """Let everything end: all that was wanted comes, and all slots come back."""
+        if not hasattr(self, "scheduler"):
+            return
+        while busy := self._busy():
+            self._answer(busy[-1], "batch")
+        while self._expected() is not None:
+            self.next_batch(is_large=False, is_kept=False)
+        self.next_batch(is_large=False, is_kept=False)
+        for slot_id in self.lent:
+            self.scheduler.slot_returned(slot_id, clean=True)
+        if self.is_running:
+            every = set(range(self.offered)) - self.lost_to_stream_ends
+            assert set(self.delivered) == every, "I5, I7: not all was delivered"
+        assert self.scheduler.is_exhausted
+        assert set(self.scheduler.slots.states.values()) <= {SlotState.FREE}, (
+            "I1: a slot is still held at the end"
+        )
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
+
+
+# By hand: the same in small, to be read -----------------------------------------------------
+
+
+def scheduler(worker_count=2, window=4, lend_limit=2, *, in_order=True) -> Scheduler:
+    return Scheduler(worker_count, window, lend_limit, in_order=in_order)
+
+
+def offered(subject: Scheduler, count: int) -> list[Ticket]:
+    tickets = [subject.offer([number]) for number in range(count)]
+    assert all(tickets)
+    return tickets
+
+
+def test_batches_come_in_order_however_they_arrive():
+    subject = scheduler()
+    offered(subject, 4)
+    for seq in (3, 1, 2):
+        subject.answered(seq, 0, f"batch {seq}")
+        assert subject.take_next() is None
+    subject.answered(0, 0, "batch 0")
+    taken = [subject.take_next().answer for _ in range(4)]
+    assert taken == ["batch 0", "batch 1", "batch 2", "batch 3"]
+
+
+def test_out_of_order_batches_come_as_they_arrive():
+    subject = scheduler(in_order=False)
+    offered(subject, 4)
+    for seq in (3, 1):
+        subject.answered(seq, 0, f"batch {seq}")
+    assert [subject.take_next().seq for _ in range(2)] == [3, 1]
+    assert subject.take_next() is None
+    assert not subject.is_exhausted
+
+
+def test_a_ticket_is_answered_once():
+    subject = scheduler()
+    offered(subject, 1)
+    subject.answered(0, 0, "batch")
+    with pytest.raises(InternalError, match="ticket 0 of epoch 0"):
+        subject.answered(0, 0, "batch")
+
+
+def test_an_answer_of_another_epoch_is_an_internal_error():
+    subject = scheduler()
+    offered(subject, 1)
+    with pytest.raises(InternalError, match="ticket 0 of epoch 1"):
+        subject.answered(0, 1, "batch")
+
+
+def test_a_lost_worker_answers_its_tickets_now_and_to_come():
+    subject = scheduler()
+    offered(subject, 3)
+    subject.worker_lost(0, "death")
+    assert [ticket.answer for ticket in subject.tickets] == ["death", None, "death"]
+    assert subject.deaths == ["death", None]
+    fourth = subject.offer([3])
+    assert (fourth.worker_id, fourth.answer) == (1, None)
+
+
+def test_a_lost_worker_gives_the_slot_of_an_unwanted_ticket_back():
+    subject = scheduler(worker_count=1)
+    offered(subject, 2)
+    subject.end_epoch()
+    subject.worker_lost(0, "death")
+    assert not subject.tickets
+    assert len(subject.slots.free_ids) == 2
+    subject.start_epoch()
+
+
+def test_the_end_of_a_stream_asks_for_one_ticket_in_its_place():
+    subject = scheduler()
+    offered(subject, 4)
+    assert subject.stream_ended(0, 0)
+    assert not subject.stream_ended(2, 0)
+    assert subject.offer([4]).worker_id == 1
+    subject.answered(1, 0, "batch 1")
+    assert subject.take_next().seq == 1
+
+
+def test_when_all_streams_have_ended_no_ticket_is_taken():
+    subject = scheduler()
+    offered(subject, 2)
+    assert subject.stream_ended(0, 0)
+    assert subject.stream_ended(1, 0)
+    assert subject.offer([2]) is None
+    assert subject.is_exhausted
+
+
+def test_a_stream_that_ends_after_the_epoch_was_given_up_asks_for_no_ticket():
+    subject = scheduler()
+    offered(subject, 2)
+    subject.end_epoch()
+    assert not subject.stream_ended(0, 0)
+    assert not subject.stream_ended(1, 0)
+    subject.start_epoch()
+    assert subject.offer([0]).seq == 0
+
+
+def test_answers_that_are_here_when_the_epoch_ends_are_freed():
+    subject = scheduler()
+    offered(subject, 3)
+    subject.answered(1, 0, "batch 1")
+    subject.end_epoch()
+    assert subject.take_next() is None
+    assert [ticket.seq for ticket in subject.tickets] == [0, 2]
+    assert len(subject.slots.free_ids) == 1
+
+
+def test_out_of_order_answers_of_a_given_up_epoch_are_not_delivered():
+    subject = scheduler(in_order=False)
+    offered(subject, 2)
+    subject.answered(1, 0, "old")
+    subject.end_epoch()
+    subject.answered(0, 0, "old")
+    subject.start_epoch()
+    assert subject.take_next() is None
+    offered(subject, 1)
+    subject.answered(0, 1, "new")
+    assert subject.take_next().answer == "new"
+
+
+def test_an_epoch_begins_at_worker_0_again():
+    subject = scheduler(worker_count=3)
+    assert subject.offer([0]).worker_id == 0
+    subject.end_epoch()
+    subject.answered(0, 0, "batch")
+    subject.start_epoch()
+    assert [ticket.worker_id for ticket in offered(subject, 4)] == [0, 1, 2, 0]
+
+
+def test_a_user_who_keeps_everything_stops_nothing():
+    subject = scheduler(worker_count=1, window=2, lend_limit=3)
+    offered(subject, 2)
+    for seq in range(50):
+        subject.answered(seq, 0, "batch")
+        ticket = subject.take_next()
+        subject.delivered(ticket, SlotState.LENT if subject.may_lend else SlotState.FREE)
+        assert subject.offer([seq + 2]) is not None
+    assert subject.slots.lent_count == 3
+    assert len(subject.slots.states) == 5
+
+
+def test_more_tickets_than_the_window_are_an_internal_error():
+    subject = scheduler(window=2, lend_limit=0)
+    offered(subject, 2)
+    with pytest.raises(InternalError, match="I5"):
+        subject.offer([2])
