@@ -65,30 +65,87 @@ class FlatLayout(NamedTuple):
     groups: tuple[Group, ...]
 
 
+# What numpy makes of a list of scalars of a dtype.
+_SCALAR_KINDS = {
+    torch.float64: "f",
+    torch.float32: "f",
+    torch.int64: "i",
+    torch.int32: "i",
+    torch.int16: "i",
+    torch.int8: "i",
+    torch.uint8: "i",
+    torch.bool: "b",
+}
+
+# What torch makes of Python's numbers, where numpy makes this of them.
+_TORCH_DTYPES = {
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.bool_): torch.bool,
+}
+
 # A field: its dtype, and its shape in a sample; None for numbers.
 _Spec = tuple[torch.dtype, tuple[int, ...] | None]
 
 
-def _convert_ints(column: Sequence[object]) -> "np.ndarray | torch.Tensor":
+def _convert_ints(column: Sequence[object]) -> "np.ndarray[Any, Any]":
     # numpy agrees with torch.tensor where it finds int64 or bool, and is four times as fast.
     array = np.array(column)
-    if array.dtype in (np.int64, np.bool_):
-        return array
-    return torch.tensor(column)
+    return array if array.dtype.kind in "ib" else torch.tensor(column).numpy()
 
 
-def _convert_floats(column: Sequence[object]) -> "np.ndarray | torch.Tensor":
+def _convert_floats(column: Sequence[object]) -> "np.ndarray[Any, Any]":
     array = np.array(column)
     if array.dtype == np.float64:
         return array
-    return torch.tensor(column, dtype=torch.float64)
+    return torch.tensor(column, dtype=torch.float64).numpy()
 
 
-_CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray | torch.Tensor"]] = {
+_CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray[Any, Any]"]] = {
     int: _convert_ints,
     bool: _convert_ints,
     float: _convert_floats,
 }
+
+
+class _Target(NamedTuple):
+    """A group's place in a slot, as torch and as numpy see it. Never leaves this module."""
+
+    tensor: torch.Tensor
+    array: "np.ndarray[Any, Any] | None"
+    kind: str | None
+
+
+def _make_target(slot: Slot, group: Group) -> _Target:
+    tensor = _group_tensor(slot, group, len(group.positions))
+    kind = _SCALAR_KINDS.get(tensor.dtype) if tensor.ndim == 1 else None
+    return _Target(tensor, tensor.numpy() if kind else None, kind)
+
+
+def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
+    """Write the fields of a group; False if they are not what the first sample promised."""
+    tensor, array, kind = target
+    if len(group.positions) == 1:
+        source = sources[group.positions[0]]
+    else:
+        source = list(chain.from_iterable(map(sources.__getitem__, group.positions)))
+    if array is not None:
+        numbers = source
+        if type(numbers) is not np.ndarray:
+            # torch.stack makes a view of each scalar first: by way of Python's numbers it takes
+            # two thirds of the time. A sample that is no scalar comes out as a list: an error.
+            numbers = np.array(list(map(torch.Tensor.tolist, source)))
+            if numbers.dtype.kind != kind:
+                return False
+        array[:] = numbers
+    elif tensor.numel():
+        # Nothing here is for autograd; told so, torch takes a fifth less time a tensor.
+        with torch.inference_mode():
+            stack_into(source, tensor)
+    else:
+        torch.stack(source, 0)  # nothing to write, but for torch's checks
+    return True
 
 
 class _NotFlatError(Exception):
@@ -102,8 +159,7 @@ class _Plan:
     signature: tuple[object, ...]
     layout: FlatLayout
     end: int
-    # Per slot, one tensor over each group. They never leave this module.
-    targets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    targets: dict[int, list[_Target]] = field(default_factory=dict)
 
 
 class FlatPacker:
@@ -151,27 +207,13 @@ class FlatPacker:
         targets = plan.targets.get(id(slot))
         if targets is None:
             targets = plan.targets[id(slot)] = [
-                _group_tensor(slot, group, len(group.positions)) for group in plan.layout.groups
+                _make_target(slot, group) for group in plan.layout.groups
             ]
         try:
             for group, target in zip(plan.layout.groups, targets, strict=True):
-                positions = group.positions
-                if len(positions) == 1:
-                    source = sources[positions[0]]
-                else:
-                    source = list(chain.from_iterable(map(sources.__getitem__, positions)))
-                if isinstance(source, torch.Tensor):
-                    target.copy_(source)
-                elif target.ndim > 1 and target.numel():
-                    stack_into(source, target)
-                else:
-                    # Nothing to write, but for its checks; or numbers, for which torch is a
-                    # third faster without an output, and then casts as it would into one.
-                    stacked = torch.stack(source, 0)
-                    if stacked.dtype != target.dtype:
-                        return False
-                    target.copy_(stacked)
-        except RuntimeError:
+                if not _fill_group(group, target, sources):
+                    return False
+        except (RuntimeError, ValueError):
             return False
         return True
 
@@ -224,14 +266,19 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
     first = column[0]
     kind = type(first)
     if kind is torch.Tensor:
-        if first.layout is torch.strided and first.is_cpu and not first.is_nested:
-            return (first.dtype, first.shape), column
-        raise _NotFlatError
+        if (
+            first.layout is not torch.strided
+            or not first.is_cpu
+            or first.is_nested
+            or first.requires_grad
+        ):
+            raise _NotFlatError
+        return (first.dtype, first.shape), column
     convert = _CONVERTERS.get(kind)
     try:
         if convert is not None:
-            numbers = torch.as_tensor(convert(column))
-            return (numbers.dtype, None), numbers
+            numbers = convert(column)
+            return (_TORCH_DTYPES[numbers.dtype], None), numbers
         if kind is np.ndarray and first.dtype.kind in "biufc":
             tensors = [torch.as_tensor(array) for array in column]
             return (tensors[0].dtype, tensors[0].shape), tensors
