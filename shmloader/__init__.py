@@ -9,7 +9,6 @@ The layers; imports run downward only::
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
     workers     processes that load, and how they start and end
     memory      shared-memory slots, and how batches get in and out
-    sampling    index batches
     messages    what crosses between processes
     options, errors
 """

@@ -5,14 +5,15 @@ on with the tasks they have, and their answers wait in the sockets.
 """
 
 import pickle
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from shmloader.engine.answers import Batch, Death, Failure, Reader, make_reader
 from shmloader.engine.arena import Arena
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import SlotState
+from shmloader.engine.wording import describe_death, describe_ticket, describe_timeout
 from shmloader.errors import (
     ClosedLoaderError,
     InternalError,
@@ -20,9 +21,6 @@ from shmloader.errors import (
     SharedMemoryError,
     WorkerDiedError,
 )
-from shmloader.memory.codec import PickledLayout, decode, lends
-from shmloader.memory.flat import FlatLayout, FlatReader
-from shmloader.memory.slot import Slot
 from shmloader.messages import (
     INLINE_BYTES,
     BatchDone,
@@ -39,57 +37,6 @@ from shmloader.messages import (
 )
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
-
-_SIGBUS_HINT = (
-    "It is possible that dataloader's workers are out of shared memory. "
-    "Please try to raise your shared memory limit. "
-)
-
-
-class _PickledReader:
-    """Reader of a batch that took the general way."""
-
-    def __init__(self, layout: PickledLayout) -> None:
-        self._layout = layout
-        self.lends = lends(layout)
-
-    def read(self, slot_id: int, slot: Slot, lease: object | None) -> object:
-        """Build the batch; see :func:`decode`."""
-        del slot_id
-        return decode(self._layout, slot, lease)
-
-    def forget_slot(self, slot_id: int) -> None:
-        """Nothing is kept."""
-
-
-class _Batch:
-    """An answer: a batch in its slot."""
-
-    __slots__ = ("is_kept", "reader")
-
-    def __init__(self, reader: "FlatReader | _PickledReader", *, is_kept: bool) -> None:
-        self.reader = reader
-        self.is_kept = is_kept
-
-
-class _Failure:
-    """An answer: an exception of the user's code."""
-
-    __slots__ = ("error", "is_kept")
-
-    def __init__(self, error: RemoteError, *, is_kept: bool) -> None:
-        self.error = error
-        self.is_kept = is_kept
-
-
-class _Death:
-    """An answer: the worker died before it gave one."""
-
-    __slots__ = ("exit_code", "pid")
-
-    def __init__(self, pid: int, exit_code: int | None) -> None:
-        self.pid = pid
-        self.exit_code = exit_code
 
 
 class Engine:
@@ -122,7 +69,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
         self._arena = Arena(slot_bytes)
-        self._readers: list[FlatReader | _PickledReader | None] = [None] * worker_count
+        self._readers: list[Reader | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
         self._draw: Callable[[], object] = iter(()).__next__
@@ -168,8 +115,8 @@ class Engine:
         while self._ready_workers < self._worker_count:
             self._receive_any(None)
             for worker_id, death in enumerate(self._scheduler.deaths):
-                if isinstance(death, _Death):
-                    self._fail(self._death_error_idle(worker_id, death))
+                if isinstance(death, Death):
+                    self._fail(WorkerDiedError(describe_death(worker_id, death, None)))
         self._scheduler.start_epoch()
 
     def _prime(self) -> None:
@@ -226,21 +173,24 @@ class Engine:
         if self._arena.leases.has_returns:
             self._collect_returns()
         answer = ticket.answer
-        if type(answer) is _Batch:
+        if type(answer) is Batch:
             try:
                 return self._build(ticket, answer)
             finally:
                 self._offer()
-        if type(answer) is _Failure:
+        if type(answer) is Failure:
             self._settle(ticket, is_kept=answer.is_kept)
             self._offer()
-            answer.error.reraise(self._whereabouts(ticket))
-        if type(answer) is _Death:
+            pid = self._pool.pid(ticket.worker_id)
+            answer.error.reraise(
+                f"Worker {ticket.worker_id} (pid {pid}) was loading {describe_ticket(ticket)}."
+            )
+        if type(answer) is Death:
             self._settle(ticket, is_kept=False)
-            self._fail(self._death_error(ticket, answer))
+            self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
-    def _build(self, ticket: Ticket, answer: _Batch) -> object:
+    def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader
         slot_id = ticket.slot_id
         slot = self._arena[slot_id]
@@ -338,10 +288,13 @@ class Engine:
         timeout_s = None if deadline is None else deadline - time.monotonic()
         happened = self._pool.wait(timeout_s)
         if not happened and deadline is not None and time.monotonic() >= deadline:
-            raise LoaderTimeoutError(self._timeout_text())
+            awaited = self._scheduler.awaited()
+            tickets = self._scheduler.tickets if awaited is None else [awaited]
+            waiting = [(ticket, self._pool.pid(ticket.worker_id)) for ticket in tickets]
+            raise LoaderTimeoutError(describe_timeout(self._timeout_s, waiting))
         for worker_id, data in happened:
             if data is None:
-                death = _Death(self._pool.pid(worker_id), self._pool.exit_code(worker_id))
+                death = Death(self._pool.pid(worker_id), self._pool.exit_code(worker_id))
                 self._scheduler.worker_lost(worker_id, death)
             else:
                 self._take(worker_id, data)
@@ -352,15 +305,14 @@ class Engine:
         if type(message) is BatchDone:
             seq, epoch, layout, used_bytes, is_kept = message
             if layout is not None:
-                self._readers[worker_id] = self._make_reader(seq, layout)
+                if type(layout) is Spilled:
+                    layout = pickle.loads(self._spilled(seq, layout))
+                self._readers[worker_id] = make_reader(layout)
             reader = self._readers[worker_id]
             assert reader is not None
-            answer = _Batch(reader, is_kept=is_kept)
-            ticket = self._scheduler.answered(seq, epoch, answer)
+            answer = Batch(reader, is_kept=is_kept)
+            ticket = self._note_answer(seq, epoch, answer)
             self._arena.note_use(ticket.slot_id, used_bytes)
-            if ticket.is_dropped and is_kept:
-                self._scheduler.slots.move(ticket.slot_id, SlotState.RETIRED)
-                self._retire(ticket.slot_id)
         elif type(message) is BatchFailed:
             self._take_failure(message)
         elif type(message) is StreamEnded:
@@ -371,25 +323,19 @@ class Engine:
         else:
             raise InternalError(f"a worker sent {message!r}")
 
-    def _make_reader(self, seq: int, layout: object) -> "FlatReader | _PickledReader":
-        if type(layout) is Spilled:
-            layout = pickle.loads(self._spilled(seq, layout))
-        if type(layout) is FlatLayout:
-            return FlatReader(layout)
-        if type(layout) is PickledLayout:
-            return _PickledReader(layout)
-        raise InternalError(f"a layout of unknown type: {layout!r}")
-
     def _take_failure(self, message: BatchFailed) -> None:
         data = message.error
         if not isinstance(data, bytes):
             data = self._spilled(message.seq, data)
-        error = RemoteError.loads(data)
-        answer = _Failure(error, is_kept=message.kept)
-        ticket = self._scheduler.answered(message.seq, message.epoch, answer)
-        if ticket.is_dropped and message.kept:
+        answer = Failure(RemoteError.loads(data), is_kept=message.kept)
+        self._note_answer(message.seq, message.epoch, answer)
+
+    def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure) -> Ticket:
+        ticket = self._scheduler.answered(seq, epoch, answer)
+        if ticket.is_dropped and answer.is_kept:
             self._scheduler.slots.move(ticket.slot_id, SlotState.RETIRED)
             self._retire(ticket.slot_id)
+        return ticket
 
     def _spilled(self, seq: int, where: Spilled) -> bytes:
         """What a worker has put into the slot of its ticket."""
@@ -424,62 +370,3 @@ class Engine:
         self._closed_by = error
         self.close()
         raise error
-
-    # Words -------------------------------------------------------------------------------
-
-    def _whereabouts(self, ticket: Ticket) -> str:
-        pid = self._pool.pid(ticket.worker_id)
-        return (
-            f"Worker {ticket.worker_id} (pid {pid}) was loading batch {ticket.seq} "
-            f"({describe_indices(ticket.indices)})."
-        )
-
-    def _death_error(self, ticket: Ticket, death: _Death) -> WorkerDiedError:
-        return WorkerDiedError(
-            f"{_end_text(death)}Worker {ticket.worker_id} was loading batch {ticket.seq} "
-            f"({describe_indices(ticket.indices)})."
-        )
-
-    def _death_error_idle(self, worker_id: int, death: _Death) -> WorkerDiedError:
-        return WorkerDiedError(f"{_end_text(death)}Worker {worker_id} had no batch to load.")
-
-    def _timeout_text(self) -> str:
-        text = f"DataLoader timed out after {self._timeout_s:g} seconds."
-        waiting = self._scheduler.awaited()
-        tickets = [waiting] if waiting is not None else self._scheduler.tickets
-        for ticket in tickets:
-            text += (
-                f" Batch {ticket.seq} ({describe_indices(ticket.indices)}) is with worker "
-                f"{ticket.worker_id} (pid {self._pool.pid(ticket.worker_id)})."
-            )
-        return f"{text} No batch is lost: next() may be called again."
-
-
-def _end_text(death: _Death) -> str:
-    """How a worker ended, in torch's words."""
-    code = death.exit_code
-    if code is None:
-        return f"DataLoader worker (pid {death.pid}) exited unexpectedly. "
-    if code < 0:
-        name = signal.strsignal(-code) or f"signal {-code}"
-        text = f"DataLoader worker (pid {death.pid}) is killed by signal: {name}. "
-        return text + _SIGBUS_HINT if -code == signal.SIGBUS else text
-    return (
-        f"DataLoader worker (pid {death.pid}) exited unexpectedly with exit code {code}. "
-        "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better "
-        "error trace. "
-    )
-
-
-def describe_indices(indices: object) -> str:
-    """A batch's indices in a few words."""
-    if not isinstance(indices, list | tuple):
-        return f"index {indices!r}"
-    if len(indices) > 1 and all(isinstance(index, int) for index in indices):
-        first = indices[0]
-        if list(indices) == list(range(first, first + len(indices))):
-            return f"indices {first} to {indices[-1]}"
-    shown = ", ".join(repr(index) for index in indices[:8])
-    if len(indices) > 8:  # noqa: PLR2004 - as many as are shown
-        return f"{len(indices)} indices: {shown}, …"
-    return f"indices {shown}" if indices else "no indices"

@@ -1,0 +1,92 @@
+"""What may come back for a ticket: a batch, a failure of the user's code, or a death.
+
+A batch's answer carries the reader of its layout, since a worker does not repeat a layout that
+is the same as that of its last batch.
+"""
+
+from shmloader.errors import InternalError
+from shmloader.memory.codec import PickledLayout, decode, lends
+from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.slot import Slot
+from shmloader.workers.remote_error import RemoteError
+
+
+class PickledReader:
+    """Builds a batch that took the general way.
+
+    Attributes:
+        lends: Whether the batch has a part that is large enough to be lent.
+    """
+
+    def __init__(self, layout: PickledLayout) -> None:
+        self._layout = layout
+        self.lends = lends(layout)
+
+    def read(self, slot_id: int, slot: Slot, lease: object | None) -> object:
+        """Build the batch; see :func:`decode`."""
+        del slot_id
+        return decode(self._layout, slot, lease)
+
+    def forget_slot(self, slot_id: int) -> None:
+        """Nothing is kept."""
+
+
+class Batch:
+    """A batch in its slot.
+
+    Attributes:
+        reader: Builds it.
+        is_kept: The worker still holds memory of the slot.
+    """
+
+    __slots__ = ("is_kept", "reader")
+
+    def __init__(self, reader: "Reader", *, is_kept: bool) -> None:
+        self.reader = reader
+        self.is_kept = is_kept
+
+
+class Failure:
+    """An exception of the user's code.
+
+    Attributes:
+        error: Raises it.
+        is_kept: As for a batch.
+    """
+
+    __slots__ = ("error", "is_kept")
+
+    def __init__(self, error: RemoteError, *, is_kept: bool) -> None:
+        self.error = error
+        self.is_kept = is_kept
+
+
+class Death:
+    """The worker died before it answered.
+
+    Attributes:
+        pid: Its process number.
+        exit_code: Negative for a signal; None if it is not known.
+    """
+
+    __slots__ = ("exit_code", "pid")
+
+    def __init__(self, pid: int, exit_code: int | None) -> None:
+        self.pid = pid
+        self.exit_code = exit_code
+
+
+Reader = FlatReader | PickledReader
+
+
+def make_reader(layout: object) -> Reader:
+    """The reader of a layout.
+
+    Raises:
+        InternalError: If it is none.
+    """
+    if type(layout) is FlatLayout:
+        return FlatReader(layout)
+    if type(layout) is PickledLayout:
+        return PickledReader(layout)
+    raise InternalError(f"a layout of unknown type: {layout!r}")
