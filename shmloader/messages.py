@@ -83,8 +83,9 @@ class BatchDone(NamedTuple):
     Attributes:
         seq: As in the task.
         epoch: As in the task.
-        layout: A ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; a
-            :class:`Spilled` one; or None: the same as that of this worker's last batch.
+        layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`, which
+            may hold keys that only the worker can read, and so is not read with the message;
+            or :class:`Spilled`; or None: the same as that of this worker's last batch.
         used_bytes: Bytes of the slot that were written.
         kept: The user's code in the worker still holds memory of the slot, so that
             it must never be filled again.
@@ -92,7 +93,7 @@ class BatchDone(NamedTuple):
 
     seq: int
     epoch: int
-    layout: object
+    layout: bytes | Spilled | None
     used_bytes: int
     kept: bool
 

@@ -15,20 +15,17 @@ class PickledReader:
     """Builds a batch that took the general way.
 
     Attributes:
+        layout: The layout.
         lends: Whether the batch has a part that is large enough to be lent.
     """
 
     def __init__(self, layout: PickledLayout) -> None:
-        self._layout = layout
+        self.layout = layout
         self.lends = lends(layout)
 
-    def read(self, slot_id: int, slot: Slot, lease: object | None) -> object:
+    def read(self, slot: Slot, lease: object | None) -> object:
         """Build the batch; see :func:`decode`."""
-        del slot_id
-        return decode(self._layout, slot, lease)
-
-    def forget_slot(self, slot_id: int) -> None:
-        """Nothing is kept."""
+        return decode(self.layout, slot, lease)
 
 
 class Batch:
@@ -77,6 +74,19 @@ class Death:
 
 
 Reader = FlatReader | PickledReader
+
+
+class UnreadableLayout:
+    """Stands for the reader of a layout that this process cannot read.
+
+    Attributes:
+        error: Why; the failure of all batches that have it.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: RemoteError) -> None:
+        self.error = error
 
 
 def make_reader(layout: object) -> Reader:

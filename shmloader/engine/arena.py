@@ -11,7 +11,7 @@ _TRIM_FACTOR = 2
 _TRIM_BYTES = 16 << 20
 # Looked at once in so many batches, and a batch's need is forgotten at this rate.
 _TRIM_EVERY = 32
-_RECENT_DECAY = 0.9
+_RECENT_DECAY = 0.5
 
 
 class Arena:

@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from shmloader.engine.answers import Batch, Death, Failure, Reader, make_reader
+from shmloader.engine.answers import (
+    Batch,
+    Death,
+    Failure,
+    Reader,
+    UnreadableLayout,
+    make_reader,
+)
 from shmloader.engine.arena import Arena
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import SlotState
@@ -69,12 +76,13 @@ class Engine:
         self._timeout_s = timeout_s
         self._scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
         self._arena = Arena(slot_bytes)
-        self._readers: list[Reader | None] = [None] * worker_count
+        self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
         self._draw: Callable[[], object] = iter(()).__next__
         self._ready_workers = 0
-        self._closed_by: BaseException | None = None
+        # The text alone: the error's traceback holds us.
+        self._closed_because = ""
         self._is_closed = False
 
     # Epochs ------------------------------------------------------------------------------
@@ -96,8 +104,10 @@ class Engine:
 
         Raises:
             WorkerDiedError: If a worker is gone. The engine is closed then.
+            LoaderTimeoutError: If they took too long. The engine is closed then.
         """
         self._check_open()
+        self._draw = iter(()).__next__
         try:
             self._finish_epoch()
         except KeyboardInterrupt:
@@ -107,17 +117,25 @@ class Engine:
         self._prime()
 
     def _finish_epoch(self) -> None:
+        deadline = self._deadline()
         self._scheduler.end_epoch()
         self._ready_workers = 0
         message = pack(StartEpoch(self._scheduler.epoch + 1))
         for worker_id in range(self._worker_count):
             self._pool.send(worker_id, message)
         while self._ready_workers < self._worker_count:
-            self._receive_any(None)
             for worker_id, death in enumerate(self._scheduler.deaths):
                 if isinstance(death, Death):
                     self._fail(WorkerDiedError(describe_death(worker_id, death, None)))
+            try:
+                self._receive_any(deadline)
+            except LoaderTimeoutError as error:
+                self._fail(error)
+            self._check_open()
         self._scheduler.start_epoch()
+
+    def _deadline(self) -> float | None:
+        return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
 
     def _prime(self) -> None:
         for _ in range(self._window):
@@ -164,14 +182,16 @@ class Engine:
                     continue
             elif scheduler.is_exhausted:
                 raise StopIteration
-            if deadline is None and self._timeout_s > 0:
-                deadline = time.monotonic() + self._timeout_s
+            deadline = deadline or self._deadline()
             self._receive_any(deadline)
+            self._check_open()
 
     def _hand_over(self, ticket: Ticket) -> object:
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
         if self._arena.leases.has_returns:
             self._collect_returns()
+        if self._arena.wants_trim:
+            self._arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
         if type(answer) is Batch:
             try:
@@ -197,9 +217,9 @@ class Engine:
         if reader.lends and self._scheduler.may_lend:
             self._scheduler.delivered(ticket, SlotState.LENT)
             lease = self._arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
-            return reader.read(slot_id, slot, lease)
+            return reader.read(slot, lease)
         try:
-            return reader.read(slot_id, slot, None)
+            return reader.read(slot, None)
         finally:
             self._settle(ticket, is_kept=answer.is_kept)
 
@@ -215,17 +235,12 @@ class Engine:
         for slot_id, is_clean in self._arena.leases.collect():
             if not self._scheduler.slot_returned(slot_id, clean=is_clean):
                 self._retire(slot_id)
-        if self._arena.wants_trim:
-            self._arena.trim(self._scheduler.slots.free_ids)
 
     def _retire(self, slot_id: int) -> None:
         for worker_id, mapped in enumerate(self._mapped):
             if slot_id in mapped:
                 mapped.remove(slot_id)
                 self._pool.send(worker_id, pack(DropSlot(slot_id)))
-        for reader in self._readers:
-            if reader is not None:
-                reader.forget_slot(slot_id)
         self._arena.retire(slot_id)
 
     # Tickets out -------------------------------------------------------------------------
@@ -242,9 +257,15 @@ class Engine:
         worker_id, slot_id = ticket.worker_id, ticket.slot_id
         if slot_id not in self._mapped[worker_id]:
             self._introduce(worker_id, slot_id)
-        data = pack(Task(ticket.seq, self._scheduler.epoch, slot_id, indices))
-        if len(data) > INLINE_BYTES:
-            data = self._spill(ticket, indices)
+        try:
+            data = pack(Task(ticket.seq, self._scheduler.epoch, slot_id, indices))
+            if len(data) > INLINE_BYTES:
+                data = self._spill(ticket, indices)
+        except Exception:  # noqa: BLE001 - pickling the user's keys may raise anything
+            # Told at its place in the order, as a failure of the dataset is.
+            error = RemoteError.caught("while sending indices to a DataLoader worker process")
+            self._note_answer(ticket.seq, self._scheduler.epoch, Failure(error, is_kept=False))
+            return
         self._pool.send(worker_id, data)
 
     def _introduce(self, worker_id: int, slot_id: int) -> None:
@@ -270,11 +291,9 @@ class Engine:
         body = pickle.dumps(indices, pickle.HIGHEST_PROTOCOL)
         slot = self._arena[ticket.slot_id]
         if len(body) > slot.nbytes:
-            self._fail(
-                SharedMemoryError(
-                    f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may "
-                    f"have {slot.nbytes}: raise shm_size or lower batch_size."
-                )
+            raise SharedMemoryError(
+                f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
+                f"{slot.nbytes}: raise shm_size or lower batch_size."
             )
         slot.mapping[: len(body)] = body
         self._arena.note_use(ticket.slot_id, len(body))
@@ -303,16 +322,7 @@ class Engine:
         """Take note of a worker's message."""
         message = unpack(data)
         if type(message) is BatchDone:
-            seq, epoch, layout, used_bytes, is_kept = message
-            if layout is not None:
-                if type(layout) is Spilled:
-                    layout = pickle.loads(self._spilled(seq, layout))
-                self._readers[worker_id] = make_reader(layout)
-            reader = self._readers[worker_id]
-            assert reader is not None
-            answer = Batch(reader, is_kept=is_kept)
-            ticket = self._note_answer(seq, epoch, answer)
-            self._arena.note_use(ticket.slot_id, used_bytes)
+            self._take_batch(worker_id, message)
         elif type(message) is BatchFailed:
             self._take_failure(message)
         elif type(message) is StreamEnded:
@@ -322,6 +332,31 @@ class Engine:
             self._ready_workers += 1
         else:
             raise InternalError(f"a worker sent {message!r}")
+
+    def _take_batch(self, worker_id: int, message: BatchDone) -> None:
+        seq, epoch, layout, used_bytes, is_kept = message
+        if layout is not None:
+            data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
+            try:
+                self._readers[worker_id] = self._find_reader(data)
+            except Exception:  # noqa: BLE001 - reading the user's keys may raise anything
+                error = RemoteError.caught("while reading a batch in the main process")
+                self._readers[worker_id] = UnreadableLayout(error)
+        reader = self._readers[worker_id]
+        assert reader is not None
+        if isinstance(reader, UnreadableLayout):
+            self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept))
+            return
+        ticket = self._note_answer(seq, epoch, Batch(reader, is_kept=is_kept))
+        self._arena.note_use(ticket.slot_id, used_bytes)
+
+    def _find_reader(self, data: bytes) -> Reader:
+        """The reader of a layout; workers that agree share one, and what it keeps of slots."""
+        layout = pickle.loads(data)
+        for known in self._readers:
+            if isinstance(known, Reader) and known.layout == layout:
+                return known
+        return make_reader(layout)
 
     def _take_failure(self, message: BatchFailed) -> None:
         data = message.error
@@ -359,14 +394,10 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ClosedLoaderError(
-                "the iterator is closed"
-                if self._closed_by is None
-                else f"the iterator is closed since: {self._closed_by}"
-            ) from self._closed_by
+            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Close, and raise."""
-        self._closed_by = error
+        self._closed_because = f" since: {error}"
         self.close()
         raise error

@@ -232,13 +232,15 @@ class Scheduler:
         self._arrived.clear()
 
     def start_epoch(self) -> None:
-        """Begin the next epoch. All tickets of the last one have been answered.
+        """Begin the next epoch.
 
-        Raises:
-            InternalError: If they have not.
+        All workers have said that they are done with the last one: a ticket that is still in
+        flight was never sent, since the sending was interrupted.
         """
-        if self._tickets:
-            raise InternalError(f"{len(self._tickets)} tickets of epoch {self.epoch} are in flight")
+        for ticket in self.tickets:
+            self._settle(ticket.seq, self.epoch)
+            del self._tickets[ticket.seq]
+            self.slots.move(ticket.slot_id, SlotState.FREE)
         self.epoch += 1
         self._next_seq = self._next_delivery = 0
         self._active = [True] * len(self._active)

@@ -89,8 +89,9 @@ class WorkerIterator(_BaseDataLoaderIter):
             in_order=loader.in_order,
             timeout_s=loader.timeout,
         )
-        # Ends the workers when the iterator is garbage, or else at the interpreter's exit.
+        # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
         self._finalizer = weakref.finalize(self, self._engine.close)
+        self._finalizer.atexit = False
         self._next_batch: Callable[[], Any] = self._engine.next_batch
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None

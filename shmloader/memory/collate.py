@@ -30,8 +30,9 @@ _torch_collate_tensor_fn = torch_collate.collate_tensor_fn
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor for a collate function to write its result into.
 
-    In a worker it lies in the shared memory that the batch travels in, so that nothing is
-    copied again when the batch is handed over. Anywhere else it is ``torch.empty(shape,
+    Called by a collate function in a worker (or, with ``batch_size=None``, by a dataset whose
+    items are batches), it lies in the shared memory that the batch travels in, so that nothing
+    is copied again when the batch is handed over. Anywhere else it is ``torch.empty(shape,
     dtype=dtype)``.
 
     Args:
@@ -46,7 +47,7 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     writer = _Worker.writer
-    if writer is None or not writer.is_open:
+    if writer is None or not writer.is_offered:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
 
@@ -60,7 +61,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
         return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
     shape = (len(batch), *first.shape)
     writer = _Worker.writer
-    if writer is not None and writer.is_collating:
+    if writer is not None and writer.is_offered:
         out = writer.empty(shape, first.dtype)
     else:
         out = torch.empty(shape, dtype=first.dtype)
@@ -107,11 +108,11 @@ class SlotCollate:
             layout = self.packer.pack(samples)
             if layout is not None:
                 return layout
-        self._writer.is_collating = True
+        was_offered, self._writer.is_offered = self._writer.is_offered, True
         try:
             return self._collate_fn(samples)
         finally:
-            self._writer.is_collating = False
+            self._writer.is_offered = was_offered
 
 
 def _plain_map() -> dict[object, object]:

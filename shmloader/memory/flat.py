@@ -14,7 +14,7 @@ words for the error.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -33,6 +33,9 @@ COPY_OUT_BYTES = 64 * 1024
 _GROUPED_BYTES = 4096
 
 _BARE, _LIST, _DICT = 0, 1, 2
+
+# Keys that are equal only if they are the same: not so 1, True and 1.0.
+_KEY_TYPES = frozenset({str, int})
 
 
 class Group(NamedTuple):
@@ -159,7 +162,6 @@ class _Plan:
     signature: tuple[object, ...]
     layout: FlatLayout
     end: int
-    targets: dict[int, list[_Target]] = field(default_factory=dict)
 
 
 class FlatPacker:
@@ -204,11 +206,10 @@ class FlatPacker:
 
     def _fill(self, plan: _Plan, sources: list[Any]) -> bool:
         slot = self._writer.slot
-        targets = plan.targets.get(id(slot))
-        if targets is None:
-            targets = plan.targets[id(slot)] = [
-                _make_target(slot, group) for group in plan.layout.groups
-            ]
+        owner, targets = slot.views
+        if owner is not plan:
+            targets = [_make_target(slot, group) for group in plan.layout.groups]
+            slot.views = (plan, targets)
         try:
             for group, target in zip(plan.layout.groups, targets, strict=True):
                 if not _fill_group(group, target, sources):
@@ -216,11 +217,6 @@ class FlatPacker:
         except (RuntimeError, ValueError):
             return False
         return True
-
-    def forget_slot(self, slot: Slot) -> None:
-        """Drop what is kept for a slot that is about to be unmapped."""
-        if self._plan is not None:
-            self._plan.targets.pop(id(slot), None)
 
 
 def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequence[Any]]]:
@@ -233,6 +229,8 @@ def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequen
     kind = type(first)
     if kind is dict:
         keys = tuple(first)
+        if not _KEY_TYPES.issuperset(map(type, keys)):
+            raise _NotFlatError
         rows = [_row(sample, keys) for sample in samples]
         columns = list(zip(*rows, strict=True))
         container = _DICT
@@ -329,33 +327,29 @@ class FlatReader:
     """Builds batches of one layout from their slots. One for each worker's present layout.
 
     Attributes:
+        layout: The layout.
         lends: Whether the batch has a field that is large enough to be lent.
     """
 
     def __init__(self, layout: FlatLayout) -> None:
+        self.layout = layout
         self._container = layout.container
         self._keys = layout.keys
         self._pieces = [_make_piece(group) for group in layout.groups]
         self._count = sum(len(group.positions) for group in layout.groups)
-        self._sources: dict[int, list[torch.Tensor]] = {}
         self.lends = any(piece.is_lendable for piece in self._pieces)
 
-    def read(self, slot_id: int, slot: Slot, lease: object | None) -> object:
+    def read(self, slot: Slot, lease: object | None) -> object:
         """Build the batch.
 
         Args:
-            slot_id: The slot that it lies in.
-            slot: The same, mapped.
+            slot: The slot that it lies in.
             lease: Large fields are made views of it; None copies them out as well.
         """
-        sources = self._sources.get(slot_id)
-        if sources is None:
-            sources = self._sources[slot_id] = [
-                _group_tensor(slot, p.group, len(p.group.positions), by_field=True).squeeze(0)
-                if len(p.group.positions) == 1
-                else _group_tensor(slot, p.group, len(p.group.positions), by_field=True)
-                for p in self._pieces
-            ]
+        owner, sources = slot.views
+        if owner is not self:
+            sources = [_make_source(slot, piece.group) for piece in self._pieces]
+            slot.views = (self, sources)
         if self._container == _BARE:
             return _take(self._pieces[0], sources[0], lease)
         fields: list[Any] = [None] * self._count
@@ -370,9 +364,11 @@ class FlatReader:
             return fields
         return dict(zip(self._keys, fields, strict=True))
 
-    def forget_slot(self, slot_id: int) -> None:
-        """Drop what is kept for a slot that is about to be unmapped."""
-        self._sources.pop(slot_id, None)
+
+def _make_source(slot: Slot, group: Group) -> torch.Tensor:
+    """A field of a group by itself; with several, a dimension for them."""
+    source = _group_tensor(slot, group, len(group.positions), by_field=True)
+    return source[0] if len(group.positions) == 1 else source
 
 
 def _make_piece(group: Group) -> _Piece:

@@ -13,12 +13,13 @@ This is the only module that names the operating system's calls for memory.
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import sys
 import weakref
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from shmloader.errors import SharedMemoryError
 
@@ -79,9 +80,11 @@ class Slot:
         nbytes: Length of the slot, fixed.
         mapping: The memory.
         address: Where the mapping starts in this process.
+        views: What somebody has built over the mapping, to use again and again, and who; closed
+            with it. One user at a time: another one's views are replaced.
     """
 
-    __slots__ = ("__weakref__", "_array_type", "_fd", "address", "mapping", "nbytes")
+    __slots__ = ("__weakref__", "_array_type", "_fd", "address", "mapping", "nbytes", "views")
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map ``nbytes`` of ``fd``, and own the descriptor from now on."""
@@ -91,6 +94,7 @@ class Slot:
         # A core dump of a worker would otherwise hold every slot.
         self.mapping.madvise(mmap.MADV_DONTDUMP)
         self._array_type = ctypes.c_char * nbytes
+        self.views: tuple[object, Any] = (None, None)
         _Slots.live.add(self)
         self.address = ctypes.addressof(self._array_type.from_buffer(self.mapping))
 
@@ -114,6 +118,8 @@ class Slot:
                 return cls(fd, nbytes)
             except OSError as error:
                 os.close(fd)
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise  # the mapping has a descriptor of its own in older Pythons
                 if nbytes <= 1 << 20:
                     raise SharedMemoryError(
                         f"cannot map a slot of {nbytes} bytes of shared memory: {error}"
@@ -147,6 +153,7 @@ class Slot:
     def close(self) -> None:
         """Unmap. Where views are still alive, the last of them does; may be called again."""
         self.forget_descriptor()
+        self.views = (None, None)
         try:
             self.mapping.close()
         except BufferError:

@@ -24,22 +24,23 @@ class SlotWriter:
     """Writer of one task's slot.
 
     Attributes:
-        is_collating: Whether the user's collate function runs at this moment; only then does
-            torch's ``default_collate`` write into the slot by itself.
+        is_offered: Whether the user's code may have memory of the slot at this moment: while it
+            collates, and while it loads what is a batch already. Samples that are yet to be
+            collated have no business there.
     """
 
     def __init__(self) -> None:
         self._slot: Slot | None = None
         self._array: ctypes.Array[ctypes.c_char] | None = None
         self._used = 0
-        self.is_collating = False
+        self.is_offered = False
 
-    def open(self, slot: Slot) -> None:
+    def open(self, slot: Slot, *, is_offered: bool = False) -> None:
         """Begin a task: the slot is empty now."""
         self._slot = slot
         self._array = None
         self._used = 0
-        self.is_collating = False
+        self.is_offered = is_offered
 
     def rewind(self) -> None:
         """Forget what was written, for a second try at the same batch."""
@@ -57,17 +58,13 @@ class SlotWriter:
         """Bytes handed out so far, counted from the slot's start."""
         return self._used
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a task is in work."""
-        return self._slot is not None
-
     def is_kept(self) -> bool:
         """Whether anybody holds memory that was handed out as a tensor since ``open``."""
         return self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES
 
     def close(self) -> None:
         """End the task."""
+        self.is_offered = False
         self._slot = None
         self._array = None
 

@@ -6,6 +6,7 @@ or shut down, and at once when the main process dies.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import pickle
@@ -47,6 +48,9 @@ from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.seeding import seed_worker
 
+# <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+
 # Room for one descriptor beside a message.
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(struct.calcsize("i"))
 
@@ -61,6 +65,8 @@ class WorkerStart:
         base_seed: Its streams are seeded from this and its number.
         plan: How batches are made.
         main_pid: Process to die with.
+        has_main_parent: Whether that is the parent, and its main thread started us, so that the
+            kernel can tell us of its death.
     """
 
     worker_id: int
@@ -68,6 +74,7 @@ class WorkerStart:
     base_seed: int
     plan: FetchPlan
     main_pid: int
+    has_main_parent: bool
 
 
 def worker_main(
@@ -88,7 +95,7 @@ def worker_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if close_inherited is not None:
         close_inherited()
-    _die_with(start.main_pid)
+    _die_with(start.main_pid, has_main_parent=start.has_main_parent)
     # A write to a closed socket must raise, whatever the user's process does of SIGPIPE.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
@@ -99,12 +106,17 @@ def worker_main(
         _Worker(channel, start).run(payload)
 
 
-def _die_with(main_pid: int) -> None:
+def _die_with(main_pid: int, *, has_main_parent: bool) -> None:
     """End this process when the main process ends, however it ends and whatever we are doing.
 
-    A thread waits on its pidfd: the parent's death signal would also come when only the thread
+    A thread waits on its pidfd. Where it can, the kernel kills us as well, for we may be stopped
+    or inside a call that keeps the interpreter; but its signal also comes when only the thread
     that started us ends, and a forkserver's worker has another parent.
     """
+    if has_main_parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != main_pid:
+            os._exit(1)
     try:
         main = os.pidfd_open(main_pid)
     except ProcessLookupError:
@@ -136,7 +148,9 @@ class _Worker:
         self._prepare_error: bytes | None = None
         self._fetcher_error: bytes | None = None
         self._stream_ended = False
-        self._last_layout: object = None
+        # What the main process builds this worker's batches by, if not told otherwise.
+        self._last_layout = b""
+        self._last_flat_layout: object = None
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the socket ends."""
@@ -178,7 +192,7 @@ class _Worker:
                 init_fn(start.worker_id)
             self._collate = SlotCollate(collate_fn, self._writer)
         except BaseException:  # noqa: BLE001 - a worker's outermost line; it is handed on
-            self._prepare_error = RemoteError(self._where).dumps()
+            self._prepare_error = RemoteError.caught(self._where).dumps()
         self._make_fetcher()
 
     def _make_fetcher(self) -> None:
@@ -188,7 +202,7 @@ class _Worker:
             try:
                 self._fetcher = self._start.plan.make_fetcher(self._dataset, self._collate)
             except BaseException:  # noqa: BLE001 - as above
-                self._fetcher_error = RemoteError(self._where).dumps()
+                self._fetcher_error = RemoteError.caught(self._where).dumps()
 
     def _serve(self, task: Task) -> bytes:
         """Load a batch; returns the packed answer."""
@@ -200,9 +214,9 @@ class _Worker:
             end = indices.offset + indices.nbytes
             indices = pickle.loads(slot.mapping[indices.offset : end])
         writer = self._writer
-        writer.open(slot)
+        writer.open(slot, is_offered=not self._start.plan.auto_collation)
         error = self._fetcher_error
-        layout: object = None
+        layout: bytes | Spilled | None = None
         if error is None:
             try:
                 layout = self._load(indices)
@@ -211,40 +225,49 @@ class _Worker:
                     self._stream_ended = True
                     writer.close()
                     return pack(StreamEnded(seq, epoch))
-                error = RemoteError(self._where).dumps()
+                error = RemoteError.caught(self._where).dumps()
             except BaseException:  # noqa: BLE001 - as above
-                error = RemoteError(self._where).dumps()
+                error = RemoteError.caught(self._where).dumps()
         kept = writer.is_kept()
         if error is not None:
-            answer = pack(BatchFailed(seq, epoch, self._spill_error(error), kept))
+            answer: BatchDone | BatchFailed = BatchFailed(
+                seq, epoch, self._spill_error(error, kept), kept
+            )
         else:
-            answer = self._pack_done(seq, epoch, layout, kept)
+            answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept)
         writer.close()
-        return answer
+        return pack(answer)
 
-    def _load(self, indices: object) -> object:
-        """Fetch, collate and encode one batch; returns its layout."""
+    def _load(self, indices: object) -> bytes | Spilled | None:
+        """Fetch, collate and encode one batch.
+
+        Returns:
+            Its layout, pickled; None if that is the same as for the last batch.
+        """
         batch = self._fetcher.fetch(indices)
         if type(batch) is FlatLayout:
-            return batch
-        return encode(batch, self._writer, by_value=self._by_value, spill_bytes=INLINE_BYTES // 2)
+            layout: object = batch
+            if layout is self._last_flat_layout:
+                return None
+            self._last_flat_layout = layout
+        else:
+            layout = encode(
+                batch, self._writer, by_value=self._by_value, spill_bytes=INLINE_BYTES // 2
+            )
+            self._last_flat_layout = None
+        data = pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
+        if data == self._last_layout:
+            return None
+        sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self._writer.put(data))
+        self._last_layout = data
+        return sent
 
-    def _pack_done(self, seq: int, epoch: int, layout: object, kept: bool) -> bytes:
-        used = self._writer.used_bytes
-        if layout is self._last_layout or layout == self._last_layout:
-            return pack(BatchDone(seq, epoch, None, used, kept))
-        self._last_layout = layout
-        answer = pack(BatchDone(seq, epoch, layout, used, kept))
-        if len(answer) <= INLINE_BYTES:
-            return answer
-        spilled = Spilled(*self._writer.put(pickle.dumps(layout)))
-        return pack(BatchDone(seq, epoch, spilled, self._writer.used_bytes, kept))
-
-    def _spill_error(self, error: bytes) -> bytes | Spilled:
+    def _spill_error(self, error: bytes, kept: bool) -> bytes | Spilled:
         """The error as it is, or in the slot where it is long, or shortened to what fits."""
         if len(error) <= INLINE_BYTES // 2:
             return error
-        self._writer.rewind()  # the batch is lost, so the slot is free for this
+        if not kept:
+            self._writer.rewind()  # the batch is lost, so its place is free
         try:
             return Spilled(*self._writer.put(error))
         except SharedMemoryError:
@@ -265,6 +288,4 @@ class _Worker:
     def _drop_slot(self, slot_id: int) -> None:
         slot = self._slots.pop(slot_id, None)
         if slot is not None:
-            if self._collate is not None and self._collate.packer is not None:
-                self._collate.packer.forget_slot(slot)
             slot.close()

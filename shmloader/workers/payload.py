@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -60,10 +60,11 @@ def _spawning(popen: Any) -> Iterator[None]:
 class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle, with multiprocessing's reducers for what is shared with a child."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        extra: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-        self.dispatch_table: Any = ChainMap({}, extra, cloudpickle.Pickler.dispatch_table)
+    # On the class: the pickler reads it while it is made.
+    dispatch_table: ClassVar[Any] = ChainMap(
+        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+        cloudpickle.Pickler.dispatch_table,
+    )
 
 
 def _main_is_importable() -> bool:

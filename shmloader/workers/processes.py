@@ -17,10 +17,13 @@ import contextlib
 import errno
 import math
 import multiprocessing
+import multiprocessing.process
+import multiprocessing.util
 import os
 import select
 import signal
 import socket
+import threading
 import time
 import warnings
 import weakref
@@ -112,14 +115,26 @@ class ProcessPool:
         self._workers: list[_Worker] = []
         self._starting: socket.socket | None = None
         self._is_closed = False
+        self._is_exiting = False
         self.is_waiting = False
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _Pools.live.add(self)
+        # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped;
+        # this comes first, whatever was registered when.
+        self._at_exit = multiprocessing.util.Finalize(
+            None, _close_pool, args=(weakref.ref(self),), exitpriority=100
+        )
         payload = self._make_payload(objects)
+        has_main_parent = (
+            self._context.get_start_method() != "forkserver"
+            and threading.current_thread() is threading.main_thread()
+        )
         try:
             for worker_id in range(worker_count):
-                start = WorkerStart(worker_id, worker_count, base_seed, plan, self._pid)
+                start = WorkerStart(
+                    worker_id, worker_count, base_seed, plan, self._pid, has_main_parent
+                )
                 self._start_worker(payload, start)
         except BaseException:
             self.close()
@@ -174,6 +189,8 @@ class ProcessPool:
                 worker lives.
         """
         worker = self._workers[worker_id]
+        if worker.is_lost:
+            return
         if worker.outbox or not self._try_send(worker, data, descriptor):
             worker.outbox.append((data, descriptor))
             self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
@@ -215,6 +232,11 @@ class ProcessPool:
         self.is_waiting = True
         events = self._poll.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000)))
         self.is_waiting = False
+        if self._is_closed:  # by another thread, meanwhile
+            if self._is_exiting and threading.current_thread().daemon:
+                # The interpreter ends. Such a thread is not to be told anything any more.
+                threading.Event().wait()
+            return []
         happened: list[tuple[int, bytes | None]] = []
         for fd, event in events:
             worker_id = self._by_fd[fd]
@@ -248,6 +270,7 @@ class ProcessPool:
         while (data := self.receive(worker_id)) is not None:
             yield worker_id, data
         worker.is_lost = True
+        worker.outbox.clear()
         with contextlib.suppress(KeyError):
             self._poll.unregister(worker.channel)
         self._poll.unregister(worker.pidfd)
@@ -271,6 +294,7 @@ class ProcessPool:
             self._abandon()
             return
         self._is_closed = True
+        self._at_exit.cancel()
         for worker in self._workers:
             # Ends the worker's loop when it has answered what it is at.
             with contextlib.suppress(OSError):
@@ -292,6 +316,13 @@ class ProcessPool:
             worker.channel.close()
             with contextlib.suppress(OSError):
                 os.close(worker.pidfd)
+
+
+def _close_pool(reference: "weakref.ref[ProcessPool]") -> None:
+    pool = reference()
+    if pool is not None:
+        pool._is_exiting = True
+        pool.close()
 
 
 def close_inherited() -> None:
@@ -328,6 +359,10 @@ def _reap(worker: _Worker, deadline: float) -> bool:
     if worker.process.exitcode is None:
         # A forkserver reaps it and tells us, which takes a moment more.
         worker.process.join(1.0)
+    if worker.process.exitcode is None:
+        # Somebody else has reaped it (a SIGCHLD handler, or SIG_IGN). multiprocessing would keep
+        # it, with its pipes, and send its number a signal at exit, whosever that is then.
+        multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
     worker.process.join(0)  # lets multiprocessing forget it
     return True
 

@@ -1,7 +1,11 @@
 """Carries an exception out of a worker and raises it in the main process."""
 
+import contextlib
 import pickle
-from typing import NoReturn
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Self
 
 import cloudpickle
 from torch._utils import ExceptionWrapper
@@ -10,49 +14,53 @@ from torch._utils import ExceptionWrapper
 # a generator, the program.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt)
 
+# A class that pickles to more than this is sent as a RuntimeError.
+_TYPE_BYTES = 8 * 1024
 
+
+@dataclass(frozen=True, slots=True)
 class RemoteError:
-    """An exception with its traceback as text.
+    """An exception, its traceback as text.
 
-    torch's own wrapper does the work, so that type and text are torch's.
-
-    Args:
-        where: Where it was caught, for the text: "in DataLoader worker process 3".
+    Attributes:
+        kind: Name of its class.
+        where: Where it was caught: "in DataLoader worker process 3".
+        text: The traceback.
+        type_bytes: The pickled class; None if it cannot be had in the main process, which then
+            raises a RuntimeError.
     """
 
-    def __init__(self, where: str) -> None:
+    kind: str
+    where: str
+    text: str
+    type_bytes: bytes | None
+
+    @classmethod
+    def caught(cls, where: str) -> Self:
         """Wrap the exception that is being handled."""
-        self._wrapper = ExceptionWrapper(where=where)
-        self._kind = self._wrapper.exc_type.__name__
-        if issubclass(self._wrapper.exc_type, _CONTROL_FLOW):
-            self._wrapper.exc_type = RuntimeError
+        kind, error, trace = sys.exc_info()
+        assert kind is not None
+        text = "".join(traceback.format_exception(kind, error, trace))
+        return cls(kind.__name__, where, text, _pickle_type(kind))
 
     def dumps(self) -> bytes:
-        """Pickle it; where its class cannot be named, by value, or else as a RuntimeError."""
-        for dump in (pickle.dumps, cloudpickle.dumps):
-            try:
-                data: bytes = dump(self)
-                pickle.loads(data)
-            except Exception:  # noqa: BLE001 - the next way may do
-                continue
-            return data
-        self._wrapper.exc_type = RuntimeError
-        return pickle.dumps(self)
+        """Write it down, as plain values: they can be read whatever becomes of the class."""
+        values = (self.kind, self.where, self.text, self.type_bytes)
+        return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
 
-    @staticmethod
-    def loads(data: bytes) -> "RemoteError":
-        """Unpickle one."""
-        error: RemoteError = pickle.loads(data)
-        return error
+    @classmethod
+    def loads(cls, data: bytes) -> Self:
+        """Read one."""
+        return cls(*pickle.loads(data))
 
-    def shortened(self, characters: int) -> "RemoteError":
+    def shortened(self, characters: int) -> Self:
         """The same with at most so many characters of traceback: its beginning and its end."""
-        text = self._wrapper.exc_msg
+        text = self.text
         if len(text) > characters:
             half = characters // 2
             cut = len(text) - 2 * half
-            self._wrapper.exc_msg = f"{text[:half]}\n[… {cut} characters …]\n{text[-half:]}"
-        return self
+            text = f"{text[:half]}\n[… {cut} characters …]\n{text[-half:]}"
+        return replace(self, text=text)
 
     def reraise(self, note: str) -> NoReturn:
         """Raise it here, with ``note`` added (PEP 678).
@@ -64,12 +72,34 @@ class RemoteError:
         try:
             self._raise()
         except BaseException as error:
-            error.add_note(note)
+            with contextlib.suppress(Exception):  # an exception may refuse attributes
+                error.add_note(note)
             raise
 
     def _raise(self) -> NoReturn:
-        wrapper = self._wrapper
-        if self._kind != wrapper.exc_type.__name__:
-            raise RuntimeError(f"Caught {self._kind} {wrapper.where}.\nOriginal {wrapper.exc_msg}")
-        wrapper.reraise()
-        raise AssertionError("ExceptionWrapper.reraise returned")
+        kind: Any = None
+        if self.type_bytes is not None:
+            with contextlib.suppress(Exception):  # a module that only the worker has
+                kind = pickle.loads(self.type_bytes)
+        if kind is not None:
+            # torch knows how KeyError and its like want their text.
+            wrapper: Any = object.__new__(ExceptionWrapper)
+            wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, self.text, self.where
+            try:
+                wrapper.reraise()
+            except (kind, RuntimeError):
+                raise
+            except Exception:  # noqa: BLE001 - the class's own constructor failed
+                pass
+        raise RuntimeError(f"Caught {self.kind} {self.where}.\nOriginal {self.text}")
+
+
+def _pickle_type(kind: type[BaseException]) -> bytes | None:
+    """The class by its name, or else by value; None if it must not or cannot cross."""
+    if issubclass(kind, _CONTROL_FLOW):
+        return None
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        with contextlib.suppress(Exception):
+            data: bytes = dumps(kind)
+            return data if len(data) <= _TYPE_BYTES else None
+    return None

@@ -1,4 +1,4 @@
-"""What the process tests share: datasets of functions, gates, and programs in fresh interpreters."""
+"""What the process tests share: datasets of functions, gates, programs in new interpreters."""
 
 from __future__ import annotations
 

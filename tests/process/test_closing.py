@@ -111,10 +111,17 @@ def test_close_may_be_called_again_and_ends_everything() -> None:
 
 
 def test_with_closes_the_loader_also_when_the_block_raises() -> None:
-    with pytest.raises(ZeroDivisionError), DataLoader(Calls(large, 9), num_workers=2) as loader:
-        batches = iter(loader)
-        next(batches)
-        raise ZeroDivisionError
+    started: list[Any] = []
+
+    def use_and_fail() -> None:
+        with DataLoader(Calls(large, 9), num_workers=2) as loader:
+            started.extend([loader, iter(loader)])
+            next(started[1])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use_and_fail()
+    loader, batches = started
     with pytest.raises(ClosedLoaderError):
         next(batches)
     with pytest.raises(ClosedLoaderError):
@@ -152,7 +159,8 @@ def test_nothing_of_ours_is_mapped_after_close_though_the_iterator_lives(slots) 
     before = descriptor_count()
     for _ in range(8):
         next(batches)
-    wait_until(lambda: _take_all(batches._engine) == 8)
+    engine = batches._engine
+    wait_until(lambda: _take_all(engine) == 8)
     assert slots.maps()
     loader.close()
     assert slots.maps() == {}
@@ -252,14 +260,15 @@ def test_one_of_several_iterators_may_be_dropped() -> None:
 def test_a_second_loader_does_not_hold_the_memory_of_the_first(slots) -> None:
     first = DataLoader(Calls(large, 40), num_workers=2)
     batches = iter(first)
-    kept = [next(batches) for _ in range(5)]
+    for _ in range(5):
+        next(batches)
     foreign = set(slots.maps())
+    assert foreign
     second = DataLoader(Calls(large, 40), num_workers=2)
     others = iter(second)
     next(others)
     for worker in others._workers:
         assert not foreign & set(slots.maps(worker.pid))
-    del kept
     first.close()
     second.close()
 
@@ -413,7 +422,7 @@ def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets() 
     del batches
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(10)
 def test_a_key_that_cannot_be_pickled_in_mid_epoch_raises_and_the_rest_does_not_hang() -> None:
     keys: list[Any] = [0, 1, 2, 3, 4, threading.Lock(), 6, 7]
     loader = DataLoader(Calls(lambda key: key, 8), sampler=keys, batch_size=None, num_workers=2)

@@ -186,6 +186,10 @@ def test_kept_batches_do_not_stall_a_loader_with_little_shared_memory() -> None:
 # ---------------------------------------------------------------- kept in the worker
 
 
+def own_collate(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
 class Caches:
     """A collate function that keeps what it made, and says what became of it."""
 
@@ -268,7 +272,7 @@ def test_empty_called_in_a_dataset_gives_right_batches(reverse, plain) -> None:
 
     loader = DataLoader(
         Batched(), batch_size=4, num_workers=2,
-        collate_fn=None if plain else lambda samples: torch.utils.data.default_collate(samples),
+        collate_fn=None if plain else own_collate,
     )  # fmt: skip
     for number, batch in enumerate(loader):
         expected = [4 * number + k for k in range(4)]
@@ -327,7 +331,7 @@ def test_the_same_tensor_twice_shares_its_memory_and_parts_are_views() -> None:
 def test_default_collate_called_by_a_users_own_lies_in_the_slot(slots) -> None:
     loader = DataLoader(
         Calls(lambda n: {"x": plane(n), "y": n}, 10), num_workers=1,
-        collate_fn=lambda samples: torch.utils.data.default_collate(samples),
+        collate_fn=own_collate,
     )  # fmt: skip
     for number, batch in enumerate(loader):
         spans = slots.files()

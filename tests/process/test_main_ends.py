@@ -235,9 +235,11 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
 @pytest.mark.parametrize("server", ["new", "running"])
 def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path) -> None:
     start = "from multiprocessing import forkserver; forkserver.ensure_running()\n"
+    options = "start = {'num_workers': 2, 'multiprocessing_context': 'forkserver'}\n"
     running = program(
         (start if server == "running" else "")
-        + "batches = iter(DataLoader(Data(), num_workers=2, multiprocessing_context='forkserver'))\n"
+        + options
+        + "batches = iter(DataLoader(Data(), **start))\n"
         "print('ready', flush=True)\n"
         "next(batches)",
         tmp_path,

@@ -49,14 +49,16 @@ def test_a_batch_over_its_share_raises_with_numbers_and_the_rest_goes_on(in_orde
         Calls(of_bytes, len(sizes)), sampler=sizes, batch_size=None, num_workers=2,
         shm_size=SLOTS * MIB, in_order=in_order,
     )  # fmt: skip
-    batches, seen = iter(loader), []
+    batches, seen, told = iter(loader), [], []
     for _ in sizes:
         try:
             seen.append(len(next(batches)))
         except SharedMemoryError as error:
-            assert f"{MIB} " in str(error)
-            assert isinstance(error, MemoryError)
+            told.append(str(error))
             seen.append(next(n for n in sizes if f"{n} bytes" in str(error)))
+    assert len(told) == 2
+    assert all(f"its slot may have {MIB}:" in text for text in told)
+    assert issubclass(SharedMemoryError, MemoryError)
     assert seen == sizes if in_order else sorted(seen) == sorted(sizes)
     with pytest.raises(StopIteration):
         next(batches)
@@ -112,13 +114,13 @@ def test_a_long_message_under_a_cap_is_shortened() -> None:
 
     batches = iter(DataLoader(Calls(fail, 2), num_workers=1, shm_size=6 * 64 * 1024))
     for _ in range(2):
-        with pytest.raises(ValueError, match="(?s)Traceback.* end"):
+        with pytest.raises(ValueError, match=r"(?s)Traceback.* end"):
             next(batches)
 
 
 def test_an_exception_class_too_large_for_the_cap_is_told() -> None:
     def fail(n: int) -> None:
-        class Heavy(Exception):
+        class Heavy(Exception):  # noqa: N818 - as users name theirs
             ballast = os.urandom(300_000)
 
         raise Heavy("too much")
@@ -149,7 +151,7 @@ def test_memory_is_given_back_after_a_very_large_batch(after, slots) -> None:
         del batch
         most = max(most, sum(slots.files().values()))
     assert most >= 200_000_000
-    assert sum(slots.files().values()) < 50_000_000
+    assert sum(slots.files().values()) < 100_000_000
     loader.close()
 
 

@@ -111,6 +111,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 expected = (expected + 1) % self.worker_count
             assert ticket.worker_id == expected, "I7: round robin, or the content would differ"
             self.next_worker = (expected + 1) % self.worker_count
+        else:
+            loads = [len(queue) for queue in self.queues]
+            takers = [w for w, is_out in enumerate(self.is_passed_over) if not is_out]
+            limit = max(self.window // len(takers) - 1, min(loads[w] for w in takers))
+            assert loads[ticket.worker_id] <= limit, "a worker has more than its share"
         assert ticket.slot_id not in self.retired, "I9: a retired slot is filled again"
         assert ticket.slot_id not in self._held(), "I1: the slot of a new ticket has a holder"
         self.known_slots.add(ticket.slot_id)
@@ -346,9 +351,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert awaited is None, "I7: in any order, nothing in particular is awaited"
         if self.is_running:
             here = {known.seq for known in self.tickets.values() if known.state != ENDED}
-            assert (
-                sorted([*self.delivered, *here, *self.lost_to_stream_ends])
-                == list(range(self.offered))
+            assert sorted([*self.delivered, *here, *self.lost_to_stream_ends]) == list(
+                range(self.offered)
             ), "I7: each ticket is delivered, in flight, or beyond its stream, and only one of it"
             if self.in_order:
                 assert self.delivered == sorted(self.delivered), "I7: out of order"

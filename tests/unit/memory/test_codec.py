@@ -1,0 +1,574 @@
+"""Any picklable batch, into a slot and out of it, in one process."""
+
+import collections
+import copy
+import dataclasses
+import io
+import pickle
+import threading
+import warnings
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.codec import encode, lends
+from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.slot import ALIGNMENT
+from tests.parity.compare import assert_same
+from tests.unit.memory.support import (
+    MIB,
+    SPILL_BYTES,
+    assert_storages_are_aligned,
+    is_in,
+    open_bench,
+    tensors_of,
+)
+
+LARGE = COPY_OUT_BYTES + 1000  # bytes, and lent
+
+
+@pytest.fixture
+def bench():
+    with open_bench() as bench:
+        yield bench
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+both_ways = pytest.mark.parametrize("lent", [False, True], ids=["copied", "lent"])
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    value: object
+
+
+class Opaque:
+    """Cannot be pickled, and has a name to be told by."""
+
+    def __reduce__(self):
+        raise RuntimeError("not this one")
+
+
+# Hypothesis: nested batches -----------------------------------------------------------------
+
+NUMPY_DTYPES = [
+    *("?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D", "g"),
+    *(">i4", ">f8", ">u2", "M8[ns]", "m8[s]", ">M8[D]", "S5", "U3", "V7"),
+    [("a", "u1"), ("b", ">f4", (2,))],
+    np.dtype([("a", "i2"), ("b", "f8")], align=True),
+]
+TORCH_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.float8_e5m2),
+]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+SHAPES = st.sampled_from(
+    [(), (0,), (1,), (3,), (2, 3), (3, 0, 2), (1, 4, 1), (2, 3, 4), (16000,), (40, 50, 9)]
+)
+
+
+def random_bytes(seed: int, nbytes: int) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+@st.composite
+def arrays(draw):
+    dtype = np.dtype(draw(st.sampled_from(NUMPY_DTYPES)))
+    shape = draw(SHAPES)
+    count = int(np.prod(shape))
+    raw = bytearray(random_bytes(draw(st.integers(0, 99)), count * dtype.itemsize))
+    if dtype.kind in "?U" or dtype.kind == "b":
+        raw = bytearray(count * dtype.itemsize)
+    array = np.frombuffer(raw, dtype, count).reshape(shape).copy()
+    match draw(st.sampled_from(["C", "F", "transposed", "stepped", "reversed", "read-only"])):
+        case "F":
+            array = np.asfortranarray(array) if array.ndim else array
+        case "transposed":
+            array = array.T
+        case "stepped" if array.ndim:
+            array = array[::2]
+        case "reversed" if array.ndim:
+            array = array[::-1]
+        case "read-only":
+            array.setflags(write=False)
+    return array
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    count = int(np.prod(shape))
+    if dtype is torch.bool:
+        flat = torch.arange(count) % 3 == seed % 3
+    else:
+        raw = bytearray(random_bytes(seed, count * dtype.itemsize))
+        flat = torch.frombuffer(raw, dtype=dtype).clone() if count else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(TORCH_DTYPES))
+    tensor = random_tensor(dtype, draw(SHAPES), draw(st.integers(0, 99)))
+    match draw(
+        st.sampled_from(
+            ["plain", "transposed", "stepped", "expanded", "inner", "offset", "grad", "parameter"]
+        )
+    ):
+        case "transposed" if tensor.ndim > 1:
+            tensor = tensor.mT
+        case "stepped" if tensor.ndim:
+            tensor = tensor[::2]
+        case "expanded":
+            tensor = tensor.expand(3, *tensor.shape)
+        case "inner" if tensor.ndim > 1:
+            tensor = tensor[:, 1:]
+        case "offset" if tensor.ndim:
+            tensor = tensor[1:]
+        case "grad" if dtype in FLOATS:
+            tensor.requires_grad_()
+        case "parameter" if dtype in FLOATS:
+            tensor = torch.nn.Parameter(tensor, draw(st.booleans()))
+    return tensor
+
+
+@st.composite
+def views_of_one_storage(draw):
+    """Several tensors that share memory: the same, overlapping, apart, of other dtypes."""
+    base = random_tensor(torch.float32, (draw(st.sampled_from([16, 20000])),), 1)
+    makers = [
+        lambda t: t,
+        lambda t: t[4:],
+        lambda t: t[:8],
+        lambda t: t[2:12:3],
+        lambda t: t[3:3],
+        lambda t: t.view(torch.int16),
+        lambda t: t[1:].view(torch.uint8)[3:9],
+        lambda t: t[4:].view(torch.complex128),
+        lambda t: t.view(4, -1).T,
+        lambda t: t.as_strided((3, 4), (2, 1)),
+        lambda t: t[5].expand(7),
+    ]
+    return [make(base) for make in draw(st.lists(st.sampled_from(makers), min_size=1, max_size=6))]
+
+
+LEAVES = st.one_of(
+    arrays(),
+    tensors(),
+    views_of_one_storage(),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.sampled_from([b"x", "é"]).map(lambda part: part * LARGE),
+    st.sampled_from([np.float32(2.5), np.str_("a"), 3 + 4j]),
+)
+
+
+def containers(children):
+    return st.one_of(
+        st.lists(children, max_size=4),
+        st.tuples(children, children),
+        st.dictionaries(st.text(max_size=3) | st.integers(), children, max_size=4),
+        st.builds(Point, children, children),
+        st.builds(Record, st.text(max_size=3), children),
+        st.builds(lambda value: collections.OrderedDict(a=value, b=[value]), children),
+        st.builds(lambda value: [value, value], children),  # one object, twice
+    )
+
+
+BATCHES = st.recursive(LEAVES, containers, max_leaves=8)
+
+
+def without_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor, of nothing rather than of somebody's storage."""
+    nothing = torch.empty(0, dtype=tensor.dtype)
+    nothing.set_(torch.UntypedStorage(0), 0, tensor.shape, tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(nothing, tensor.requires_grad)
+    return nothing.requires_grad_(tensor.requires_grad)
+
+
+def as_torch_sends(batch):
+    """The batch as it leaves torch's queue, but for tensors, which are left as they are.
+
+    A queue pickles in-band. Of an empty view torch sends the storage, of which nothing is seen.
+    """
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, key):
+            return tensors[key[1]]
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            if not isinstance(value, torch.Tensor):
+                return None
+            tensors[id(value)] = value
+            return ("tensor", id(value))
+
+    tensors: dict[int, torch.Tensor] = {}
+    file = io.BytesIO()
+    Pickler(file, 4).dump(batch)
+    seen = {t.untyped_storage().data_ptr() for t in tensors.values() if t.numel()}
+    for key, tensor in tensors.items():
+        if tensor.untyped_storage().data_ptr() not in seen:
+            tensors[key] = without_storage(tensor)
+    file.seek(0)
+    return Unpickler(file).load()
+
+
+@both_ways
+@given(batch=BATCHES)
+@settings(max_examples=300)
+def test_any_batch_arrives_as_torch_sends_it(batch, lent):
+    with open_bench() as bench:
+        arrived = bench.send(batch, lent=lent)
+        assert_same(arrived, as_torch_sends(batch))
+        assert_storages_are_aligned(arrived)
+        del arrived
+        assert bench.leases.collect() == ([(0, True)] if lent else []), "the slot is still held"
+
+
+@given(batch=BATCHES)
+@settings(max_examples=40)
+def test_a_batch_that_is_copied_out_does_not_change_with_its_slot(batch):
+    with open_bench() as bench:
+        expected = as_torch_sends(batch)
+        arrived = bench.send(batch, lent=False)
+        bench.slot.mapping[: bench.writer.used_bytes] = b"\xff" * bench.writer.used_bytes
+        assert_same(arrived, expected)
+
+
+# Tensors ------------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_tensors_of_every_dtype_arrive(bench, dtype, lent):
+    small, large = random_tensor(dtype, (5, 3)), random_tensor(dtype, (LARGE,))
+    assert_same(bench.send([small, large], lent=lent), [small, large])
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: t.conj(),
+        lambda t: t.conj().imag,
+        lambda t: t.imag,
+        lambda t: t.conj()[::2].T,
+        lambda t: t.to_sparse(),
+        lambda t: t.to_sparse_csr(),
+        lambda t: torch.nested.as_nested_tensor([t.real[0], t.real[1, :3]], layout=torch.strided),
+        lambda t: t.to("meta"),
+        lambda t: t.untyped_storage(),
+        lambda t: t.real.clone().storage(),
+    ],
+    ids=["conj", "neg", "imag", "conj view", "coo", "csr", "nested", "meta", "untyped", "typed"],
+)
+def test_unusual_tensors_arrive(bench, make, lent):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # sparse CSR and nested are beta, says torch
+        value = make(random_tensor(torch.complex64, (20, 1000)).nan_to_num(1.0))
+        arrived = bench.send(value, lent=lent)
+        assert_same(arrived, value)
+    alive = weakref.ref(arrived)
+    del arrived
+    assert alive() is None, "somebody holds it for ever"
+
+
+def test_a_tensor_brings_only_the_bytes_that_it_spans(bench):
+    base = torch.arange(10**6, dtype=torch.int32)
+    part = bench.send(base[1000:1010], lent=False)
+    assert bench.writer.used_bytes == ALIGNMENT
+    assert part.untyped_storage().nbytes() == 40
+    assert part.storage_offset() == 0
+    assert part.tolist() == list(range(1000, 1010))
+
+
+@both_ways
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_each_storage_is_exactly_its_size_and_aligned(bench, count, lent):
+    batch = [random_tensor(torch.int16, (count,)), random_tensor(torch.uint8, (count,))]
+    arrived = bench.send(batch, lent=lent)
+    assert [t.untyped_storage().nbytes() for t in arrived] == [2 * count, count]
+    assert_storages_are_aligned(arrived)
+
+
+@both_ways
+def test_tensors_that_shared_a_storage_still_do(bench, lent):
+    base = torch.zeros(50_000)
+    arrived = bench.send({"a": base[10:], "b": base[:20], "c": torch.zeros(50_000)}, lent=lent)
+    arrived["a"][0] = 7
+    assert arrived["b"][10] == 7
+    assert arrived["c"].sum() == 0
+    assert bench.writer.used_bytes < 401_000, "the shared storage crossed once"
+
+
+@both_ways
+def test_views_of_several_dtypes_still_share_their_storage(bench, lent):
+    base = torch.zeros(50_000)
+    arrived = bench.send([base[3:], base[5:].view(torch.uint8)], lent=lent)
+    arrived[1][:4] = torch.tensor([1.5]).view(torch.uint8)
+    assert arrived[0][2] == 1.5
+
+
+@both_ways
+def test_gradients_are_asked_for_after_the_journey_as_before(bench, lent):
+    leaf = torch.zeros(LARGE, requires_grad=True)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    arrived = bench.send([leaf, parameter, frozen], lent=lent)
+    assert [tensor.requires_grad for tensor in arrived] == [True, True, False]
+    assert [type(tensor) for tensor in arrived] == [torch.Tensor] + 2 * [torch.nn.Parameter]
+    (arrived[0].sum() + arrived[1].sum()).backward()
+    assert arrived[0].grad.sum() == LARGE
+
+
+def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
+    tensor = torch.zeros(3, requires_grad=True) * 2
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a torch.Tensor.*detach\(\)"):
+        bench.encode({"x": tensor})
+
+
+@both_ways
+def test_empty_tensors_arrive_with_nothing_in_the_slot(bench, lent):
+    batch = [torch.empty(0, 3), torch.arange(5)[2:2], torch.empty(2, 0, dtype=torch.bool)]
+    assert_same(bench.send(batch, lent=lent), as_torch_sends(batch))
+    assert bench.writer.used_bytes == 0
+
+
+# What is lent, and what is copied out -------------------------------------------------------
+
+
+def test_large_parts_are_views_of_the_slot_and_small_ones_are_not(bench):
+    batch = {"image": torch.zeros(LARGE), "label": torch.zeros(4)}
+    layout = bench.encode(batch)
+    assert lends(layout)
+    arrived = bench.decode(layout, lent=True)
+    assert is_in(bench.slot, arrived["image"])
+    assert not is_in(bench.slot, arrived["label"])
+    label = arrived["label"]
+    del arrived
+    assert bench.leases.collect() == [(0, True)], "a kept label holds no slot"
+    assert label.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("nbytes", "is_lent"), [(COPY_OUT_BYTES, False), (LARGE, True)])
+@pytest.mark.parametrize("make", [np.zeros, lambda n, dtype: torch.zeros(n, dtype=torch.uint8)])
+def test_the_limit_of_copying_out_counts_bytes_of_a_part(bench, make, nbytes, is_lent):
+    layout = bench.encode([make(nbytes, dtype=np.uint8), make(10, dtype=np.uint8)])
+    assert lends(layout) == is_lent
+
+
+def test_an_array_is_lent_as_a_tensor_is(bench):
+    arrived = bench.send(np.arange(LARGE), lent=True)
+    view = arrived[5:10].reshape(-1)
+    del arrived
+    assert bench.leases.collect() == []
+    assert view.tolist() == [5, 6, 7, 8, 9]
+    del view
+    assert bench.leases.collect() == [(0, True)]
+
+
+def test_writing_into_a_lent_part_writes_into_nothing_else(bench):
+    batch = [torch.zeros(LARGE), np.zeros(LARGE), torch.zeros(LARGE)]
+    arrived = bench.send(batch, lent=True)
+    arrived[0].fill_(1)
+    arrived[1][:] = 2
+    assert arrived[2].sum() == 0
+    assert float(arrived[0].sum()) == LARGE
+    assert not batch[0].any()
+
+
+# What lies in the slot already --------------------------------------------------------------
+
+
+def test_what_collate_put_into_the_slot_is_not_copied_again(bench):
+    image = bench.writer.empty((3, LARGE), torch.float32).fill_(3)
+    mask = bench.writer.empty((LARGE,), torch.uint8).fill_(1)
+    used = bench.writer.used_bytes
+    layout = bench.encode({"image": image, "mask": mask.numpy(), "flat": image.view(-1)[1:]})
+    assert bench.writer.used_bytes == used
+    del image, mask
+    arrived = bench.decode(layout, lent=True)
+    assert arrived["image"].shape == (3, LARGE)
+    assert (arrived["image"] == 3).all()
+    assert (arrived["mask"] == 1).all()
+    arrived["image"][0, 1] = 9
+    assert arrived["flat"][0] == 9
+
+
+def test_a_batch_that_was_encoded_is_held_by_nobody(bench):
+    bench.encode({"image": bench.writer.empty((3, 4), torch.float32), "name": "x"})
+    assert not bench.writer.is_kept(), "the slot would be retired after a single use"
+
+
+def test_a_part_outside_the_slot_is_copied_and_one_inside_is_not(bench):
+    inside = bench.writer.empty((LARGE,), torch.uint8).fill_(1)
+    used = bench.writer.used_bytes
+    arrived = bench.send([inside, torch.full((LARGE,), 2, dtype=torch.uint8)], lent=False)
+    assert bench.writer.used_bytes - used == -(-LARGE // 64) * 64
+    assert [int(tensor[0]) for tensor in arrived] == [1, 2]
+
+
+def test_the_whole_way_through_collate_copies_once(bench):
+    bench.writer.is_collating = True
+    samples = [(torch.full((LARGE,), number), number) for number in range(4)]
+    stacked = bench.writer.empty((4, LARGE), torch.int64)
+    torch.stack([sample for sample, _ in samples], out=stacked)
+    used = bench.writer.used_bytes
+    arrived = bench.send([stacked, torch.arange(4)], lent=True)
+    assert bench.writer.used_bytes == used + ALIGNMENT
+    assert_same(arrived, default_collate(samples))
+
+
+# The body -----------------------------------------------------------------------------------
+
+
+@both_ways
+def test_a_long_body_spills_into_the_slot(bench, lent):
+    batch = [list(range(20_000)), torch.arange(5), "end"]
+    layout = bench.encode(batch)
+    assert isinstance(layout.body, tuple)
+    assert len(pickle.dumps(layout)) < 300
+    assert_same(bench.decode(layout, lent=lent), batch)
+
+
+def test_a_short_body_travels_in_the_message(bench):
+    layout = bench.encode(["x" * (SPILL_BYTES - 100)])
+    assert isinstance(layout.body, bytes)
+    assert bench.writer.used_bytes == 0
+
+
+def test_a_layout_crosses_a_pickle_unchanged(bench):
+    layout = bench.encode([torch.zeros(3), np.zeros(LARGE), [1] * 20_000])
+    again = pickle.loads(pickle.dumps(layout))
+    assert again == layout
+    assert_same(bench.decode(again, lent=False), bench.decode(layout, lent=False))
+
+
+def test_an_object_that_occurs_twice_arrives_once(bench):
+    tensor, array, record = torch.zeros(3), np.zeros(3), Record("a", [1])
+    arrived = bench.send([tensor, tensor, array, array, record, record], lent=False)
+    assert arrived[0] is arrived[1]
+    assert arrived[2] is arrived[3]
+    assert arrived[4] is arrived[5]
+
+
+def test_a_batch_that_holds_itself_arrives(bench):
+    batch = {"x": torch.arange(3)}
+    batch["self"] = batch
+    arrived = bench.send(batch, lent=False)
+    assert arrived["self"] is arrived
+    assert arrived["x"].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_subclass_keeps_its_class_and_attributes(bench):
+    tensor = torch.arange(LARGE).as_subclass(Owned)
+    tensor.owner = "ada"
+    arrived = bench.send({"t": tensor}, lent=True)["t"]
+    assert type(arrived) is Owned
+    assert arrived.owner == "ada"
+    assert torch.equal(arrived.as_subclass(torch.Tensor), torch.arange(LARGE))
+
+
+class Owned(torch.Tensor):
+    owner: str
+
+
+# Errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "where", "kind"),
+    [
+        (Opaque(), "batch", "Opaque"),
+        ([1, (2, Opaque())], "batch[1][1]", "Opaque"),
+        ({"a": 1, "b": [Opaque()]}, "batch['b'][0]", "Opaque"),
+        (Record("x", {3: threading.Lock()}), "batch.value[3]", "_thread.lock"),
+        ([Point(1, (n for n in "abc"))], "batch[0][1]", "builtins.generator"),
+        ({"f": lambda: 0}, "batch['f']", "builtins.function"),
+    ],
+)
+def test_the_part_that_cannot_be_pickled_is_named(bench, batch, where, kind):
+    with pytest.raises(TypeError) as caught:
+        bench.encode(batch)
+    text = str(caught.value)
+    assert f"{where} is a " in text
+    assert f"{kind} and cannot be pickled" in text
+    assert caught.value.__cause__ is not None
+
+
+def test_a_structure_without_end_does_not_hang_the_search(bench):
+    endless: list[object] = [1]
+    endless.append(endless)
+    endless.append(Opaque())
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        bench.encode(endless)
+
+
+def test_functions_cross_by_value_where_that_is_allowed(bench):
+    layout = bench.encode([lambda x: x + 1, torch.arange(3)], by_value=True)
+    function, tensor = bench.decode(layout, lent=False)
+    assert function(2) == 3
+    assert tensor.tolist() == [0, 1, 2]
+
+
+def test_what_not_even_cloudpickle_can_do_is_named_as_well(bench):
+    with pytest.raises(TypeError, match=r"batch\[1\] is a _thread.lock"):
+        bench.encode([0, threading.Lock()], by_value=True)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(MIB),
+        np.zeros(MIB),
+        [torch.zeros(MIB // 5), torch.zeros(MIB // 5)],
+        list(range(MIB)),
+    ],
+    ids=["tensor", "array", "two tensors", "body"],
+)
+def test_a_batch_too_large_for_its_slot_is_a_shared_memory_error(batch):
+    with open_bench(MIB) as bench, pytest.raises(SharedMemoryError, match="raise shm_size"):
+        bench.encode(batch)
+
+
+def test_an_object_of_the_user_s_that_cannot_be_unpickled_raises_its_own_error(bench):
+    layout = bench.encode([Fragile()])
+    with pytest.raises(ZeroDivisionError, match="on arrival"):
+        bench.decode(layout, lent=False)
+
+
+class Fragile:
+    def __reduce__(self):
+        return _break, ()
+
+
+def _break():
+    raise ZeroDivisionError("on arrival")
+
+
+def test_encoding_leaves_the_batch_as_it_was(bench):
+    batch = {"t": torch.arange(5.0).requires_grad_(), "a": np.arange(5)}
+    before = copy.deepcopy(batch)
+    encode(batch, bench.writer, by_value=False, spill_bytes=SPILL_BYTES)
+    assert_same(batch, before)
+    assert not is_in(bench.slot, batch["t"])
+    assert tensors_of(batch)[0].is_leaf

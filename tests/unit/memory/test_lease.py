@@ -1,0 +1,162 @@
+"""Leases: alive under every view, back exactly once, unclean after a fork."""
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from shmloader.memory.lease import LeaseBook
+from shmloader.memory.slot import Slot
+
+MIB = 1 << 20
+SLOT_ID = 5
+
+
+@pytest.fixture
+def slot():
+    slot = Slot.create(MIB)
+    yield slot
+    slot.close()
+
+
+@pytest.fixture
+def book():
+    return LeaseBook()
+
+
+def lend(book: LeaseBook, slot: Slot, **options) -> torch.Tensor:
+    """A tensor of 1000 ones over a lent slot."""
+    lease = book.open(SLOT_ID, slot, **options)
+    tensor = torch.frombuffer(lease, dtype=torch.float32, count=1000)
+    return tensor.fill_(1)
+
+
+def saved_for_backward(tensor: torch.Tensor) -> torch.Tensor:
+    weight = torch.ones(1000, requires_grad=True)
+    return (weight * tensor).sum()
+
+
+HOLDERS = {
+    "the tensor": lambda t: t,
+    "a slice": lambda t: t[10:20],
+    "one element": lambda t: t[3],
+    "a reshaped view": lambda t: t.view(10, 100),
+    "another dtype": lambda t: t.view(torch.int32),
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "the storage": lambda t: t.untyped_storage(),
+    "numpy": lambda t: t.numpy(),
+    "a view of numpy": lambda t: t.numpy()[::3],
+    "a view of a view of numpy": lambda t: t.numpy()[::3].reshape(-1, 2)[1:].T,
+    "numpy and back": lambda t: torch.from_numpy(t.numpy()[5:]),
+    "a memoryview of numpy": lambda t: memoryview(t.numpy()),
+    "numpy's frombuffer": lambda t: np.frombuffer(t.numpy(), np.uint8)[4:],
+    "a DLPack capsule": torch.utils.dlpack.to_dlpack,
+    "numpy by DLPack": np.from_dlpack,
+    "torch by DLPack": torch.from_dlpack,
+    "a tensor saved by autograd": saved_for_backward,
+    "a parameter": torch.nn.Parameter,
+    "a transposed view in a list": lambda t: [t.view(10, 100).T],
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
+def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hold):
+    holder = hold(lend(book, slot))
+    gc.collect()
+    assert not book.has_returns, "the slot came back while it can be read"
+    assert book.collect() == []
+    del holder
+    assert book.has_returns
+    assert book.collect() == [(SLOT_ID, True)]
+    assert not book.has_returns
+    assert book.collect() == [], "the slot came back twice"
+
+
+def test_autograd_reads_what_the_slot_held(book, slot):
+    loss = saved_for_backward(lend(book, slot))
+    weight = loss.grad_fn.next_functions[0][0].next_functions[0][0].variable
+    loss.backward()
+    assert torch.equal(weight.grad, torch.ones(1000))
+    del loss
+    assert book.collect() == [(SLOT_ID, True)]
+
+
+def test_several_storages_over_one_lease_return_the_slot_once(book, slot):
+    lease = book.open(SLOT_ID, slot)
+    parts = [torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64 * n) for n in range(4)]
+    del lease
+    while parts:
+        assert book.collect() == []
+        parts.pop()
+    assert book.collect() == [(SLOT_ID, True)]
+
+
+def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
+    cycle = [lend(book, slot)]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert not book.has_returns
+        gc.collect()
+        assert book.collect() == [(SLOT_ID, True)]
+    finally:
+        gc.enable()
+
+
+def test_a_slot_can_be_lent_again_and_again(book, slot):
+    for _ in range(3):
+        tensor = lend(book, slot)
+        del tensor
+        assert book.collect() == [(SLOT_ID, True)]
+
+
+def test_slots_come_back_in_the_order_in_which_they_were_dropped(book, slot):
+    leases = {number: book.open(number, slot) for number in range(4)}
+    for number in (2, 0, 3, 1):
+        del leases[number]
+    assert book.collect() == [(2, True), (0, True), (3, True), (1, True)]
+
+
+def test_a_slot_that_was_lent_unclean_comes_back_unclean(book, slot):
+    lend(book, slot, is_clean=False)
+    assert book.collect() == [(SLOT_ID, False)]
+
+
+def fork_and_wait() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_a_slot_that_was_lent_during_a_fork_is_not_clean(book, slot):
+    tensor = lend(book, slot)
+    fork_and_wait()
+    del tensor
+    assert book.collect() == [(SLOT_ID, False)]
+
+
+def test_a_slot_lent_after_a_fork_is_clean(book, slot):
+    fork_and_wait()
+    tensor = lend(book, slot)
+    del tensor
+    assert book.collect() == [(SLOT_ID, True)]
+
+
+def test_a_forked_child_goes_on_seeing_what_was_lent(book, slot):
+    tensor = lend(book, slot)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if bool((tensor == 1).all()) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_book_may_die_before_its_leases(slot):
+    book = LeaseBook()
+    tensor = lend(book, slot)
+    del book
+    assert tensor.sum() == 1000

@@ -1,0 +1,248 @@
+"""Slots: no name, no fixed cost, sealed, and safe to close under views."""
+
+import ctypes
+import errno
+import os
+import resource
+from collections.abc import Callable
+from mmap import PAGESIZE
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.slot import (
+    ALIGNMENT,
+    Slot,
+    align,
+    close_inherited_slots,
+    is_supported,
+    uncapped_slot_bytes,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def slot():
+    slot = Slot.create(8 * MIB)
+    yield slot
+    slot.close()
+
+
+def names_in(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def resident_bytes(slot: Slot) -> int:
+    return os.fstat(slot.fileno()).st_blocks * 512
+
+
+def is_mapped(inode: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any("memfd:" in line and line.split()[4] == str(inode) for line in lines)
+
+
+def in_a_child(work: Callable[[], str]) -> str:
+    """What ``work`` returned, or the exception's name and text, in a forked child."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                text = work()
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(there, text.encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "aligned"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128), (10**9, 10**9)]
+)
+def test_align_rounds_up_to_a_cache_line(nbytes, aligned):
+    assert ALIGNMENT == 64
+    assert align(nbytes) == aligned
+
+
+def test_linux_has_what_slots_need():
+    assert is_supported()
+
+
+def test_without_a_cap_a_slot_may_hold_all_memory_but_not_more():
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < uncapped_slot_bytes() <= memory
+
+
+@pytest.mark.parametrize(("asked", "got"), [(1, PAGESIZE), (PAGESIZE + 1, 2 * PAGESIZE)])
+def test_a_slot_is_whole_pages(asked, got):
+    slot = Slot.create(asked)
+    assert slot.nbytes == len(slot.mapping) == os.fstat(slot.fileno()).st_size == got
+    slot.close()
+
+
+def test_a_slot_begins_at_a_page_and_knows_its_address(slot):
+    assert slot.address % PAGESIZE == 0
+    slot.mapping[:3] = b"abc"
+    assert ctypes.string_at(slot.address, 3) == b"abc"
+
+
+def test_a_slot_has_no_name_in_dev_shm(slot):
+    before = names_in("/dev/shm")
+    other = Slot.create(MIB)
+    other.mapping[:MIB] = b"x" * MIB
+    assert names_in("/dev/shm") <= before
+    assert "memfd:shmloader" in str(Path(f"/proc/self/fd/{other.fileno()}").readlink())
+    other.close()
+
+
+def test_a_huge_slot_costs_nothing_until_it_is_written():
+    slot = Slot.create(1 << 36)
+    assert slot.nbytes == 1 << 36
+    assert resident_bytes(slot) == 0
+    slot.mapping[1 << 35] = 1
+    assert resident_bytes(slot) == PAGESIZE
+    slot.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, MIB, 16 * MIB])
+def test_nobody_can_change_a_slot_s_length(slot, nbytes):
+    with pytest.raises(PermissionError):
+        os.ftruncate(slot.fileno(), nbytes)
+
+
+def test_what_is_given_back_reads_as_zeros_and_takes_no_memory(slot):
+    slot.mapping[: 4 * MIB] = b"x" * (4 * MIB)
+    assert resident_bytes(slot) == 4 * MIB
+    slot.give_back(MIB)
+    assert resident_bytes(slot) == MIB
+    assert slot.mapping[: 4 * MIB] == b"x" * MIB + bytes(3 * MIB)
+
+
+def test_giving_back_keeps_the_page_that_is_partly_needed(slot):
+    slot.mapping[: 2 * PAGESIZE] = b"x" * (2 * PAGESIZE)
+    slot.give_back(1)
+    assert slot.mapping[: 2 * PAGESIZE] == b"x" * PAGESIZE + bytes(PAGESIZE)
+
+
+@pytest.mark.parametrize("from_byte", [8 * MIB - 1, 8 * MIB, 9 * MIB])
+def test_giving_back_nothing_is_no_error(slot, from_byte):
+    slot.mapping[-1] = 7
+    slot.give_back(from_byte)
+    assert slot.mapping[-1] == 7
+
+
+def test_two_mappings_of_one_slot_see_the_same_bytes(slot):
+    other = Slot(os.dup(slot.fileno()), slot.nbytes)
+    slot.mapping[:5] = b"hello"
+    assert other.mapping[:5] == b"hello"
+    assert other.address != slot.address
+    other.close()
+
+
+def test_closing_unmaps_and_may_be_repeated():
+    slot = Slot.create(MIB)
+    mapping, fd = slot.mapping, slot.fileno()
+    slot.close()
+    slot.close()
+    assert mapping.closed
+    assert slot.fileno() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+@pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda slot: slot.array(),
+        lambda slot: np.frombuffer(slot.array(), np.uint8),
+        lambda slot: memoryview(slot.mapping),
+    ],
+    ids=["array", "numpy", "memoryview"],
+)
+def test_a_slot_closed_under_a_view_lives_as_long_as_the_view(view_of):
+    slot = Slot.create(MIB)
+    slot.mapping[:5] = b"hello"
+    view = view_of(slot)
+    address, inode = slot.address, os.fstat(slot.fileno()).st_ino
+    slot.close()
+    slot.close()
+    assert bytes(memoryview(view).cast("B")[:5]) == b"hello"
+    assert ctypes.string_at(address, 5) == b"hello"
+    assert is_mapped(inode)
+    del view
+    assert not is_mapped(inode)
+
+
+def test_each_array_is_an_object_of_its_own_over_the_whole_slot(slot):
+    first, second = slot.array(), slot.array()
+    assert first is not second
+    assert ctypes.sizeof(first) == slot.nbytes
+    assert ctypes.addressof(first) == ctypes.addressof(second) == slot.address
+
+
+def test_a_forgotten_descriptor_is_closed_and_the_mapping_stays(slot):
+    fd = slot.fileno()
+    slot.forget_descriptor()
+    slot.forget_descriptor()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    slot.mapping[:3] = b"abc"
+    assert slot.mapping[:3] == b"abc"
+
+
+def test_a_forked_worker_closes_the_slots_it_was_born_with(slot):
+    def work() -> str:
+        close_inherited_slots()
+        return f"{slot.mapping.closed} {slot.fileno()}"
+
+    assert in_a_child(work) == "True -1"
+    assert not slot.mapping.closed
+
+
+def _leave_address_space(nbytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * PAGESIZE + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def test_under_a_limit_on_address_space_a_slot_is_made_shorter():
+    def work() -> str:
+        _leave_address_space(100 * MIB)
+        return str(Slot.create(1 << 33).nbytes)
+
+    assert 16 * MIB < int(in_a_child(work)) <= 100 * MIB
+
+
+def test_where_not_even_a_small_slot_can_be_mapped_the_error_says_so():
+    def work() -> str:
+        before = len(names_in("/proc/self/fd"))
+        _leave_address_space(0)
+        try:
+            Slot.create(1 << 40)
+        except SharedMemoryError as error:
+            more = len(names_in("/proc/self/fd")) - before
+            return f"{more} descriptors more: {error}"
+        return "no error"
+
+    text = in_a_child(work)
+    assert text.startswith("0 descriptors more: cannot map a slot of 1048576 bytes")
+
+
+def test_with_no_descriptor_left_the_error_is_the_system_s():
+    def work() -> str:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        try:
+            Slot.create(MIB)
+        except OSError as error:
+            return errno.errorcode[error.errno]
+        return "no error"
+
+    assert in_a_child(work) == "EMFILE"

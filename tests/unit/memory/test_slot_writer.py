@@ -1,0 +1,187 @@
+"""Handing out a slot's bytes: places, limits, and who still holds them."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.slot import Slot
+from shmloader.memory.slot_writer import SlotWriter
+from tests.unit.memory.support import MIB, is_in, open_bench
+
+
+@pytest.fixture
+def bench():
+    with open_bench(MIB) as bench:
+        yield bench
+
+
+@pytest.fixture
+def writer(bench):
+    return bench.writer
+
+
+@given(sizes=st.lists(st.integers(0, 5000), max_size=40))
+def test_allocations_are_aligned_and_do_not_overlap(sizes):
+    with open_bench(MIB) as bench:
+        end = 0
+        for nbytes in sizes:
+            offset = bench.writer.allocate(nbytes)
+            assert offset % 64 == 0
+            assert end <= offset < end + 64
+            end = offset + nbytes
+            assert end <= bench.writer.used_bytes < end + 64
+
+
+def test_a_slot_can_be_filled_to_its_last_byte(writer):
+    writer.allocate(MIB - 64)
+    assert writer.allocate(64) == MIB - 64
+    assert writer.allocate(0) == MIB
+
+
+def test_exhaustion_names_need_limit_and_remedy_and_takes_nothing(writer):
+    writer.allocate(1000)
+    with pytest.raises(SharedMemoryError) as caught:
+        writer.allocate(MIB)
+    text = str(caught.value)
+    assert f"{1024 + MIB} bytes" in text
+    assert f"may have {MIB}" in text
+    for remedy in ("shm_size", "batch_size", "num_workers", "prefetch_factor"):
+        assert remedy in text
+    assert writer.used_bytes == 1024
+    assert writer.allocate(1) == 1024
+
+
+def test_a_tensor_too_large_is_refused(writer):
+    with pytest.raises(SharedMemoryError):
+        writer.empty((MIB // 4 + 1,), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.int64, torch.complex128]
+)
+def test_an_empty_tensor_lies_in_the_slot_with_a_storage_of_its_own(bench, dtype):
+    bench.writer.allocate(1)
+    tensor = bench.writer.empty((3, 5), dtype)
+    assert (tensor.dtype, tensor.shape, tensor.storage_offset()) == (dtype, (3, 5), 0)
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() == bench.slot.address + 64
+    assert tensor.untyped_storage().nbytes() == 15 * dtype.itemsize
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
+def test_a_tensor_without_elements_takes_nothing(writer, shape):
+    tensor = writer.empty(shape, torch.float32)
+    assert tensor.shape == shape
+    assert writer.used_bytes == 0
+    assert not writer.is_kept()
+
+
+def test_a_tensor_without_dimensions_has_one_element(bench):
+    tensor = bench.writer.empty((), torch.int64)
+    assert tensor.shape == ()
+    assert is_in(bench.slot, tensor)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[1:],
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.numpy()[::2],
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: memoryview(tensor.numpy()),
+    ],
+    ids=["tensor", "slice", "array", "view", "storage", "memoryview"],
+)
+def test_what_is_still_held_when_the_task_ends_is_noticed(writer, hold):
+    assert not writer.is_kept()
+    kept = hold(writer.empty((100,), torch.float32))
+    writer.empty((100,), torch.float32)
+    assert writer.is_kept()
+    del kept
+    assert not writer.is_kept()
+
+
+def test_bytes_that_were_put_are_held_by_nobody(writer):
+    writer.put(b"x" * 100)
+    writer.bytes_at(0, 10)[:] = 1
+    assert not writer.is_kept()
+
+
+def test_the_next_task_does_not_see_what_an_earlier_one_kept(bench):
+    kept = bench.writer.empty((4,), torch.float32)
+    with open_bench(MIB) as other:
+        bench.writer.open(other.slot)
+        assert not bench.writer.is_kept()
+        assert bench.writer.used_bytes == 0
+        bench.writer.close()
+    assert is_in(bench.slot, kept)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello",
+        bytearray(b"hello"),
+        memoryview(b"hello"),
+        np.frombuffer(b"hello", np.uint8),
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        b"",
+    ],
+)
+def test_a_buffer_is_copied_in(bench, data):
+    bench.writer.allocate(1)
+    offset, nbytes = bench.writer.put(data)
+    assert offset == 64
+    assert bench.slot.mapping[offset : offset + nbytes] == memoryview(data).tobytes()
+
+
+def test_memory_is_copied_in_by_its_address(bench):
+    source = ctypes.create_string_buffer(b"hello")
+    offset = bench.writer.put_memory(ctypes.addressof(source), 5)
+    assert bench.slot.mapping[offset : offset + 5] == b"hello"
+
+
+def test_bytes_are_found_where_they_lie_already_and_only_there(bench):
+    writer, address = bench.writer, bench.slot.address
+    writer.allocate(100)
+    assert writer.offset_of(address, 100) == 0
+    assert writer.offset_of(address + 10, 90) == 10
+    assert writer.offset_of(address + 100, 100) is None, "not handed out"
+    assert writer.offset_of(address - 1, 1) is None
+    elsewhere = ctypes.create_string_buffer(10)
+    assert writer.offset_of(ctypes.addressof(elsewhere), 10) is None
+
+
+def test_a_rewound_writer_begins_at_the_front(writer):
+    writer.allocate(1000)
+    writer.rewind()
+    assert writer.used_bytes == 0
+    assert writer.allocate(1) == 0
+
+
+def test_without_a_task_there_is_no_slot():
+    writer = SlotWriter()
+    assert not writer.is_open
+    with pytest.raises(RuntimeError, match="no task is in work"):
+        writer.allocate(1)
+
+
+def test_opening_and_closing_a_task_is_told():
+    slot = Slot.create(MIB)
+    writer = SlotWriter()
+    writer.open(slot)
+    writer.is_collating = True
+    assert writer.is_open
+    assert writer.slot is slot
+    writer.open(slot)
+    assert not writer.is_collating
+    writer.close()
+    assert not writer.is_open
+    slot.close()

@@ -1,0 +1,90 @@
+"""What crosses between processes comes out as it went in, in one datagram."""
+
+import pickle
+import socket
+
+import pytest
+import torch
+
+from shmloader.memory.codec import PickledLayout, Span
+from shmloader.memory.flat import FlatLayout, Group
+from shmloader.messages import (
+    INLINE_BYTES,
+    RECEIVE_BYTES,
+    BatchDone,
+    BatchFailed,
+    DropSlot,
+    EpochStarted,
+    Kind,
+    NewSlot,
+    Spilled,
+    StartEpoch,
+    StreamEnded,
+    Task,
+    pack,
+    unpack,
+)
+
+FLAT = FlatLayout(2, ("x", 1), (Group(0, torch.float32, (2, 3), (0, 1)),))
+PICKLED = PickledLayout(b"body", (Span(64, 100, -1), Span(0, 0, 16)), (1, 0))
+MESSAGES = [
+    NewSlot(3, 1 << 37),
+    DropSlot(3),
+    Task(0, 0, 0, [1, 2, 3]),
+    Task(10**12, 7, 5, {"any": ("key", None)}),
+    Task(1, 0, 2, Spilled(0, 10**6)),
+    StartEpoch(4),
+    BatchDone(1, 2, None, 0, kept=False),
+    BatchDone(1, 2, FLAT, 640, kept=True),
+    BatchDone(1, 2, PICKLED, 640, kept=False),
+    BatchDone(1, 2, Spilled(128, 50_000), 640, kept=False),
+    BatchFailed(1, 2, b"error", kept=True),
+    BatchFailed(1, 2, Spilled(64, 20_000), kept=False),
+    StreamEnded(1, 2),
+    EpochStarted(4),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=repr)
+def test_every_message_comes_out_as_it_went_in(message):
+    arrived = unpack(pack(message))
+    assert type(arrived) is type(message)
+    assert arrived == message
+    assert [type(value) for value in arrived] == [type(value) for value in message]
+
+
+def test_every_kind_is_tried():
+    assert {type(message).__name__ for message in MESSAGES} == {
+        kind.name.title().replace("_", "") for kind in Kind
+    }
+
+
+def test_on_the_wire_is_a_plain_tuple_with_its_kind_first():
+    assert pickle.loads(pack(Task(1, 2, 3, [4]))) == (Kind.TASK, 1, 2, 3, [4])
+    assert type(pickle.loads(pack(DropSlot(1)))[0]) is int
+
+
+def test_usual_messages_are_small():
+    indices = list(range(10_000, 10_256))
+    assert len(pack(Task(1000, 3, 17, indices))) < 1024
+    assert len(pack(BatchDone(1000, 3, None, 1 << 30, kept=False))) < 64
+
+
+def test_a_message_with_the_longest_body_is_received_whole():
+    # The longest that each side may send: a task, or an answer, of INLINE_BYTES.
+    padding = INLINE_BYTES - len(pack(Task(0, 0, 0, bytes(INLINE_BYTES)))) + INLINE_BYTES
+    message = pack(Task(0, 0, 0, bytes(padding)))
+    assert len(message) == INLINE_BYTES
+    assert len(pack(BatchFailed(10**9, 10**9, bytes(INLINE_BYTES // 2), kept=True))) < INLINE_BYTES
+    assert INLINE_BYTES < RECEIVE_BYTES
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        one.setblocking(False)
+        for _ in range(4):
+            one.send(message)
+        assert [other.recv(RECEIVE_BYTES) for _ in range(4)] == [message] * 4
+
+
+def test_a_key_that_cannot_be_pickled_raises_what_pickle_raises():
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pack(Task(0, 0, 0, [lambda: 0]))

@@ -1,0 +1,100 @@
+"""Sizes as users write them, and the share of a slot."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmloader.options import LEND_LIMIT, MINIMUM_SLOT_BYTES, Options, parse_size, slot_share
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (1, 1),
+        (123456789, 123456789),
+        ("1", 1),
+        ("512", 512),
+        ("512B", 512),
+        ("1k", 1000),
+        ("1kB", 1000),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("1kib", 1024),
+        ("2Ki", 2048),
+        ("512MiB", 512 << 20),
+        ("512 MiB", 512 << 20),
+        ("  8GiB ", 8 << 30),
+        ("8gb", 8 * 10**9),
+        ("1.5 GB", 15 * 10**8),
+        ("0.5KiB", 512),
+        ("2T", 2 * 10**12),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_a_size_is_read(value, nbytes):
+    size = parse_size(value, "shm_size")
+    assert size == nbytes
+    assert type(size) is int
+
+
+@pytest.mark.parametrize("value", [None, True, False, 1.5, b"1MiB", [1], object()])
+def test_what_is_neither_a_number_of_bytes_nor_text_is_a_type_error(value):
+    with pytest.raises(TypeError, match="shm_size option should be a number of bytes") as caught:
+        parse_size(value, "shm_size")
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", " ", "MiB", "1 2", "1,5GB", "-1", "+1", "1e9", "1MB/s", "1 mebibyte", "0x10", ".5G"),
+        *("1.", "1PB", "nan", "inf", "1i", "1bB", "1ibB"),
+    ],
+)
+def test_text_that_is_no_size_is_a_value_error(value):
+    with pytest.raises(ValueError, match="shm_size option should be a number of bytes") as caught:
+        parse_size(value, "shm_size")
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, -(10**12), "0", "0GiB", "0.0001"])
+def test_a_size_must_be_positive(value):
+    with pytest.raises(ValueError, match="positive"):
+        parse_size(value, "shm_size")
+
+
+def test_the_message_names_the_argument():
+    with pytest.raises(ValueError, match="other_size=0"):
+        parse_size(0, "other_size")
+
+
+@given(st.integers(1, 2**62))
+def test_a_number_of_bytes_is_itself_as_an_int_and_as_text(nbytes):
+    assert parse_size(nbytes, "shm_size") == nbytes
+
+
+@given(st.integers(1, 2**53))
+def test_text_of_a_whole_number_is_exact(nbytes):
+    assert parse_size(str(nbytes), "shm_size") == nbytes
+
+
+@given(shm_bytes=st.integers(1, 2**40), slot_count=st.integers(1, 200))
+def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
+    if shm_bytes // slot_count < MINIMUM_SLOT_BYTES:
+        with pytest.raises(ValueError, match="shm_size of") as caught:
+            slot_share(shm_bytes, slot_count)
+        # What it says to do helps.
+        assert f"Raise shm_size to {slot_count * MINIMUM_SLOT_BYTES} or more" in str(caught.value)
+        assert slot_share(slot_count * MINIMUM_SLOT_BYTES, slot_count) == MINIMUM_SLOT_BYTES
+    else:
+        share = slot_share(shm_bytes, slot_count)
+        assert share * slot_count <= shm_bytes < (share + 1) * slot_count
+
+
+def test_options_have_defaults_and_cannot_be_changed():
+    options = Options()
+    assert (options.shm_bytes, options.lend_limit) == (None, LEND_LIMIT)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.shm_bytes = 1
