@@ -1,7 +1,14 @@
 """Shared memory: slots, what is written into them, and what is read out of them.
 
-``slot`` owns the OS resource; ``slot_writer`` hands out its bytes in the worker;
-``collate`` and ``flat`` fill it; ``codec`` turns whatever a collate function
-returned into bytes of the slot plus a small body, and back; ``lease`` notices when the
-user has dropped a batch.
+``slot`` owns the OS resource; ``slot_writer`` hands out its bytes in the worker; ``lease``
+notices when the user has dropped a batch. Two ways lead from samples to a batch:
+
+=============  ==============================================  ======================
+way            in the worker                                   in the main process
+=============  ==============================================  ======================
+short          ``packer``: default collate of plain samples    ``flat``
+general        ``collate``, then ``encoder``: anything         ``codec``
+=============  ==============================================  ======================
+
+``stacking`` writes tensors side by side for both.
 """

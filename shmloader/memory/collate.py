@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from shmloader.memory.flat import FlatLayout, FlatPacker
+from shmloader.memory.flat import FlatLayout
+from shmloader.memory.packer import FlatPacker
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.memory.stacking import stack_into
 

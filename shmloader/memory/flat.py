@@ -2,40 +2,29 @@
 
 Where the collate function is torch's own ``default_collate`` and a sample is a tensor, an
 array, a number, or a tuple, list or dict of these, the batch need not be built at all in the
-worker: :class:`FlatPacker` stacks the fields straight into the slot and describes them by a
-:class:`FlatLayout`; :class:`FlatReader` builds the batch from it in the main process. Fields of
-like dtype and shape are stacked by one call and copied out by one copy, since with many small
-fields the calls cost more than the bytes.
+worker: :mod:`shmloader.memory.packer` stacks the fields straight into the slot and describes
+them by a :class:`FlatLayout`; :class:`FlatReader` builds the batch from it in the main process.
+Fields of like dtype and shape are stacked by one call and copied out by one copy, since with
+many small fields the calls cost more than the bytes.
 
-Everything else goes the general way (:mod:`shmloader.memory.codec`), and so does every batch
-that turns out to be irregular: ``pack`` then returns None, and torch's own collate finds the
-words for the error.
+Everything else goes the general way (:mod:`shmloader.memory.codec`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmloader.memory.slot import Slot, align
-from shmloader.memory.slot_writer import SlotWriter
-from shmloader.memory.stacking import stack_into
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
 COPY_OUT_BYTES = 64 * 1024
 
-# Samples' fields up to this many bytes are stacked together with their like.
-_GROUPED_BYTES = 4096
-
-_BARE, _LIST, _DICT = 0, 1, 2
-
-# Keys that are equal only if they are the same: not so 1, True and 1.0.
-_KEY_TYPES = frozenset({str, int})
+#: Containers of a flat batch.
+BARE, LIST, DICT = 0, 1, 2
 
 
 class Group(NamedTuple):
@@ -68,243 +57,12 @@ class FlatLayout(NamedTuple):
     groups: tuple[Group, ...]
 
 
-# What numpy makes of a list of scalars of a dtype.
-_SCALAR_KINDS = {
-    torch.float64: "f",
-    torch.float32: "f",
-    torch.int64: "i",
-    torch.int32: "i",
-    torch.int16: "i",
-    torch.int8: "i",
-    torch.uint8: "i",
-    torch.bool: "b",
-}
+def group_tensor(memory: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
+    """A tensor over a whole group in the slot, which must not leave this package.
 
-# What torch makes of Python's numbers, where numpy makes this of them.
-_TORCH_DTYPES = {
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.bool_): torch.bool,
-}
-
-# A field: its dtype, and its shape in a sample; None for numbers.
-_Spec = tuple[torch.dtype, tuple[int, ...] | None]
-
-
-def _convert_ints(column: Sequence[object]) -> "np.ndarray[Any, Any]":
-    # numpy agrees with torch.tensor where it finds int64 or bool, and is four times as fast.
-    array = np.array(column)
-    return array if array.dtype.kind in "ib" else torch.tensor(column).numpy()
-
-
-def _convert_floats(column: Sequence[object]) -> "np.ndarray[Any, Any]":
-    array = np.array(column)
-    if array.dtype == np.float64:
-        return array
-    return torch.tensor(column, dtype=torch.float64).numpy()
-
-
-_CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray[Any, Any]"]] = {
-    int: _convert_ints,
-    bool: _convert_ints,
-    float: _convert_floats,
-}
-
-
-class _Target(NamedTuple):
-    """A group's place in a slot, as torch and as numpy see it. Never leaves this module."""
-
-    tensor: torch.Tensor
-    array: "np.ndarray[Any, Any] | None"
-    kind: str | None
-
-
-def _make_target(slot: Slot, group: Group) -> _Target:
-    tensor = _group_tensor(slot, group, len(group.positions))
-    kind = _SCALAR_KINDS.get(tensor.dtype) if tensor.ndim == 1 else None
-    return _Target(tensor, tensor.numpy() if kind else None, kind)
-
-
-def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
-    """Write the fields of a group; False if they are not what the first sample promised."""
-    tensor, array, kind = target
-    if len(group.positions) == 1:
-        source = sources[group.positions[0]]
-    else:
-        source = list(chain.from_iterable(map(sources.__getitem__, group.positions)))
-    if array is not None:
-        numbers = source
-        if type(numbers) is not np.ndarray:
-            # torch.stack makes a view of each scalar first: by way of Python's numbers it takes
-            # two thirds of the time. A sample that is no scalar comes out as a list: an error.
-            numbers = np.array(list(map(torch.Tensor.tolist, source)))
-            if numbers.dtype.kind != kind:
-                return False
-        array[:] = numbers
-    elif tensor.numel():
-        # Nothing here is for autograd; told so, torch takes a fifth less time a tensor.
-        with torch.inference_mode():
-            stack_into(source, tensor)
-    else:
-        torch.stack(source, 0)  # nothing to write, but for torch's checks
-    return True
-
-
-class _NotFlatError(Exception):
-    """These samples take the general way."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """How batches of one kind are packed; made once, used while the kind stays the same."""
-
-    signature: tuple[object, ...]
-    layout: FlatLayout
-    end: int
-
-
-class FlatPacker:
-    """Stacks samples into the slot of the task in work. One in each worker."""
-
-    def __init__(self, writer: SlotWriter) -> None:
-        self._writer = writer
-        self._plan: _Plan | None = None
-
-    def pack(self, samples: object) -> FlatLayout | None:
-        """Pack a batch, or leave it to the general way.
-
-        Args:
-            samples: What the dataset gave for the batch's indices.
-
-        Returns:
-            The layout, the very same object for as long as batches are alike; None if these
-            samples are not flat, or not alike. The slot then holds nothing of worth.
-
-        Raises:
-            SharedMemoryError: If the batch does not fit the slot.
-        """
-        if type(samples) is not list or not samples:
-            return None
-        try:
-            container, keys, columns = _split(samples)
-            read = [_read_column(column) for column in columns]
-        except _NotFlatError:
-            return None
-        fields = [spec for spec, _ in read]
-        sources = [source for _, source in read]
-        signature = (container, keys, len(samples), fields)
-        plan = self._plan
-        if plan is None or plan.signature != signature:
-            plan = self._plan = _make_plan(container, keys, len(samples), fields)
-        self._writer.rewind()
-        self._writer.allocate(plan.end)
-        if not self._fill(plan, sources):
-            self._writer.rewind()
-            return None
-        return plan.layout
-
-    def _fill(self, plan: _Plan, sources: list[Any]) -> bool:
-        slot = self._writer.slot
-        owner, targets = slot.views
-        if owner is not plan:
-            targets = [_make_target(slot, group) for group in plan.layout.groups]
-            slot.views = (plan, targets)
-        try:
-            for group, target in zip(plan.layout.groups, targets, strict=True):
-                if not _fill_group(group, target, sources):
-                    return False
-        except (RuntimeError, ValueError):
-            return False
-        return True
-
-
-def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequence[Any]]]:
-    """Turn samples into container, keys and columns, one column for each field.
-
-    Raises:
-        _NotFlatError: If they are of another kind, or not alike.
+    Its rows are the samples of one field after the other; with ``by_field``, it has a first
+    dimension for the fields.
     """
-    first = samples[0]
-    kind = type(first)
-    if kind is dict:
-        keys = tuple(first)
-        if not _KEY_TYPES.issuperset(map(type, keys)):
-            raise _NotFlatError
-        rows = [_row(sample, keys) for sample in samples]
-        columns = list(zip(*rows, strict=True))
-        container = _DICT
-    elif kind is tuple or kind is list:
-        keys = ()
-        if any(type(sample) is not kind or len(sample) != len(first) for sample in samples):
-            raise _NotFlatError
-        columns = list(zip(*samples, strict=True))
-        container = _LIST
-    else:
-        return _BARE, (), (samples,)
-    if not columns:
-        raise _NotFlatError
-    return container, keys, columns
-
-
-def _row(sample: object, keys: tuple[object, ...]) -> Iterable[Any]:
-    """A dict's values in the order of ``keys``; other keys of its own are left out."""
-    if type(sample) is not dict:
-        raise _NotFlatError
-    if tuple(sample) == keys:
-        return sample.values()
-    try:
-        return [sample[key] for key in keys]
-    except KeyError:
-        raise _NotFlatError from None
-
-
-def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
-    """What a field is, and its values: the samples' tensors, or one tensor of their numbers."""
-    first = column[0]
-    kind = type(first)
-    if kind is torch.Tensor:
-        if (
-            first.layout is not torch.strided
-            or not first.is_cpu
-            or first.is_nested
-            or first.requires_grad
-        ):
-            raise _NotFlatError
-        return (first.dtype, first.shape), column
-    convert = _CONVERTERS.get(kind)
-    try:
-        if convert is not None:
-            numbers = convert(column)
-            return (_TORCH_DTYPES[numbers.dtype], None), numbers
-        if kind is np.ndarray and first.dtype.kind in "biufc":
-            tensors = [torch.as_tensor(array) for array in column]
-            return (tensors[0].dtype, tensors[0].shape), tensors
-    except Exception:  # noqa: BLE001 - torch's collate will say what is wrong with it
-        raise _NotFlatError from None
-    raise _NotFlatError
-
-
-def _make_plan(container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec]) -> _Plan:
-    """Give each field its place: small ones of a kind side by side."""
-    alike: dict[Any, list[int]] = {}
-    for position, spec in enumerate(fields):
-        dtype, shape = spec
-        small = shape is not None and math.prod(shape) * dtype.itemsize <= _GROUPED_BYTES
-        alike.setdefault(spec if small else (position, spec), []).append(position)
-    groups = []
-    end = 0
-    for positions in alike.values():
-        dtype, shape = fields[positions[0]]
-        full = (batch, *(shape or ()))
-        groups.append(Group(end, dtype, full, tuple(positions)))
-        end = align(end + len(positions) * math.prod(full) * dtype.itemsize)
-    layout = FlatLayout(container, keys, tuple(groups))
-    return _Plan((container, keys, batch, fields), layout, end)
-
-
-def _group_tensor(memory: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
-    """A tensor over a whole group in the slot; with ``by_field``, a dimension for its fields."""
     shape = (rows, *group.shape) if by_field else (rows * group.shape[0], *group.shape[1:])
     count = math.prod(shape)
     if count == 0:
@@ -350,7 +108,7 @@ class FlatReader:
         if owner is not self:
             sources = [_make_source(slot, piece.group) for piece in self._pieces]
             slot.views = (self, sources)
-        if self._container == _BARE:
+        if self._container == BARE:
             return _take(self._pieces[0], sources[0], lease)
         fields: list[Any] = [None] * self._count
         for piece, source in zip(self._pieces, sources, strict=True):
@@ -360,14 +118,14 @@ class FlatReader:
             else:
                 for position, tensor in zip(positions, _take_all(piece, source), strict=True):
                     fields[position] = tensor
-        if self._container == _LIST:
+        if self._container == LIST:
             return fields
         return dict(zip(self._keys, fields, strict=True))
 
 
 def _make_source(slot: Slot, group: Group) -> torch.Tensor:
     """A field of a group by itself; with several, a dimension for them."""
-    source = _group_tensor(slot, group, len(group.positions), by_field=True)
+    source = group_tensor(slot, group, len(group.positions), by_field=True)
     return source[0] if len(group.positions) == 1 else source
 
 

@@ -24,8 +24,8 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import InternalError, SharedMemoryError
-from shmloader.memory.codec import encode
 from shmloader.memory.collate import SlotCollate, install
+from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
