@@ -44,6 +44,7 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.workers.channel import receive_soon
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.seeding import seed_worker
@@ -158,7 +159,9 @@ class _Worker:
         del payload
         receive, send = self._channel.recvmsg, self._channel.send
         while True:
-            data, ancillary, flags, _ = receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
+            data, ancillary, flags, _ = receive_soon(
+                receive, RECEIVE_BYTES, _DESCRIPTOR_SPACE, socket.MSG_DONTWAIT
+            ) or receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
             if not data:
                 return
             message = unpack(data)

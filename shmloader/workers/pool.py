@@ -17,7 +17,7 @@ class Pool(Protocol):
         """Send a message; never blocks."""
 
     def receive(self, worker_id: int) -> bytes | None:
-        """The next message from a worker, if one is there."""
+        """The next message from a worker, if one is there or about to come."""
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
         """Wait for messages and deaths."""

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.messages import RECEIVE_BYTES
+from shmloader.workers.channel import receive_soon
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.payload import (
@@ -210,13 +211,16 @@ class ProcessPool:
         return True
 
     def receive(self, worker_id: int) -> bytes | None:
-        """The next message from a worker, if one is there. Does not wait."""
-        worker = self._workers[worker_id]
+        """The next message from a worker, if one is there or about to come. Does not sleep."""
+        try:
+            return receive_soon(self._workers[worker_id].channel.recv, RECEIVE_BYTES) or None
+        except OSError:
+            return None  # its pidfd tells us more
+
+    def _receive_now(self, worker: _Worker) -> bytes | None:
         try:
             return worker.channel.recv(RECEIVE_BYTES) or None
-        except BlockingIOError:
-            return None
-        except OSError:
+        except OSError:  # BlockingIOError is one
             return None
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
@@ -246,7 +250,7 @@ class ProcessPool:
             elif not worker.is_lost:
                 if event & select.POLLOUT:
                     self._flush(worker)
-                data = self.receive(worker_id)
+                data = self._receive_now(worker)
                 if data is not None:
                     happened.append((worker_id, data))
                 elif event & (select.POLLHUP | select.POLLERR):
@@ -267,7 +271,7 @@ class ProcessPool:
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
-        while (data := self.receive(worker_id)) is not None:
+        while (data := self._receive_now(worker)) is not None:
             yield worker_id, data
         worker.is_lost = True
         worker.outbox.clear()
