@@ -72,6 +72,44 @@ def rebuild_tensor(
     return tensor
 
 
+def rebuild_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    is_coalesced: bool,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Called by pickle, in the main process."""
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        shape,
+        is_coalesced=is_coalesced,
+        check_invariants=False,
+        requires_grad=requires_grad,
+    )
+
+
+def rebuild_compressed(
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: torch.layout,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Called by pickle, in the main process."""
+    return torch.sparse_compressed_tensor(
+        outer,
+        inner,
+        values,
+        shape,
+        layout=layout,
+        check_invariants=False,
+        requires_grad=requires_grad,
+    )
+
+
 def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Called by pickle, in the main process."""
     return array
@@ -112,30 +150,35 @@ def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
 
 def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
     """Each span as the body wants it: a :class:`_Part`, or a writable memoryview."""
-    copied = [
-        span.nbytes > 0 and (lease is None or span.nbytes <= COPY_OUT_BYTES) for span in spans
-    ]
-    total = sum(align(s.nbytes) for s, c in zip(spans, copied, strict=True) if c)
-    # One block for everything that is copied out.
-    block = torch.empty(total, dtype=torch.uint8).numpy() if total else None
-    shared = memoryview(slot.mapping)
+    # One block for all small ones; a large one that is not lent has a block of its own.
+    total = sum(align(span.nbytes) for span in spans if span.nbytes <= COPY_OUT_BYTES)
+    block = _private(total)
     parts: list[object] = []
     position = 0
-    for span, is_copied in zip(spans, copied, strict=True):
-        home: object = lease
+    for span in spans:
+        nbytes = span.nbytes
+        home: Any = lease
         offset = span.offset
-        if is_copied:
-            assert block is not None
-            block[position : position + span.nbytes] = np.frombuffer(
-                shared, np.uint8, span.nbytes, span.offset
-            )
+        if nbytes <= COPY_OUT_BYTES:
             home, offset = block, position
-            position += align(span.nbytes)
-        if span.nbytes == 0:
+            position += align(nbytes)
+        elif lease is None:
+            home, offset = _private(nbytes), 0
+        if home is not lease and nbytes:
+            # By way of memoryviews: the slot's lives for this statement only.
+            home[offset : offset + nbytes] = memoryview(slot.mapping)[
+                span.offset : span.offset + nbytes
+            ]
+        if nbytes == 0:
             parts.append(bytearray() if span.first_byte < 0 else _Part(torch.UntypedStorage(0), 0))
         elif span.first_byte < 0:
-            parts.append(memoryview(home).cast("B")[offset : offset + span.nbytes])  # type: ignore[arg-type]
+            parts.append(memoryview(home).cast("B")[offset : offset + nbytes])
         else:
-            flat = torch.frombuffer(home, dtype=torch.uint8, count=span.nbytes, offset=offset)
+            flat = torch.frombuffer(home, dtype=torch.uint8, count=nbytes, offset=offset)
             parts.append(_Part(flat.untyped_storage(), span.first_byte))
     return parts
+
+
+def _private(nbytes: int) -> memoryview:
+    """Aligned memory of this process's own."""
+    return memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())

@@ -19,6 +19,8 @@ from shmloader.memory.codec import (
     PickledLayout,
     Span,
     rebuild_array,
+    rebuild_compressed,
+    rebuild_coo,
     rebuild_storage,
     rebuild_tensor,
     rebuild_typed_storage,
@@ -26,6 +28,10 @@ from shmloader.memory.codec import (
 from shmloader.memory.slot_writer import SlotWriter
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+_SPARSE = frozenset(
+    {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
 
 # Writable: for a read-only buffer pickle would want a memoryview of what we put in its place.
 _EMPTY = bytearray()
@@ -53,69 +59,22 @@ class _Storage:
         self.itemsizes.add(itemsize)
 
 
-class _Reducers:
-    """Takes tensors, storages and arrays out of a pickle's stream. Mixed into a Pickler."""
+class _Parts:
+    """What was taken out of a pickle's stream.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, buffer_callback=self._out_of_band, **kwargs)  # type: ignore[call-arg]
+    The pickler refers to it, never the other way round: a cycle would hold the slot's memory
+    until the garbage collector finds it.
+    """
+
+    def __init__(self) -> None:
         self.storages: dict[int, _Storage] = {}
         self.buffers: list[tuple[int, pickle.PickleBuffer]] = []
         self.order: list[int] = []
         self._marks: dict[int, tuple[pickle.PickleBuffer, int]] = {}
         self._count = 0
 
-    def reduce_data(self, value: Any) -> Any:
-        """The reduction of a CPU tensor, storage or array; NotImplemented for the rest."""
-        kind = type(value)
-        if kind in _TENSOR_TYPES:
-            if _is_plain(value):
-                return self._reduce_tensor(value)
-        elif kind is torch.UntypedStorage:
-            if value.device.type == "cpu":
-                storage = self._storage(value)
-                storage.add(0, value.nbytes(), 1)
-                return rebuild_storage, (self._mark(storage.index),)
-        elif kind is np.ndarray:
-            return self._reduce_array(value)
-        elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
-            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
-        return NotImplemented
-
-    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
-        if tensor.requires_grad and not tensor.is_leaf:
-            raise RuntimeError(
-                "a tensor that requires_grad and is not a leaf cannot leave its process, since "
-                "autograd does not cross processes: detach() it in the dataset or collate_fn"
-            )
-        storage = self._storage(tensor.untyped_storage())
-        item = tensor.element_size()
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        first = tensor.storage_offset()
-        if tensor.numel():
-            last = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-            storage.add(first * item, (last + 1) * item, item)
-        return rebuild_tensor, (
-            self._mark(storage.index), tensor.dtype, shape, stride, first,
-            tensor.requires_grad, type(tensor) is torch.nn.Parameter,
-        )  # fmt: skip
-
-    def _reduce_array(self, array: "np.ndarray[Any, Any]") -> Any:
-        """Out of band only what then looks as torch's loader gives it.
-
-        That pickles in-band, by an older protocol: arrays become writable, of native byte order,
-        and in C order unless they are contiguous in Fortran's.
-        """
-        kind, flags = array.dtype, array.flags
-        if kind.hasobject or not array.size:
-            return array.__reduce__()
-        is_native = kind.isnative or kind.names is not None
-        if is_native and flags.writeable and (flags.c_contiguous or flags.f_contiguous):
-            return NotImplemented
-        order: Any = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
-        copy = np.array(array, dtype=kind if is_native else kind.newbyteorder("="), order=order)
-        return rebuild_array, (copy,)
-
-    def _storage(self, storage: torch.UntypedStorage) -> _Storage:
+    def storage(self, storage: torch.UntypedStorage) -> _Storage:
+        """The one entry of a storage."""
         key = storage.data_ptr() or -id(storage)
         known = self.storages.get(key)
         if known is None:
@@ -123,13 +82,14 @@ class _Reducers:
             self._count += 1
         return known
 
-    def _mark(self, index: int) -> pickle.PickleBuffer:
-        """A buffer that stands for span ``index`` in the stream."""
+    def mark(self, storage: _Storage) -> pickle.PickleBuffer:
+        """A buffer that stands for a storage in the stream."""
         mark = pickle.PickleBuffer(_EMPTY)
-        self._marks[id(mark)] = (mark, index)
+        self._marks[id(mark)] = (mark, storage.index)
         return mark
 
-    def _out_of_band(self, buffer: pickle.PickleBuffer) -> None:
+    def out_of_band(self, buffer: pickle.PickleBuffer) -> None:
+        """Pickle's callback for each buffer, in the order of the stream."""
         mark = self._marks.get(id(buffer))
         if mark is not None:
             self.order.append(mark[1])
@@ -137,6 +97,81 @@ class _Reducers:
             self.buffers.append((self._count, buffer))
             self.order.append(self._count)
             self._count += 1
+
+
+def _reduce_data(value: Any, parts: _Parts) -> Any:
+    """The reduction of a CPU tensor, storage or array; NotImplemented for the rest."""
+    kind = type(value)
+    if kind in _TENSOR_TYPES:
+        if _is_plain(value):
+            return _reduce_tensor(value, parts)
+        if value.layout in _SPARSE and value.device.type == "cpu":
+            return _reduce_sparse(value)
+    elif kind is np.ndarray:
+        return _reduce_array(value)
+    elif kind is torch.UntypedStorage:
+        if value.device.type == "cpu":
+            storage = parts.storage(value)
+            storage.add(0, value.nbytes(), 1)
+            return rebuild_storage, (parts.mark(storage),)
+    elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
+        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
+    return NotImplemented
+
+
+def _check_leaf(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            "a tensor that requires_grad and is not a leaf cannot leave its process, since "
+            "autograd does not cross processes: detach() it in the dataset or collate_fn"
+        )
+
+
+def _reduce_tensor(tensor: torch.Tensor, parts: _Parts) -> tuple[Callable[..., object], Any]:
+    _check_leaf(tensor)
+    storage = parts.storage(tensor.untyped_storage())
+    item = tensor.element_size()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    first = tensor.storage_offset()
+    if tensor.numel():
+        last = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        storage.add(first * item, (last + 1) * item, item)
+    return rebuild_tensor, (
+        parts.mark(storage), tensor.dtype, shape, stride, first,
+        tensor.requires_grad, type(tensor) is torch.nn.Parameter,
+    )  # fmt: skip
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
+    """As its dense parts. torch's own unpickling keeps each sparse tensor in a list for ever."""
+    _check_leaf(tensor)
+    grad, tensor = tensor.requires_grad, tensor.detach()
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        is_coalesced = tensor.is_coalesced()
+        return rebuild_coo, (tensor._indices(), tensor._values(), shape, is_coalesced, grad)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        outer, inner = tensor.crow_indices(), tensor.col_indices()
+    else:
+        outer, inner = tensor.ccol_indices(), tensor.row_indices()
+    return rebuild_compressed, (outer, inner, tensor.values(), shape, tensor.layout, grad)
+
+
+def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
+    """Out of band only what then looks as torch's loader gives it.
+
+    That pickles in-band, by an older protocol: arrays become writable, of native byte order,
+    and in C order unless they are contiguous in Fortran's.
+    """
+    kind, flags = array.dtype, array.flags
+    if kind.hasobject or not array.size:
+        return array.__reduce__()
+    is_native = kind.isnative or kind.names is not None
+    if is_native and flags.writeable and (flags.c_contiguous or flags.f_contiguous):
+        return NotImplemented
+    order: Any = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
+    copy = np.array(array, dtype=kind if is_native else kind.newbyteorder("="), order=order)
+    return rebuild_array, (copy,)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -160,21 +195,23 @@ def _dispatch_table() -> dict[type, Any]:
     return {**copyreg.dispatch_table, **extra}
 
 
-class _StandardPickler(_Reducers, pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
+class _StandardPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+        super().__init__(file, protocol=5, buffer_callback=parts.out_of_band)
+        self._parts = parts
         self.dispatch_table = _dispatch_table()
 
     def reducer_override(self, value: object) -> Any:
-        return self.reduce_data(value)
+        return _reduce_data(value, self._parts)
 
 
-class _ClosurePickler(_Reducers, cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
+class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+        super().__init__(file, protocol=5, buffer_callback=parts.out_of_band)
+        self._parts = parts
 
     def reducer_override(self, value: object) -> Any:
-        reduced = self.reduce_data(value)
+        reduced = _reduce_data(value, self._parts)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
@@ -193,30 +230,33 @@ def encode(batch: object, writer: SlotWriter, *, by_value: bool, spill_bytes: in
         TypeError: If part of the batch cannot be pickled; names that part.
         SharedMemoryError: If it does not fit the slot.
     """
-    file = io.BytesIO()
-    pickler: _Reducers = _StandardPickler(file)
     try:
-        pickler.dump(batch)  # type: ignore[attr-defined]
+        body, parts = _dump(_StandardPickler, batch)
     except Exception as error:
         if not by_value:
             raise _explain(batch, error) from error
-        file = io.BytesIO()
-        pickler = _ClosurePickler(file)
         try:
-            pickler.dump(batch)
+            body, parts = _dump(_ClosurePickler, batch)
         except Exception as second:
             raise _explain(batch, second) from second
     spans: dict[int, Span] = {}
-    for storage in pickler.storages.values():
+    for storage in parts.storages.values():
         spans[storage.index] = _place_storage(storage, writer)
-    for index, buffer in pickler.buffers:
+    for index, buffer in parts.buffers:
         spans[index] = _place_buffer(buffer, writer)
-    body: bytes | tuple[int, int] = file.getvalue()
-    if len(body) > spill_bytes:
-        body = writer.put(body)
     return PickledLayout(
-        body, tuple(spans[index] for index in range(len(spans))), tuple(pickler.order)
+        body if len(body) <= spill_bytes else writer.put(body),
+        tuple(spans[index] for index in range(len(spans))),
+        tuple(parts.order),
     )
+
+
+def _dump(
+    pickler: "type[_StandardPickler | _ClosurePickler]", value: object
+) -> tuple[bytes, _Parts]:
+    file, parts = io.BytesIO(), _Parts()
+    pickler(file, parts).dump(value)
+    return file.getvalue(), parts
 
 
 def _place_storage(storage: _Storage, writer: SlotWriter) -> Span:
@@ -263,7 +303,7 @@ def _find_unpicklable(batch: object) -> tuple[str, object]:
     for _ in range(20):  # deep enough for any batch; ends a structure that holds itself
         for name, child in _children(part):
             try:
-                _StandardPickler(io.BytesIO()).dump(child)
+                _dump(_StandardPickler, child)
             except Exception:  # noqa: BLE001 - this is the search
                 path, part = path + name, child
                 break

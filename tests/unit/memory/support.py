@@ -10,15 +10,17 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.memory import collate
-from shmloader.memory.codec import PickledLayout, decode, encode
+from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.collate import SlotCollate
-from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.encoder import encode
+from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
 from shmloader.memory.lease import LeaseBook
 from shmloader.memory.slot import ALIGNMENT, Slot
 from shmloader.memory.slot_writer import SlotWriter
 
 MIB = 1 << 20
 SPILL_BYTES = 8 << 10
+LARGE = COPY_OUT_BYTES + 1000  # bytes of a part that is lent
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Bench:
         return self.decode(self.encode(batch, **options), lent=lent)
 
     def read(self, layout: FlatLayout, *, lent: bool):
-        return FlatReader(layout).read(0, self.slot, self.lend() if lent else None)
+        return FlatReader(layout).read(self.slot, self.lend() if lent else None)
 
 
 @contextlib.contextmanager

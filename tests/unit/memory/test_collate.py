@@ -37,6 +37,7 @@ def test_empty_is_torch_s_empty_in_a_worker_and_outside(
 ):
     with open_bench() as bench:
         if in_worker:
+            bench.writer.open(bench.slot, is_offered=True)
             with installed(bench.writer):
                 tensor = empty(shape, dtype)
         else:
@@ -60,9 +61,17 @@ def test_empty_is_public():
 
 
 def test_between_tasks_empty_is_private_memory(bench):
+    bench.writer.open(bench.slot, is_offered=True)
     bench.writer.close()
     assert not is_in(bench.slot, empty(3))
     bench.writer.open(bench.slot)
+
+
+def test_a_sample_that_is_yet_to_be_collated_gets_private_memory(bench):
+    assert not is_in(bench.slot, empty(3))
+    wrapped = SlotCollate(lambda samples: empty(3), bench.writer)
+    assert is_in(bench.slot, wrapped([1, 2]))
+    assert not is_in(bench.slot, empty(3))
 
 
 def test_default_collate_of_plain_samples_takes_the_short_way(bench):

@@ -168,20 +168,18 @@ def test_a_rewound_writer_begins_at_the_front(writer):
 
 def test_without_a_task_there_is_no_slot():
     writer = SlotWriter()
-    assert not writer.is_open
     with pytest.raises(RuntimeError, match="no task is in work"):
         writer.allocate(1)
 
 
-def test_opening_and_closing_a_task_is_told():
+def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said():
     slot = Slot.create(MIB)
     writer = SlotWriter()
     writer.open(slot)
-    writer.is_collating = True
-    assert writer.is_open
     assert writer.slot is slot
-    writer.open(slot)
-    assert not writer.is_collating
+    assert not writer.is_offered
+    writer.open(slot, is_offered=True)
+    assert writer.is_offered
     writer.close()
-    assert not writer.is_open
+    assert not writer.is_offered
     slot.close()

@@ -43,7 +43,7 @@ class Bench:
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
         plan = FetchPlan(is_iterable, auto_collation=True, drop_last=False)
-        self.worker = _Worker(None, WorkerStart(3, 4, 0, plan, 0))
+        self.worker = _Worker(None, WorkerStart(3, 4, 0, plan, main_pid=0, has_main_parent=False))
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
         self.fetcher = self.worker._fetcher = Fetcher()
         self.seq = -1
@@ -62,7 +62,7 @@ class Bench:
 
     def layout_of(self, answer: BatchDone) -> PickledLayout:
         layout = answer.layout
-        return pickle.loads(self.spilled(layout)) if type(layout) is Spilled else layout
+        return pickle.loads(self.spilled(layout) if type(layout) is Spilled else layout)
 
     def error_of(self, answer: BatchFailed) -> BaseException:
         data = answer.error

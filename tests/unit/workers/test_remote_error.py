@@ -53,7 +53,7 @@ def crossed(error: BaseException) -> BaseException:
     try:
         raise error.with_traceback(None)
     except BaseException:
-        data = RemoteError(WHERE).dumps()
+        data = RemoteError.caught(WHERE).dumps()
     return raised_by(lambda: RemoteError.loads(data).reraise(NOTE))
 
 
@@ -190,7 +190,7 @@ def test_the_worker_s_traceback_and_the_cause_are_in_the_text():
         except ValueError as error:
             raise TypeError("the effect") from error
     except TypeError:
-        data = RemoteError(WHERE).dumps()
+        data = RemoteError.caught(WHERE).dumps()
     with pytest.raises(TypeError) as caught:
         RemoteError.loads(data).reraise(NOTE)
     text = str(caught.value)
@@ -211,7 +211,7 @@ def test_an_error_holds_nothing_of_the_frames_it_was_raised_in():
     try:
         fails()
     except ValueError:
-        error = RemoteError(WHERE)
+        error = RemoteError.caught(WHERE)
     assert alive[0]() is None
     assert error.dumps()
 
@@ -220,7 +220,7 @@ def test_ten_megabytes_of_text_are_shortened_to_their_beginning_and_end():
     try:
         raise ValueError("begin " + "x" * 10_000_000 + " end")
     except ValueError:
-        error = RemoteError(WHERE)
+        error = RemoteError.caught(WHERE)
     assert len(error.dumps()) > 10_000_000
     data = error.shortened(4096).dumps()
     assert len(data) < 5000
@@ -236,6 +236,6 @@ def test_a_short_text_is_not_shortened():
     try:
         raise ValueError("short")
     except ValueError:
-        error = RemoteError(WHERE)
+        error = RemoteError.caught(WHERE)
     before = error.dumps()
     assert error.shortened(100_000).dumps() == before

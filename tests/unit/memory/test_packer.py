@@ -1,0 +1,396 @@
+"""The short way: bit for bit what torch's default_collate gives, or left to the general way."""
+
+import collections
+import enum
+import pickle
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.packer import FlatPacker
+from shmloader.memory.slot import Slot
+from tests.parity.compare import assert_same
+from tests.unit.memory.support import (
+    LARGE,
+    MIB,
+    collated_by_torch,
+    collated_by_us,
+    open_bench,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+both_ways = pytest.mark.parametrize("lent", [False, True], ids=["copied", "lent"])
+
+
+@pytest.fixture
+def packer(bench):
+    return FlatPacker(bench.writer)
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class MyDict(dict):
+    pass
+
+
+class MyTensor(torch.Tensor):
+    pass
+
+
+# Hypothesis: samples of many kinds ----------------------------------------------------------
+
+# Where torch refuses a mixture of scalars (of uint16 with others, of bool arrays with numbers),
+# the short way takes some: those dtypes stand in the tables below.
+TENSOR_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+]
+ARRAY_DTYPES = [
+    *("u1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", ">i4", "M8[s]", "U2"),
+]
+SHAPES = [(), (1,), (3,), (0,), (2, 3), (3, 0), (70, 30)]
+NUMBERS = [
+    *(0, 1, -7, True, False, 2**31, 2**62, 2**63, 2**64, -(2**63), 10**30),
+    *(0.5, -0.0, 1e300, float("inf"), float("nan"), 3 + 4j),
+    *(np.int32(3), np.float32(0.1), np.uint64(2**63), Level.HIGH),
+]
+
+
+def tensor_like(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return (torch.arange(np.prod(shape, dtype=int)).reshape(shape) * 7 + seed).to(dtype)
+
+
+def array_like(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) * 7 + seed, dtype)
+
+
+def tensor_fields(draw):
+    """A maker of samples' tensors, alike or nearly so."""
+    dtype, shape = draw(st.sampled_from(TENSOR_DTYPES)), draw(st.sampled_from(SHAPES))
+    other_dtype, other_shape = draw(st.sampled_from(TENSOR_DTYPES)), draw(st.sampled_from(SHAPES))
+    return {
+        "usual": lambda seed: tensor_like(dtype, shape, seed),
+        "odd": draw(
+            st.sampled_from(
+                [
+                    lambda seed: tensor_like(other_dtype, shape, seed),
+                    lambda seed: tensor_like(dtype, other_shape, seed),
+                    lambda seed: tensor_like(dtype, shape, seed).expand(2, *shape)[0],
+                    lambda seed: tensor_like(dtype, shape[::-1], seed).permute(
+                        tuple(reversed(range(len(shape))))
+                    ),
+                    lambda seed: tensor_like(torch.float32, shape, seed).requires_grad_(),
+                    lambda seed: (
+                        tensor_like(dtype, shape, seed).numpy()
+                        if dtype is not torch.bfloat16
+                        else 1
+                    ),
+                    lambda seed: seed,
+                    lambda seed: None,
+                ]
+            )
+        ),
+    }
+
+
+def array_fields(draw):
+    dtype, shape = draw(st.sampled_from(ARRAY_DTYPES)), draw(st.sampled_from(SHAPES))
+    other_dtype, other_shape = draw(st.sampled_from(ARRAY_DTYPES)), draw(st.sampled_from(SHAPES))
+    return {
+        "usual": lambda seed: array_like(dtype, shape, seed),
+        "odd": draw(
+            st.sampled_from(
+                [
+                    lambda seed: array_like(other_dtype, shape, seed),
+                    lambda seed: array_like(dtype, other_shape, seed),
+                    lambda seed: np.asfortranarray(array_like(dtype, shape, seed)),
+                    lambda seed: array_like(dtype, shape, seed)[..., ::-1] if shape else 0,
+                    lambda seed: torch.ones(shape),
+                    lambda seed: seed,
+                    lambda seed: 2.5,
+                ]
+            )
+        ),
+    }
+
+
+def number_fields(draw):
+    first, odd = draw(st.sampled_from(NUMBERS)), draw(st.sampled_from([*NUMBERS, None, "7", [1]]))
+    kind = type(first)
+    step = 0 if kind in {bool, Level} else 1
+
+    def usual(seed):
+        return first if not step or (isinstance(first, int) and first > 2**60) else first + seed
+
+    return {"usual": usual, "odd": lambda seed: odd}
+
+
+@st.composite
+def batches(draw):
+    """Samples of one kind, of which at most a few are odd."""
+    makers = [
+        draw(st.sampled_from([tensor_fields, tensor_fields, array_fields, number_fields]))(draw)
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    if draw(st.booleans()):  # fields of one kind lie side by side
+        makers = [makers[0]] * len(makers)
+    container = draw(st.sampled_from(["bare", "tuple", "list", "dict", "nested"]))
+    count = draw(st.integers(1, 5))
+    places = st.tuples(st.integers(0, count - 1), st.integers(0, len(makers) - 1))
+    odd = draw(st.just(set()) | st.sets(places, min_size=1, max_size=2))
+    samples = []
+    for number in range(count):
+        values = [
+            maker["odd" if (number, place) in odd else "usual"](number)
+            for place, maker in enumerate(makers)
+        ]
+        names = [f"f{place}" for place in range(len(values))]
+        if (number, 0) in odd:
+            names.reverse()
+        match container:
+            case "bare":
+                samples.append(values[0])
+            case "tuple":
+                samples.append(tuple(values))
+            case "list":
+                samples.append(values)
+            case "dict":
+                by_name = dict(zip(sorted(names), values, strict=True))
+                samples.append({name: by_name[name] for name in names})
+            case "nested":
+                samples.append((values[0], {"more": values}))
+    return samples
+
+
+def outcome(call):
+    """What came of it, value or kind of error, and the kinds of warnings."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            result = call()
+        except Exception as error:
+            result = type(error).__name__
+    return result, {warning.category for warning in heard}
+
+
+@both_ways
+@given(samples=batches())
+@settings(max_examples=500, derandomize=True)
+def test_any_samples_collate_as_in_a_worker_of_torch(samples, lent):
+    theirs, torch_warns = outcome(lambda: collated_by_torch(samples))
+    with open_bench() as bench:
+        ours, we_warn = outcome(lambda: collated_by_us(samples, bench, lent=lent))
+        if theirs == "AttributeError":  # torch stumbles over a sample that is no tensor
+            theirs = "TypeError"
+        assert_same(ours, theirs)
+        assert we_warn <= torch_warns
+
+
+# What is flat -------------------------------------------------------------------------------
+
+FLAT = {
+    "tensors": [torch.arange(3), torch.arange(3) * 2],
+    "0-d tensors": [torch.tensor(1.5), torch.tensor(2.5)],
+    "tensors of no elements": [torch.empty(0, 3), torch.empty(0, 3)],
+    "tensors of any strides": [torch.arange(6).reshape(2, 3).T, torch.arange(6).reshape(3, 2)],
+    "one sample": [torch.arange(3)],
+    "bfloat16": [torch.ones(2, 2, dtype=torch.bfloat16)] * 2,
+    "ints": [1, -2, 2**62],
+    "bools": [True, False],
+    "bools and ints": [True, 2],
+    "ints and bools": [1, True],
+    "floats": [1.5, -0.0, float("nan")],
+    "floats and ints": [1.5, 2],
+    "ints and floats": [1, 2.5],
+    "arrays": [np.arange(3), np.arange(3)],
+    "0-d arrays": [np.array(1.5), np.array(2.5)],
+    "arrays of another order": [
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.ones((2, 3), int)),
+    ],
+    "bool arrays": [np.array([True, False])] * 2,
+    "0-d bool arrays": [np.array(True), np.array(False)],
+    "uint16 tensors": [torch.arange(3).to(torch.uint16)] * 2,
+    "0-d uint16 tensors": [torch.tensor(2**16 - 1, dtype=torch.uint16)] * 2,
+    "uint16 arrays": [np.arange(3, dtype=np.uint16)] * 2,
+    "tuples": [(torch.arange(3), 1, 2.5), (torch.arange(3), 2, 3.5)],
+    "lists": [[torch.arange(3), 1], [torch.arange(3), 2]],
+    "dicts": [{"x": torch.arange(3), "y": 1}, {"x": torch.arange(3), "y": 2}],
+    "dicts of another key order": [{"x": 1, "y": 2}, {"y": 3, "x": 4}],
+    "dicts with a key too many": [{"x": 1}, {"x": 2, "y": 3}],
+    "keys of two types": [{1: 1, "a": 2}] * 2,
+    "fields of one kind": [(torch.tensor([n, n]), torch.tensor([9, n])) for n in range(5)],
+    "small fields between others": [
+        (torch.tensor([1.0, n]), n, torch.tensor([n]), torch.tensor([2.0, n]), torch.zeros(3000))
+        for n in range(4)
+    ],
+    "float32 and float64": [torch.ones(2), torch.ones(2, dtype=torch.float64) / 3],
+    "0-d float32 and int": [torch.tensor(1.5), torch.tensor(2)],
+    "arrays and tensors": [np.arange(3), torch.arange(3)],
+}
+
+
+@both_ways
+@pytest.mark.parametrize("samples", FLAT.values(), ids=FLAT.keys())
+def test_flat_samples_go_the_short_way_and_arrive_as_torch_s(bench, packer, samples, lent):
+    layout = packer.pack(samples)
+    assert isinstance(layout, FlatLayout)
+    arrived = bench.read(pickle.loads(pickle.dumps(layout)), lent=lent)
+    assert_same(arrived, collated_by_torch(samples))
+
+
+NOT_FLAT = {
+    "no samples": [],
+    "a tuple of samples": (torch.zeros(1), torch.zeros(1)),
+    "named tuples": [Pair(1, 2), Pair(3, 4)],
+    "dict subclasses": [MyDict(a=1), MyDict(a=2)],
+    "a dict subclass after a dict": [{"a": 1}, MyDict(a=2)],
+    "ordered dicts": [collections.OrderedDict(a=1)],
+    "a missing key": [{"a": 1, "b": 2}, {"a": 3}],
+    "tuples and lists": [(1, 2), [3, 4]],
+    "tuples of unlike length": [(1, 2), (3,)],
+    "a tuple and a dict": [(1,), {0: 1}],
+    "empty tuples": [(), ()],
+    "empty dicts": [{}, {}],
+    "keys that may equal others": [{True: 1, 2.0: 2}] * 2,
+    "keys of the user's own types": [{(1, 2): 1, Level.LOW: 3}] * 2,
+    "nested": [(1, (2, 3)), (4, (5, 6))],
+    "strings": ["a", "b"],
+    "bytes": [b"a"],
+    "None": [None, None],
+    "numpy numbers": [np.float32(1), np.float32(2)],
+    "enums": [Level.LOW, Level.HIGH],
+    "complex numbers": [1j, 2j],
+    "a number and None": [1, None],
+    "a number and a string": [1, "2"],
+    "an int too large": [1, 2**63],
+    "an int far too large": [10**30],
+    "a float and a complex": [1.5, 2j],
+    "tensor subclasses": [torch.zeros(2).as_subclass(MyTensor)],
+    "parameters": [torch.nn.Parameter(torch.zeros(2))],
+    "sparse tensors": [torch.eye(2).to_sparse()],
+    "tensors on meta": [torch.zeros(2, device="meta")],
+    "tensors of unlike shape": [torch.zeros(2), torch.zeros(3)],
+    "tensors without elements of unlike shape": [torch.zeros(0, 2), torch.zeros(0, 3)],
+    "0-d and 1-d tensors": [torch.zeros(()), torch.zeros(1)],
+    "an int tensor, then a float one": [torch.zeros(2, dtype=torch.int64), torch.zeros(2)],
+    "0-d int, then float": [torch.tensor(1), torch.tensor(2.5)],
+    "a tensor, then an array": [torch.zeros(2), np.zeros(2)],
+    "a tensor, then a number": [torch.tensor(2), 3],
+    "tensors that require grad": [torch.zeros(2, requires_grad=True)] * 2,
+    "0-d tensors that require grad": [torch.tensor(1.5, requires_grad=True)] * 2,
+    "a later tensor that requires grad": [torch.zeros(2), torch.zeros(2, requires_grad=True)],
+    "a later 0-d tensor that requires grad": [
+        torch.tensor(1.5),
+        torch.tensor(1.5, requires_grad=True),
+    ],
+    "a later tensor of a subclass": [torch.zeros(2), torch.zeros(2).as_subclass(MyTensor)],
+    "a later sparse tensor": [torch.eye(2), torch.eye(2).to_sparse()],
+    "a later tensor on meta": [torch.zeros(2), torch.zeros(2, device="meta")],
+    "a 0-d and a 1-d tensor of one element": [torch.tensor(1.5), torch.tensor([1.5])],
+    "arrays of unlike shape": [np.zeros(2), np.zeros(3)],
+    "arrays of strings": [np.array(["a"])],
+    "arrays of objects": [np.array([None])],
+    "arrays of dates": [np.array(["2020-01-01"], "M8[D]")],
+    "big-endian arrays": [np.arange(3, dtype=">i4")],
+    "reversed arrays": [np.arange(3)[::-1]],
+    "array subclasses": [np.ma.masked_array([1, 2])],
+}
+
+
+@pytest.mark.parametrize("samples", NOT_FLAT.values(), ids=NOT_FLAT.keys())
+def test_other_samples_are_left_to_the_general_way(bench, packer, samples):
+    assert packer.pack(samples) is None
+    assert bench.writer.used_bytes == 0
+
+
+def test_conjugates_are_written_out(bench, packer):
+    samples = [torch.tensor([1 + 2j]).conj(), torch.tensor([3 + 4j])]
+    assert bench.read(packer.pack(samples), lent=False).tolist() == [[1 - 2j], [3 + 4j]]
+
+
+def test_a_mistake_in_one_batch_does_not_spoil_the_next(bench, packer):
+    good = [torch.arange(3.0), torch.arange(3.0)]
+    assert packer.pack(good) is not None
+    assert packer.pack([torch.arange(3.0), torch.arange(4.0)]) is None
+    assert_same(bench.read(packer.pack(good), lent=False), collated_by_torch(good))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (0,)])
+def test_nothing_that_is_kept_for_a_slot_grows_a_graph(bench, packer, shape):
+    for _ in range(2):
+        packer.pack([torch.zeros(shape, requires_grad=True)] * 2)
+    _, targets = bench.slot.views
+    assert not any(target.tensor.requires_grad for target in targets or [])
+
+
+# Layouts ------------------------------------------------------------------------------------
+
+
+def test_the_layout_is_the_same_object_while_batches_are_alike(bench, packer):
+    def sample(seed):
+        return {"x": torch.full((2, 3), seed), "y": seed, "z": np.full(4, seed)}
+
+    first = packer.pack([sample(1), sample(2)])
+    bench.writer.open(bench.slot)
+    second = packer.pack([sample(3), sample(4)])
+    assert second is first
+    assert bench.read(second, lent=False)["y"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [(torch.zeros(2), 1)],
+        [(torch.zeros(3), 1), (torch.zeros(3), 2)],
+        [(torch.zeros(2, dtype=torch.float64), 1), (torch.zeros(2), 2)],
+        [(torch.zeros(2), 1.5), (torch.zeros(2), 2.5)],
+        [(torch.zeros(2), torch.tensor(1)), (torch.zeros(2), torch.tensor(2))],
+        [{"a": torch.zeros(2), "b": 1}, {"a": torch.zeros(2), "b": 2}],
+        [(torch.zeros(2), 1, 2), (torch.zeros(2), 2, 3)],
+    ],
+    ids=["count", "shape", "dtype", "number", "0-d tensor", "container", "more fields"],
+)
+def test_a_batch_of_another_kind_gets_a_layout_of_its_own(bench, packer, other):
+    first = packer.pack([(torch.zeros(2), 1), (torch.zeros(2), 2)])
+    second = packer.pack(other)
+    assert second is not first
+    assert_same(bench.read(second, lent=False), collated_by_torch(other))
+
+
+def test_each_slot_gets_the_batch_that_was_packed_into_it(bench, packer):
+    other = Slot.create(MIB)
+    for slot, value in ((bench.slot, 1.0), (other, 2.0), (bench.slot, 3.0)):
+        bench.writer.open(slot)
+        layout = packer.pack([torch.full((5,), value)])
+    reader = FlatReader(layout)
+    assert reader.read(bench.slot, None)[0].tolist() == [3] * 5
+    assert reader.read(other, None)[0].tolist() == [2] * 5
+    mapping = other.mapping
+    other.close()
+    assert mapping.closed, "a packer or reader still holds the slot"
+
+
+def test_a_packed_batch_is_held_by_nobody(bench, packer):
+    packer.pack([torch.zeros(LARGE)])
+    assert not bench.writer.is_kept()
+
+
+def test_a_batch_too_large_for_its_slot_is_a_shared_memory_error():
+    with open_bench(MIB) as bench, pytest.raises(SharedMemoryError, match="raise shm_size"):
+        FlatPacker(bench.writer).pack([torch.zeros(MIB // 4), torch.zeros(MIB // 4)])
