@@ -157,14 +157,15 @@ class Engine:
         self._check_open()
         try:
             return self._next_batch()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             # It may have come between taking a message and noting what it says. While we only
             # waited, nothing can be lost, and the iterator can go on.
             if self._pool.is_waiting:
                 self._pool.is_waiting = False
             else:
                 self.close()
-            raise
+            # Without what was being handled just then, which is nothing to the user.
+            raise interrupt from None
 
     def _next_batch(self) -> object:
         scheduler = self._scheduler

@@ -181,4 +181,4 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
 
 def _private(nbytes: int) -> memoryview:
     """Aligned memory of this process's own."""
-    return memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())
+    return torch.empty(nbytes, dtype=torch.uint8).numpy().data

@@ -248,21 +248,19 @@ class _Worker:
             Its layout, pickled; None if that is the same as for the last batch.
         """
         batch = self._fetcher.fetch(indices)
-        if type(batch) is FlatLayout:
-            layout: object = batch
-            if layout is self._last_flat_layout:
-                return None
-            self._last_flat_layout = layout
-        else:
+        flat = batch if type(batch) is FlatLayout else None
+        if flat is None:
             layout = encode(
                 batch, self._writer, by_value=self._by_value, spill_bytes=INLINE_BYTES // 2
             )
-            self._last_flat_layout = None
-        data = pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
-        if data == self._last_layout:
+        elif flat is self._last_flat_layout:
             return None
-        sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self._writer.put(data))
-        self._last_layout = data
+        data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
+        sent: bytes | Spilled | None = None
+        if data != self._last_layout:
+            sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self._writer.put(data))
+        # Only now: what fails above is not known to the main process.
+        self._last_layout, self._last_flat_layout = data, flat
         return sent
 
     def _spill_error(self, error: bytes, kept: bool) -> bytes | Spilled:

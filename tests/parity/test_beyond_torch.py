@@ -27,21 +27,21 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_lambdas_closures_and_local_classes_reach_workers_started_by(method: str) -> None:
-    offset = torch.tensor([100.0])
+    offset = [100.0]
 
     class Local(Dataset):
         def __len__(self) -> int:
             return 6
 
         def __getitem__(self, index: int) -> torch.Tensor:
-            return offset + index
+            return torch.tensor([offset[0] + index])
 
     def make(method: str | None) -> dict[str, Any]:
         return {
             "dataset": Local(),
             "batch_size": 2,
             "collate_fn": lambda samples: {"sum": sum(samples), "who": get_worker_info().id},
-            "worker_init_fn": lambda worker: offset.add_(1000 * (worker + 1)),
+            "worker_init_fn": lambda worker: offset.append(offset.pop() + 1000 * (worker + 1)),
             "num_workers": 2,
             "multiprocessing_context": method,
         }
@@ -57,7 +57,7 @@ def test_lambdas_closures_and_local_classes_reach_workers_started_by(method: str
             {"sum": torch.tensor([2 * (100.0 + 1000) + 9]), "who": 0},
         ],
     )
-    assert offset.item() == 100
+    assert offset == [100.0]
 
 
 def test_a_result_of_a_local_class_comes_back_from_a_forkserver_worker() -> None:
