@@ -61,14 +61,15 @@ class Task(NamedTuple):
         seq: Number of the batch in its epoch, from 0.
         epoch: Number of the epoch within the iterator, from 0.
         slot_id: The slot, which is the worker's until it answers.
-        indices: What the sampler gave: a list of keys, or one key where there is no
-            batching; or :class:`Spilled`.
+        indices: What the sampler gave, pickled: a list of keys, or one key where there is no
+            batching. Read apart from the message, since reading a key of the user's own may
+            fail. Or :class:`Spilled`.
     """
 
     seq: int
     epoch: int
     slot_id: int
-    indices: object
+    indices: bytes | Spilled
 
 
 class StartEpoch(NamedTuple):
@@ -108,10 +109,14 @@ class BatchFailed(NamedTuple):
 
 
 class StreamEnded(NamedTuple):
-    """Worker → main: the worker's copy of an iterable dataset has no batch for this task."""
+    """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
+
+    ``kept`` as above.
+    """
 
     seq: int
     epoch: int
+    kept: bool
 
 
 class EpochStarted(NamedTuple):
@@ -146,11 +151,7 @@ _TYPES = (
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:
-    """Write a message for the wire.
-
-    Raises:
-        Exception: Whatever pickling a key of the user's own raises (a Task only).
-    """
+    """Write a message for the wire."""
     return pickle.dumps((_KINDS[type(message)], *message), pickle.HIGHEST_PROTOCOL)
 
 

@@ -5,6 +5,7 @@ user's own value as an attribute under the argument's name; what is derived from
 lives in :class:`Options`.
 """
 
+import mmap
 import re
 from dataclasses import dataclass
 
@@ -68,12 +69,12 @@ def parse_size(value: int | str, name: str) -> int:
 
 
 def slot_share(shm_bytes: int, slot_count: int) -> int:
-    """Bytes that each of ``slot_count`` slots may have under a cap of ``shm_bytes``.
+    """Bytes, whole pages, that each of ``slot_count`` slots may have under a cap of ``shm_bytes``.
 
     Raises:
         ValueError: If the share would be under :data:`MINIMUM_SLOT_BYTES`.
     """
-    share = shm_bytes // slot_count
+    share = shm_bytes // slot_count // mmap.PAGESIZE * mmap.PAGESIZE
     if share < MINIMUM_SLOT_BYTES:
         raise ValueError(
             f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "

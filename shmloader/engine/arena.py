@@ -66,11 +66,6 @@ class Arena:
         if slot is not None:
             slot.close()
 
-    @property
-    def touched_bytes(self) -> int:
-        """Bytes of all slots that were written since they were made or trimmed."""
-        return sum(self._touched.values())
-
     def close(self) -> None:
         """Unmap all slots, but for what lives under the user's views. May be called again."""
         for slot_id in list(self._slots):

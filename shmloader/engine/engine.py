@@ -49,6 +49,9 @@ from shmloader.workers.remote_error import RemoteError
 class Engine:
     """Batches of one iterator, epoch after epoch.
 
+    Attributes:
+        arena: The memory of its slots.
+
     Args:
         pool: Its workers; the engine owns it from now on.
         worker_count: How many they are.
@@ -75,7 +78,7 @@ class Engine:
         self._window = window
         self._timeout_s = timeout_s
         self._scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
-        self._arena = Arena(slot_bytes)
+        self.arena = Arena(slot_bytes)
         self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
@@ -84,6 +87,8 @@ class Engine:
         # The text alone: the error's traceback holds us.
         self._closed_because = ""
         self._is_closed = False
+        # Whether a message may have been taken from a worker and not been noted.
+        self._is_receiving = False
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -110,15 +115,15 @@ class Engine:
         self._draw = iter(()).__next__
         try:
             self._finish_epoch()
-        except KeyboardInterrupt:
+        except BaseException:
             self.close()
             raise
         self._draw = tickets.__next__
         self._prime()
 
     def _finish_epoch(self) -> None:
-        deadline = self._deadline()
-        self._scheduler.end_epoch()
+        for slot_id in self._scheduler.end_epoch():
+            self._retire(slot_id)
         self._ready_workers = 0
         message = pack(StartEpoch(self._scheduler.epoch + 1))
         for worker_id in range(self._worker_count):
@@ -128,8 +133,12 @@ class Engine:
                 if isinstance(death, Death):
                     self._fail(WorkerDiedError(describe_death(worker_id, death, None)))
             try:
-                self._receive_any(deadline)
-            except LoaderTimeoutError as error:
+                self._receive_any(self._deadline())
+            except LoaderTimeoutError:
+                error = LoaderTimeoutError(
+                    f"DataLoader timed out after {self._timeout_s:g} seconds, waiting for its "
+                    "workers to leave the epoch before. They were ended; iter() starts new ones."
+                )
                 self._fail(error)
             self._check_open()
         self._scheduler.start_epoch()
@@ -157,15 +166,17 @@ class Engine:
         self._check_open()
         try:
             return self._next_batch()
-        except KeyboardInterrupt as interrupt:
-            # It may have come between taking a message and noting what it says. While we only
-            # waited, nothing can be lost, and the iterator can go on.
-            if self._pool.is_waiting:
-                self._pool.is_waiting = False
-            else:
+        except BaseException as error:
+            # A Ctrl-C, or what a signal handler raised, may come between taking a message and
+            # noting what it says. While we only waited, nothing is lost.
+            if self._is_receiving and not self._pool.is_waiting:
                 self.close()
-            # Without what was being handled just then, which is nothing to the user.
-            raise interrupt from None
+            if isinstance(error, KeyboardInterrupt):
+                # Without what was being handled just then, which is nothing to the user.
+                raise error from None
+            raise
+        finally:
+            self._is_receiving = self._pool.is_waiting = False
 
     def _next_batch(self) -> object:
         scheduler = self._scheduler
@@ -177,9 +188,11 @@ class Engine:
             awaited = scheduler.awaited()
             if awaited is not None:
                 # Most often it is here already, which spares us asking for events.
+                self._is_receiving = True
                 data = self._pool.receive(awaited.worker_id)
                 if data is not None:
                     self._take(awaited.worker_id, data)
+                    self._is_receiving = False
                     continue
             elif scheduler.is_exhausted:
                 raise StopIteration
@@ -189,14 +202,16 @@ class Engine:
 
     def _hand_over(self, ticket: Ticket) -> object:
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
-        if self._arena.leases.has_returns:
+        if self.arena.leases.has_returns:
             self._collect_returns()
-        if self._arena.wants_trim:
-            self._arena.trim(self._scheduler.slots.free_ids)
+        if self.arena.wants_trim:
+            self.arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
         if type(answer) is Batch:
             try:
                 return self._build(ticket, answer)
+            except StopIteration as error:  # of an object that is unpickled
+                raise RuntimeError("a batch raised StopIteration while it was read") from error
             finally:
                 self._offer()
         if type(answer) is Failure:
@@ -214,10 +229,10 @@ class Engine:
     def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader
         slot_id = ticket.slot_id
-        slot = self._arena[slot_id]
+        slot = self.arena[slot_id]
         if reader.lends and self._scheduler.may_lend:
             self._scheduler.delivered(ticket, SlotState.LENT)
-            lease = self._arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
+            lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
             return reader.read(slot, lease)
         try:
             return reader.read(slot, None)
@@ -233,7 +248,7 @@ class Engine:
             self._scheduler.delivered(ticket, SlotState.FREE)
 
     def _collect_returns(self) -> None:
-        for slot_id, is_clean in self._arena.leases.collect():
+        for slot_id, is_clean in self.arena.leases.collect():
             if not self._scheduler.slot_returned(slot_id, clean=is_clean):
                 self._retire(slot_id)
 
@@ -242,7 +257,7 @@ class Engine:
             if slot_id in mapped:
                 mapped.remove(slot_id)
                 self._pool.send(worker_id, pack(DropSlot(slot_id)))
-        self._arena.retire(slot_id)
+        self.arena.retire(slot_id)
 
     # Tickets out -------------------------------------------------------------------------
 
@@ -259,20 +274,20 @@ class Engine:
         if slot_id not in self._mapped[worker_id]:
             self._introduce(worker_id, slot_id)
         try:
-            data = pack(Task(ticket.seq, self._scheduler.epoch, slot_id, indices))
-            if len(data) > INLINE_BYTES:
-                data = self._spill(ticket, indices)
+            data = pickle.dumps(indices, pickle.HIGHEST_PROTOCOL)
+            body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
         except Exception:  # noqa: BLE001 - pickling the user's keys may raise anything
             # Told at its place in the order, as a failure of the dataset is.
             error = RemoteError.caught("while sending indices to a DataLoader worker process")
             self._note_answer(ticket.seq, self._scheduler.epoch, Failure(error, is_kept=False))
             return
-        self._pool.send(worker_id, data)
+        task = Task(ticket.seq, self._scheduler.epoch, slot_id, body)
+        self._pool.send(worker_id, pack(task))
 
     def _introduce(self, worker_id: int, slot_id: int) -> None:
         """Let a worker map a slot that it does not know yet."""
         try:
-            slot = self._arena[slot_id]
+            slot = self.arena[slot_id]
         except OSError as error:
             self._fail(
                 OSError(
@@ -287,27 +302,27 @@ class Engine:
         self._mapped[worker_id].add(slot_id)
         self._pool.send(worker_id, pack(NewSlot(slot_id, slot.nbytes)), slot.fileno())
 
-    def _spill(self, ticket: Ticket, indices: object) -> bytes:
-        """Put a long index list into the ticket's slot; returns the message that says so."""
-        body = pickle.dumps(indices, pickle.HIGHEST_PROTOCOL)
-        slot = self._arena[ticket.slot_id]
+    def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
+        """Put a long index list into the ticket's slot."""
+        slot = self.arena[ticket.slot_id]
         if len(body) > slot.nbytes:
             raise SharedMemoryError(
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
                 f"{slot.nbytes}: raise shm_size or lower batch_size."
             )
         slot.mapping[: len(body)] = body
-        self._arena.note_use(ticket.slot_id, len(body))
-        spilled = Spilled(0, len(body))
-        return pack(Task(ticket.seq, self._scheduler.epoch, ticket.slot_id, spilled))
+        self.arena.note_use(ticket.slot_id, len(body))
+        return Spilled(0, len(body))
 
     # Answers in --------------------------------------------------------------------------
 
     def _receive_any(self, deadline: float | None) -> None:
         """Wait for something to happen, and take note of all that has."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
+        self._is_receiving = True
         happened = self._pool.wait(timeout_s)
         if not happened and deadline is not None and time.monotonic() >= deadline:
+            self._is_receiving = False
             awaited = self._scheduler.awaited()
             tickets = self._scheduler.tickets if awaited is None else [awaited]
             waiting = [(ticket, self._pool.pid(ticket.worker_id)) for ticket in tickets]
@@ -318,6 +333,7 @@ class Engine:
                 self._scheduler.worker_lost(worker_id, death)
             else:
                 self._take(worker_id, data)
+        self._is_receiving = False
 
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""
@@ -327,8 +343,7 @@ class Engine:
         elif type(message) is BatchFailed:
             self._take_failure(message)
         elif type(message) is StreamEnded:
-            if self._scheduler.stream_ended(message.seq, message.epoch):
-                self._offer()
+            self._take_end(message)
         elif type(message) is EpochStarted:
             self._ready_workers += 1
         else:
@@ -336,6 +351,7 @@ class Engine:
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:
         seq, epoch, layout, used_bytes, is_kept = message
+        self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
             try:
@@ -348,8 +364,7 @@ class Engine:
         if isinstance(reader, UnreadableLayout):
             self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept))
             return
-        ticket = self._note_answer(seq, epoch, Batch(reader, is_kept=is_kept))
-        self._arena.note_use(ticket.slot_id, used_bytes)
+        self._note_answer(seq, epoch, Batch(reader, is_kept=is_kept))
 
     def _find_reader(self, data: bytes) -> Reader:
         """The reader of a layout; workers that agree share one, and what it keeps of slots."""
@@ -359,6 +374,13 @@ class Engine:
                 return known
         return make_reader(layout)
 
+    def _take_end(self, message: StreamEnded) -> None:
+        slot_id = self._scheduler.slot_of(message.seq)
+        if self._scheduler.stream_ended(message.seq, message.epoch, is_kept=message.kept):
+            self._offer()
+        if message.kept:
+            self._retire(slot_id)
+
     def _take_failure(self, message: BatchFailed) -> None:
         data = message.error
         if not isinstance(data, bytes):
@@ -367,15 +389,14 @@ class Engine:
         self._note_answer(message.seq, message.epoch, answer)
 
     def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure) -> Ticket:
-        ticket = self._scheduler.answered(seq, epoch, answer)
+        ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
         if ticket.is_dropped and answer.is_kept:
-            self._scheduler.slots.move(ticket.slot_id, SlotState.RETIRED)
             self._retire(ticket.slot_id)
         return ticket
 
     def _spilled(self, seq: int, where: Spilled) -> bytes:
         """What a worker has put into the slot of its ticket."""
-        slot = self._arena[self._scheduler.slot_of(seq)]
+        slot = self.arena[self._scheduler.slot_of(seq)]
         return slot.mapping[where.offset : where.offset + where.nbytes]
 
     # Ends --------------------------------------------------------------------------------
@@ -386,7 +407,7 @@ class Engine:
         self._pool.close()
         self._readers = [None] * self._worker_count
         self._draw = iter(()).__next__
-        self._arena.close()
+        self.arena.close()
 
     @property
     def is_closed(self) -> bool:

@@ -34,7 +34,8 @@ class Ticket:
         slot_id: Where the batch is to lie.
         indices: What the sampler gave.
         answer: What came back; None until then. The scheduler does not look at it.
-        is_dropped: The worker's stream ended before this ticket: nothing will be delivered.
+        is_dropped: Nothing will be delivered: the worker's stream ended before it, or the epoch.
+        is_kept: Its worker goes on looking at the slot, which must not be filled again.
     """
 
     seq: int
@@ -43,6 +44,11 @@ class Ticket:
     indices: object
     answer: object = None
     is_dropped: bool = False
+    is_kept: bool = False
+
+
+def _after_use(is_kept: bool) -> SlotState:
+    return SlotState.RETIRED if is_kept else SlotState.FREE
 
 
 class Scheduler:
@@ -100,24 +106,31 @@ class Scheduler:
             self.answered(seq, self.epoch, self._deaths[worker_id])
         return ticket
 
-    def answered(self, seq: int, epoch: int, answer: object) -> Ticket:
+    def answered(self, seq: int, epoch: int, answer: object, *, is_kept: bool = False) -> Ticket:
         """A worker has answered a ticket, with a batch or with an error.
 
+        Args:
+            seq: The ticket's.
+            epoch: The ticket's.
+            answer: What came.
+            is_kept: Whether the worker goes on looking at the slot.
+
         Returns:
-            The ticket. Its slot is FULL; or FREE if nobody wants the answer (I6).
+            The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
         """
         ticket = self._settle(seq, epoch)
         if ticket.is_dropped:
             del self._tickets[seq]
-            self.slots.move(ticket.slot_id, SlotState.FREE)
+            self.slots.move(ticket.slot_id, _after_use(is_kept))
             return ticket
+        ticket.is_kept = is_kept
         ticket.answer = answer
         self.slots.move(ticket.slot_id, SlotState.FULL)
         if not self._in_order:
             self._arrived.append(ticket)
         return ticket
 
-    def stream_ended(self, seq: int, epoch: int) -> bool:
+    def stream_ended(self, seq: int, epoch: int, *, is_kept: bool = False) -> bool:
         """A worker's iterable dataset has nothing for this ticket, nor for any later one.
 
         Returns:
@@ -125,7 +138,7 @@ class Scheduler:
         """
         ticket = self._settle(seq, epoch)
         del self._tickets[seq]
-        self.slots.move(ticket.slot_id, SlotState.FREE)
+        self.slots.move(ticket.slot_id, _after_use(is_kept))
         if not self._active[ticket.worker_id]:
             return False
         self._active[ticket.worker_id] = False
@@ -221,15 +234,23 @@ class Scheduler:
 
     # Epochs ------------------------------------------------------------------------------
 
-    def end_epoch(self) -> None:
-        """Give up what is in flight: answers that are here are freed, others will be (I6)."""
+    def end_epoch(self) -> list[int]:
+        """Give up what is in flight: slots of answers that are here are freed, others will be (I6).
+
+        Returns:
+            Slots that were retired instead, since their workers keep looking at them.
+        """
+        retired = []
         for ticket in list(self._tickets.values()):
             if ticket.answer is None:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self.slots.move(ticket.slot_id, SlotState.FREE)
+                self.slots.move(ticket.slot_id, _after_use(ticket.is_kept))
+                if ticket.is_kept:
+                    retired.append(ticket.slot_id)
         self._arrived.clear()
+        return retired
 
     def start_epoch(self) -> None:
         """Begin the next epoch.

@@ -114,6 +114,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self.num_workers == 0:
             iterator: Any = InProcessIterator(self)
         elif not is_supported():
+            if self.shm_size is not None:
+                raise RuntimeError(f"{_UNSUPPORTED} It has no use for shm_size.")
             warnings.warn(_UNSUPPORTED, RuntimeWarning, stacklevel=2)
             return super()._get_iterator()
         else:

@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
+from shmloader.engine.arena import Arena
 from shmloader.engine.engine import Engine
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.slot import uncapped_slot_bytes
@@ -48,6 +49,12 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
+
+
+def _end(pool: ProcessPool, arena: Arena) -> None:
+    """What is left to do of an iterator that is garbage."""
+    pool.close()
+    arena.close()
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -90,7 +97,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             timeout_s=loader.timeout,
         )
         # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        # It must not hold the engine, which holds the sampler, which may hold the loader and us.
+        self._finalizer = weakref.finalize(self, _end, self._pool, self._engine.arena)
         self._finalizer.atexit = False
         self._next_batch: Callable[[], Any] = self._engine.next_batch
         self._is_exhausted = False
@@ -135,7 +143,8 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def close(self) -> None:
         """End the workers and free the memory; may be called again."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._engine.close()
 
     @property
     def is_closed(self) -> bool:

@@ -35,7 +35,7 @@ class PickledLayout(NamedTuple):
     """Where the parts of a batch lie.
 
     Attributes:
-        body: The pickle; a Spilled (offset, nbytes) where it lies in the slot itself.
+        body: The pickle; or (offset, nbytes), where it lies in the slot itself.
         spans: The buffers.
         order: For each out-of-band buffer of the body, in turn, its span.
     """
@@ -64,7 +64,7 @@ def rebuild_tensor(
     """Make a tensor from its storage's span. Called by pickle, in the main process."""
     is_empty = 0 in shape or part.storage.nbytes() == 0
     offset = 0 if is_empty else storage_offset - part.first_byte // dtype.itemsize
-    tensor = torch.empty(0, dtype=dtype).set_(part.storage, offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(part.storage, offset, shape, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     if requires_grad:
@@ -181,4 +181,4 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
 
 def _private(nbytes: int) -> memoryview:
     """Aligned memory of this process's own."""
-    return torch.empty(nbytes, dtype=torch.uint8).numpy().data
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy().data

@@ -6,13 +6,16 @@ a user's own collate function included; a collate written by hand asks for its o
 :func:`empty`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
 
+from shmloader.errors import SharedMemoryError
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.packer import FlatPacker
 from shmloader.memory.slot_writer import SlotWriter
@@ -48,24 +51,36 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     writer = _Worker.writer
-    if writer is None or not writer.is_offered:
+    if writer is None or not writer.may_be_asked:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
+
+
+def _collate_by_torch(batch: Any, collate_fn_map: Any) -> torch.Tensor:
+    """By torch's own function, but not into a file in /dev/shm, as it does in a worker."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
+    finally:
+        torch_worker._worker_info = info
 
 
 def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack tensors as torch's own function does in a worker, but into the slot."""
     first = batch[0]
     if type(first) is not torch.Tensor or first.layout is not torch.strided or not first.is_cpu:
-        return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
+        return _collate_by_torch(batch, collate_fn_map)
     if first.is_nested or first.is_quantized:
-        return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
+        return _collate_by_torch(batch, collate_fn_map)
     shape = (len(batch), *first.shape)
     writer = _Worker.writer
-    if writer is not None and writer.is_offered:
-        out = writer.empty(shape, first.dtype)
-    else:
-        out = torch.empty(shape, dtype=first.dtype)
+    out: torch.Tensor | None = None
+    if writer is not None and writer.may_be_asked:
+        # What does not fit may be but a step on the way to a smaller batch.
+        with contextlib.suppress(SharedMemoryError):
+            out = writer.empty(shape, first.dtype)
+    if out is None:
+        out = torch.empty(shape, dtype=first.dtype, device="cpu")
     try:
         stack_into(batch, out)
     except RuntimeError as error:
@@ -105,7 +120,8 @@ class SlotCollate:
 
     def __call__(self, samples: object) -> "object | FlatLayout":
         """Collate the samples of one batch."""
-        if self.packer is not None:
+        # A slot that is in use already holds samples, which must not be written over.
+        if self.packer is not None and self._writer.used_bytes == 0:
             layout = self.packer.pack(samples)
             if layout is not None:
                 return layout

@@ -14,7 +14,6 @@ import cloudpickle
 import numpy as np
 import torch
 
-from shmloader.errors import SharedMemoryError
 from shmloader.memory.codec import (
     PickledLayout,
     Span,
@@ -75,7 +74,7 @@ class _Parts:
 
     def storage(self, storage: torch.UntypedStorage) -> _Storage:
         """The one entry of a storage."""
-        key = storage.data_ptr() or -id(storage)
+        key = storage._cdata
         known = self.storages.get(key)
         if known is None:
             known = self.storages[key] = _Storage(self._count, storage)
@@ -240,10 +239,11 @@ def encode(batch: object, writer: SlotWriter, *, by_value: bool, spill_bytes: in
         except Exception as second:
             raise _explain(batch, second) from second
     spans: dict[int, Span] = {}
+    named: list[tuple[int, int]] = []
     for storage in parts.storages.values():
-        spans[storage.index] = _place_storage(storage, writer)
+        spans[storage.index] = _place_storage(storage, writer, named)
     for index, buffer in parts.buffers:
-        spans[index] = _place_buffer(buffer, writer)
+        spans[index] = _place_buffer(buffer, writer, named)
     return PickledLayout(
         body if len(body) <= spill_bytes else writer.put(body),
         tuple(spans[index] for index in range(len(spans))),
@@ -259,34 +259,42 @@ def _dump(
     return file.getvalue(), parts
 
 
-def _place_storage(storage: _Storage, writer: SlotWriter) -> Span:
+def _place_storage(storage: _Storage, writer: SlotWriter, named: list[tuple[int, int]]) -> Span:
     start = storage.start or 0
     if len(storage.itemsizes) > 1:
         start -= start % _WIDEST_ITEM
     nbytes = storage.end - start
     if nbytes <= 0:
         return Span(0, 0, start)
-    address = storage.keep.data_ptr() + start
-    offset = writer.offset_of(address, nbytes)
-    if offset is None:
-        offset = writer.put_memory(address, nbytes)
-    return Span(offset, nbytes, start)
+    return Span(_place(storage.keep.data_ptr() + start, nbytes, writer, named), nbytes, start)
 
 
-def _place_buffer(buffer: pickle.PickleBuffer, writer: SlotWriter) -> Span:
+def _place_buffer(
+    buffer: pickle.PickleBuffer, writer: SlotWriter, named: list[tuple[int, int]]
+) -> Span:
     raw = buffer.raw()
     if raw.nbytes == 0:
         return Span(0, 0, -1)
     address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
-    offset = writer.offset_of(address, raw.nbytes)
-    if offset is None:
-        offset = writer.put_memory(address, raw.nbytes)
-    return Span(offset, raw.nbytes, -1)
+    return Span(_place(address, raw.nbytes, writer, named), raw.nbytes, -1)
+
+
+def _place(address: int, nbytes: int, writer: SlotWriter, named: list[tuple[int, int]]) -> int:
+    """Offset of these bytes: where they lie, or where they are copied to.
+
+    What lies in the slot is named once. Another part that shares its bytes by other means than
+    a storage of torch's (an array and its tensor) is copied, as it is by torch's loader.
+    """
+    offset = writer.offset_of(address, nbytes)
+    if offset is None or any(offset < end and start < offset + nbytes for start, end in named):
+        return writer.put_memory(address, nbytes)
+    named.append((offset, offset + nbytes))
+    return offset
 
 
 def _explain(batch: object, error: Exception) -> Exception:
     """The error for a batch that cannot be pickled, naming the part."""
-    if isinstance(error, SharedMemoryError):
+    if isinstance(error, MemoryError):
         return error
     path, part = _find_unpicklable(batch)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"

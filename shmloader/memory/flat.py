@@ -57,7 +57,7 @@ class FlatLayout(NamedTuple):
     groups: tuple[Group, ...]
 
 
-def group_tensor(memory: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
+def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
     """A tensor over a whole group in the slot, which must not leave this package.
 
     Its rows are the samples of one field after the other; with ``by_field``, it has a first
@@ -66,8 +66,8 @@ def group_tensor(memory: Slot, group: Group, rows: int, *, by_field: bool = Fals
     shape = (rows, *group.shape) if by_field else (rows * group.shape[0], *group.shape[1:])
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=group.dtype)
-    flat = torch.frombuffer(memory.mapping, dtype=group.dtype, count=count, offset=group.offset)
+        return torch.empty(shape, dtype=group.dtype, device="cpu")
+    flat = torch.frombuffer(slot.mapping, dtype=group.dtype, count=count, offset=group.offset)
     return flat.view(shape)
 
 
@@ -137,7 +137,7 @@ def _make_piece(group: Group) -> _Piece:
         strides.insert(0, step)
         step *= max(length, 1)
     try:
-        numpy_dtype = torch.empty(0, dtype=group.dtype).numpy().dtype
+        numpy_dtype = torch.empty(0, dtype=group.dtype, device="cpu").numpy().dtype
     except TypeError:  # bfloat16 and its like
         numpy_dtype = None
     return _Piece(
@@ -159,7 +159,7 @@ def _take(piece: _Piece, source: torch.Tensor, lease: Any) -> torch.Tensor:
         return torch.from_numpy(array)
     count = math.prod(group.shape)
     flat = torch.frombuffer(lease, dtype=group.dtype, count=count, offset=group.offset)
-    whole = torch.empty(0, dtype=group.dtype)
+    whole = torch.empty(0, dtype=group.dtype, device="cpu")
     return whole.set_(flat.untyped_storage(), 0, group.shape, piece.strides)
 
 
@@ -170,7 +170,7 @@ def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
     rows = source.shape[0]
     row_bytes = math.prod(piece.group.shape) * piece.group.dtype.itemsize
     padded = align(row_bytes)
-    block = torch.empty(rows * padded, dtype=torch.uint8).numpy()
+    block = torch.empty(rows * padded, dtype=torch.uint8, device="cpu").numpy()
     item = piece.group.dtype.itemsize
     strides = (padded, *(stride * item for stride in piece.strides))
     copied = np.ndarray((rows, *piece.group.shape), piece.numpy_dtype, block, strides=strides)

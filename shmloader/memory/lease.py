@@ -25,7 +25,8 @@ class _Forks:
         cls.count += 1
 
 
-os.register_at_fork(after_in_parent=_Forks.one_more)
+# Both times: a lease may open or die while other hooks run.
+os.register_at_fork(before=_Forks.one_more, after_in_parent=_Forks.one_more)
 
 
 # No count of forks.

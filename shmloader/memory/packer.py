@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.memory.flat import BARE, DICT, LIST, FlatLayout, Group, group_tensor
+from shmloader.memory.flat import (
+    BARE,
+    COPY_OUT_BYTES,
+    DICT,
+    LIST,
+    FlatLayout,
+    Group,
+    group_tensor,
+)
 from shmloader.memory.slot import Slot, align
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.memory.stacking import stack_into
-
-# Samples' fields up to this many bytes are stacked together with their like.
-_GROUPED_BYTES = 4096
 
 # Keys that are equal only if they are the same: not so 1, True and 1.0.
 _KEY_TYPES = frozenset({str, int})
@@ -171,11 +176,11 @@ class FlatPacker:
 
     def _fill(self, plan: _Plan, sources: list[Any]) -> bool:
         slot = self._writer.slot
-        owner, targets = slot.views
-        if owner is not plan:
-            targets = [_make_target(slot, group) for group in plan.layout.groups]
-            slot.views = (plan, targets)
         try:
+            owner, targets = slot.views
+            if owner is not plan:
+                targets = [_make_target(slot, group) for group in plan.layout.groups]
+                slot.views = (plan, targets)
             for group, target in zip(plan.layout.groups, targets, strict=True):
                 if not _fill_group(group, target, sources):
                     return False
@@ -234,6 +239,8 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
             or not first.is_cpu
             or first.is_nested
             or first.requires_grad
+            or first.is_quantized
+            or first._is_zerotensor()
         ):
             raise _NotFlatError
         return (first.dtype, first.shape), column
@@ -255,7 +262,7 @@ def _make_plan(container: int, keys: tuple[object, ...], batch: int, fields: lis
     alike: dict[Any, list[int]] = {}
     for position, spec in enumerate(fields):
         dtype, shape = spec
-        small = shape is not None and math.prod(shape) * dtype.itemsize <= _GROUPED_BYTES
+        small = shape is not None and (batch * math.prod(shape) * dtype.itemsize <= COPY_OUT_BYTES)
         alike.setdefault(spec if small else (position, spec), []).append(position)
     groups = []
     end = 0

@@ -15,6 +15,7 @@ This is the only module that names the operating system's calls for memory.
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import sys
@@ -50,9 +51,18 @@ def align(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
+@functools.cache
 def is_supported() -> bool:
     """Whether this system has what slots and their workers need: memfd and pidfd (Linux 5.3)."""
-    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.memfd_create(MEMFD_NAME))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        # An older kernel, or a sandbox; not so a lack of descriptors, which is told when it hurts.
+        return error.errno not in (errno.ENOSYS, errno.EPERM)
+    return True
 
 
 def uncapped_slot_bytes() -> int:

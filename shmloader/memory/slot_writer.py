@@ -7,9 +7,9 @@ filled again.
 
 import ctypes
 import sys
+import threading
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from shmloader.errors import SharedMemoryError
@@ -33,6 +33,7 @@ class SlotWriter:
         self._slot: Slot | None = None
         self._array: ctypes.Array[ctypes.c_char] | None = None
         self._used = 0
+        self._thread = 0
         self.is_offered = False
 
     def open(self, slot: Slot, *, is_offered: bool = False) -> None:
@@ -40,6 +41,7 @@ class SlotWriter:
         self._slot = slot
         self._array = None
         self._used = 0
+        self._thread = threading.get_ident()
         self.is_offered = is_offered
 
     def rewind(self) -> None:
@@ -52,6 +54,11 @@ class SlotWriter:
         if self._slot is None:
             raise RuntimeError("no task is in work")
         return self._slot
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether this thread may have memory. One of the user's own outlives the task."""
+        return self.is_offered and threading.get_ident() == self._thread
 
     @property
     def used_bytes(self) -> int:
@@ -99,16 +106,12 @@ class SlotWriter:
         for length in shape:
             count *= length
         if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         offset = self.allocate(count * dtype.itemsize)
         if self._array is None:
             self._array = self.slot.array()
         flat = torch.frombuffer(self._array, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
-
-    def bytes_at(self, offset: int, nbytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """The slot's bytes from ``offset`` on, for writing. Not to be kept."""
-        return np.frombuffer(self.slot.mapping, np.uint8, nbytes, offset)
 
     def put(self, data: object) -> tuple[int, int]:
         """Copy a buffer into the slot.

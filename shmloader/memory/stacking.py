@@ -39,8 +39,9 @@ def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     nbytes = out.numel() * out.element_size()
     if nbytes >= STREAM_BYTES and _copy_rows is not None and _are_alike(tensors, out):
         row_bytes = nbytes // len(tensors)
-        if row_bytes >= _ROW_BYTES:
-            _copy_rows(out.data_ptr(), list(map(_Tensor.data_ptr, tensors)), row_bytes)
+        rows = list(map(_Tensor.data_ptr, tensors))
+        if row_bytes >= _ROW_BYTES and 0 not in rows:
+            _copy_rows(out.data_ptr(), rows, row_bytes)
             return
     torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
 

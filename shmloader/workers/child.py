@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,9 @@ from shmloader.workers.seeding import seed_worker
 
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
+
+# Batches of which the user's code may keep memory before it gets no more of it.
+_KEPT_LIMIT = 4
 
 # Room for one descriptor beside a message.
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -104,7 +108,14 @@ def worker_main(
     torch.set_num_threads(1)
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
-        _Worker(channel, start).run(payload)
+        try:
+            _Worker(channel, start).run(payload)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except BaseException:  # noqa: BLE001 - a worker's outermost line
+            # At once, whatever threads of the user's there are: the main process waits for us.
+            traceback.print_exc()
+            os._exit(1)
 
 
 def _die_with(main_pid: int, *, has_main_parent: bool) -> None:
@@ -149,6 +160,8 @@ class _Worker:
         self._prepare_error: bytes | None = None
         self._fetcher_error: bytes | None = None
         self._stream_ended = False
+        self._offers = True
+        self._kept_count = 0
         # What the main process builds this worker's batches by, if not told otherwise.
         self._last_layout = b""
         self._last_flat_layout: object = None
@@ -180,10 +193,13 @@ class _Worker:
 
     def _prepare(self, payload: Any) -> None:
         start = self._start
-        seed = seed_worker(start.base_seed, start.worker_id)
         install(self._writer)
         try:
-            self._dataset, collate_fn, init_fn = payload.load()
+            try:
+                self._dataset, collate_fn, init_fn = payload.load()
+            finally:
+                # After the modules that this imports, which may seed or draw themselves.
+                seed = seed_worker(start.base_seed, start.worker_id)
             self._by_value = payload.by_value
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,
@@ -211,27 +227,28 @@ class _Worker:
         """Load a batch; returns the packed answer."""
         seq, epoch, slot_id, indices = task
         if self._stream_ended:
-            return pack(StreamEnded(seq, epoch))
+            return pack(StreamEnded(seq, epoch, kept=False))
         slot = self._slots[slot_id]
-        if type(indices) is Spilled:
-            end = indices.offset + indices.nbytes
-            indices = pickle.loads(slot.mapping[indices.offset : end])
+        data = (
+            indices
+            if isinstance(indices, bytes)
+            else slot.mapping[indices.offset : indices.offset + indices.nbytes]
+        )
         writer = self._writer
-        writer.open(slot, is_offered=not self._start.plan.auto_collation)
+        writer.open(slot, is_offered=self._offers and not self._start.plan.auto_collation)
         error = self._fetcher_error
         layout: bytes | Spilled | None = None
         if error is None:
             try:
-                layout = self._load(indices)
+                layout = self._load(pickle.loads(data))
             except StopIteration:
                 if self._start.plan.is_iterable:
                     self._stream_ended = True
-                    writer.close()
-                    return pack(StreamEnded(seq, epoch))
+                    return self._answer_end(seq, epoch)
                 error = RemoteError.caught(self._where).dumps()
             except BaseException:  # noqa: BLE001 - as above
                 error = RemoteError.caught(self._where).dumps()
-        kept = writer.is_kept()
+        kept = self._is_kept()
         if error is not None:
             answer: BatchDone | BatchFailed = BatchFailed(
                 seq, epoch, self._spill_error(error, kept), kept
@@ -240,6 +257,22 @@ class _Worker:
             answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept)
         writer.close()
         return pack(answer)
+
+    def _answer_end(self, seq: int, epoch: int) -> bytes:
+        kept = self._is_kept()
+        self._writer.close()
+        return pack(StreamEnded(seq, epoch, kept))
+
+    def _is_kept(self) -> bool:
+        """Whether the user's code holds memory of the slot, now that the batch is made."""
+        self._writer.is_offered = False
+        if not self._writer.is_kept():
+            return False
+        # Once is a cache. Always is a habit (a generator that has its last batch in hand), and
+        # would cost a slot a batch: such code gets ordinary memory, from which we copy.
+        self._kept_count += 1
+        self._offers = self._kept_count < _KEPT_LIMIT
+        return True
 
     def _load(self, indices: object) -> bytes | Spilled | None:
         """Fetch, collate and encode one batch.

@@ -126,12 +126,13 @@ class ProcessPool:
         self._at_exit = multiprocessing.util.Finalize(
             None, _close_pool, args=(weakref.ref(self),), exitpriority=100
         )
-        payload = self._make_payload(objects)
         has_main_parent = (
             self._context.get_start_method() != "forkserver"
             and threading.current_thread() is threading.main_thread()
         )
+        payload: Payload | ForkedPayload | None = None
         try:
+            payload = self._make_payload(objects)
             for worker_id in range(worker_count):
                 start = WorkerStart(
                     worker_id, worker_count, base_seed, plan, self._pid, has_main_parent
@@ -141,7 +142,8 @@ class ProcessPool:
             self.close()
             raise
         finally:
-            payload.close()
+            if payload is not None:
+                payload.close()
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -172,6 +174,9 @@ class ProcessPool:
             worker = _Worker(process, ours)
         except BaseException:
             ours.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
             raise
         finally:
             self._starting = None
@@ -233,10 +238,12 @@ class ProcessPool:
             Pairs of a worker's number and its message; None instead of a message: the worker
             is dead, and reaped. Empty when the time is over.
         """
+        if self._is_closed:
+            return []
         self.is_waiting = True
         events = self._poll.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000)))
         self.is_waiting = False
-        if self._is_closed:  # by another thread, meanwhile
+        if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
                 # The interpreter ends. Such a thread is not to be told anything any more.
                 threading.Event().wait()
@@ -257,6 +264,9 @@ class ProcessPool:
                     # The socket has ended; the pidfd will say more in a moment.
                     self._poll.unregister(worker.channel)
         return happened
+
+    def _has_been_closed(self) -> bool:
+        return self._is_closed
 
     def _flush(self, worker: _Worker) -> None:
         while worker.outbox:

@@ -40,7 +40,7 @@ MESSAGES = [
     BatchDone(1, 2, Spilled(128, 50_000), 640, kept=False),
     BatchFailed(1, 2, b"error", kept=True),
     BatchFailed(1, 2, Spilled(64, 20_000), kept=False),
-    StreamEnded(1, 2),
+    StreamEnded(1, 2, True),
     EpochStarted(4),
 ]
 

@@ -1,6 +1,7 @@
 """Sizes as users write them, and the share of a slot."""
 
 import dataclasses
+import mmap
 
 import pytest
 from hypothesis import given, settings
@@ -93,7 +94,8 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
         assert slot_share(slot_count * MINIMUM_SLOT_BYTES, slot_count) == MINIMUM_SLOT_BYTES
     else:
         share = slot_share(shm_bytes, slot_count)
-        assert share * slot_count <= shm_bytes < (share + 1) * slot_count
+        assert share % mmap.PAGESIZE == 0
+        assert share * slot_count <= shm_bytes < (share + mmap.PAGESIZE) * slot_count
 
 
 def test_options_have_defaults_and_cannot_be_changed():

@@ -53,7 +53,8 @@ class Bench:
         for result in results:
             self.seq += 1
             self.fetcher.results.append(result)
-            answer = unpack(self.worker._serve(Task(self.seq, 1, 0, indices)))
+            sent = indices if type(indices) is Spilled else pickle.dumps(indices)
+            answer = unpack(self.worker._serve(Task(self.seq, 1, 0, sent)))
             assert (answer.seq, answer.epoch) == (self.seq, 1)
         return answer
 
