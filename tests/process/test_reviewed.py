@@ -169,12 +169,12 @@ def test_leaving_an_epoch_may_take_longer_than_the_timeout_while_batches_come() 
         return n
 
     loader = DataLoader(
-        Calls(sample, 8), num_workers=1, collate_fn=only, timeout=1, prefetch_factor=4,
+        Calls(sample, 8), num_workers=1, collate_fn=only, timeout=4, prefetch_factor=4,
         persistent_workers=True,
     )  # fmt: skip
     assert next(iter(loader)) == 0
-    release = threading.Timer(0.6, turns.release)
-    later = threading.Timer(1.2, lambda: [turns.release() for _ in range(40)])
+    release = threading.Timer(2.2, turns.release)
+    later = threading.Timer(4.4, lambda: [turns.release() for _ in range(40)])
     release.start()
     later.start()
     assert list(loader) == list(range(8))
