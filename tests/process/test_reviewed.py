@@ -126,6 +126,7 @@ def test_parts_that_are_copies_with_torch_do_not_share_memory() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own
 @pytest.mark.parametrize(
     "make",
     [
