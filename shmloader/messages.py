@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     BATCH_FAILED = 5
     STREAM_ENDED = 6
     EPOCH_STARTED = 7
+    SKIP_BATCHES = 8
 
 
 class Spilled(NamedTuple):
@@ -76,6 +77,12 @@ class StartEpoch(NamedTuple):
     """Main → worker: make the fetcher anew (``iter(dataset)``), then answer."""
 
     epoch: int
+
+
+class SkipBatches(NamedTuple):
+    """Main → worker that takes a dead one's place: its iterable dataset gave that many."""
+
+    batch_count: int
 
 
 class BatchDone(NamedTuple):
@@ -125,7 +132,7 @@ class EpochStarted(NamedTuple):
     epoch: int
 
 
-ToWorker = NewSlot | DropSlot | Task | StartEpoch
+ToWorker = NewSlot | DropSlot | Task | StartEpoch | SkipBatches
 FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted
 
 _KINDS: dict[type, int] = {
@@ -137,6 +144,7 @@ _KINDS: dict[type, int] = {
     BatchFailed: int(Kind.BATCH_FAILED),
     StreamEnded: int(Kind.STREAM_ENDED),
     EpochStarted: int(Kind.EPOCH_STARTED),
+    SkipBatches: int(Kind.SKIP_BATCHES),
 }
 _TYPES = (
     NewSlot,
@@ -147,6 +155,7 @@ _TYPES = (
     BatchFailed,
     StreamEnded,
     EpochStarted,
+    SkipBatches,
 )
 
 

@@ -30,10 +30,32 @@ class Options:
     Attributes:
         shm_bytes: Cap on one iterator's shared memory, in bytes; None for no cap.
         lend_limit: Batches lent to the user at once without a copy.
+        worker_restarts: Dead workers that may be replaced in an epoch.
     """
 
     shm_bytes: int | None = None
     lend_limit: int = LEND_LIMIT
+    worker_restarts: int = 0
+
+
+def check_worker_restarts(value: object, num_workers: int) -> None:
+    """Check ``worker_restarts``: how many dead workers may be replaced in an epoch.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If it is negative, or there are no workers.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            "worker_restarts option should be a number of workers, "
+            f"but got worker_restarts={value!r}"
+        )
+    if value < 0:
+        raise ValueError(
+            f"worker_restarts option should be non-negative, but got worker_restarts={value}"
+        )
+    if value and num_workers == 0:
+        raise ValueError("worker_restarts option needs num_workers > 0")
 
 
 def parse_size(value: int | str, name: str) -> int:

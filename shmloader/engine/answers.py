@@ -64,13 +64,15 @@ class Death:
     Attributes:
         pid: Its process number.
         exit_code: Negative for a signal; None if it is not known.
+        restart_limit: Workers that might have been replaced in the epoch.
     """
 
-    __slots__ = ("exit_code", "pid")
+    __slots__ = ("exit_code", "pid", "restart_limit")
 
-    def __init__(self, pid: int, exit_code: int | None) -> None:
+    def __init__(self, pid: int, exit_code: int | None, restart_limit: int = 0) -> None:
         self.pid = pid
         self.exit_code = exit_code
+        self.restart_limit = restart_limit
 
 
 Reader = FlatReader | PickledReader

@@ -4,9 +4,10 @@ Runs on the thread that calls ``next_batch``, and only then. While the user trai
 on with the tasks they have, and their answers wait in the sockets.
 """
 
+import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from shmloader.engine.answers import (
@@ -20,7 +21,14 @@ from shmloader.engine.answers import (
 from shmloader.engine.arena import Arena
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import SlotState
-from shmloader.engine.wording import describe_death, describe_ticket, describe_timeout
+from shmloader.engine.wording import (
+    describe_death,
+    describe_late_start,
+    describe_restart,
+    describe_ticket,
+    describe_timeout,
+    describe_work,
+)
 from shmloader.errors import (
     ClosedLoaderError,
     InternalError,
@@ -28,6 +36,7 @@ from shmloader.errors import (
     SharedMemoryError,
     WorkerDiedError,
 )
+from shmloader.faults import FAULTS
 from shmloader.messages import (
     INLINE_BYTES,
     BatchDone,
@@ -35,6 +44,7 @@ from shmloader.messages import (
     DropSlot,
     EpochStarted,
     NewSlot,
+    SkipBatches,
     Spilled,
     StartEpoch,
     StreamEnded,
@@ -42,8 +52,14 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.workers.board import Phase
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
+
+_log = logging.getLogger("shmloader")
+
+# Time for asking workers what they are at, once a batch is late.
+_ASK_S = 1.0
 
 
 class Engine:
@@ -60,6 +76,8 @@ class Engine:
         slot_bytes: Length of each slot.
         in_order: Whether batches come in the sampler's order.
         timeout_s: Longest wait for a batch; 0 for ever.
+        worker_restarts: Dead workers that are replaced in an epoch.
+        is_iterable: Whether workers iterate over the dataset.
     """
 
     def __init__(
@@ -72,18 +90,25 @@ class Engine:
         slot_bytes: int,
         in_order: bool,
         timeout_s: float,
+        worker_restarts: int = 0,
+        is_iterable: bool = False,
     ) -> None:
         self._pool = pool
         self._worker_count = worker_count
         self._window = window
         self._timeout_s = timeout_s
-        self._scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
+        self._restart_limit = worker_restarts
+        self._is_iterable = is_iterable
+        self._scheduler = Scheduler(
+            worker_count, window, lend_limit, in_order=in_order, restart_limit=worker_restarts
+        )
         self.arena = Arena(slot_bytes)
         self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
         self._draw: Callable[[], object] = iter(()).__next__
-        self._ready_workers = 0
+        # Those that have left the epoch before.
+        self._ready_workers: set[int] = set()
         # The text alone: the error's traceback holds us.
         self._closed_because = ""
         self._is_closed = False
@@ -124,22 +149,21 @@ class Engine:
     def _finish_epoch(self) -> None:
         for slot_id in self._scheduler.end_epoch():
             self._retire(slot_id)
-        self._ready_workers = 0
+        self._ready_workers.clear()
         message = pack(StartEpoch(self._scheduler.epoch + 1))
         for worker_id in range(self._worker_count):
             self._pool.send(worker_id, message)
-        while self._ready_workers < self._worker_count:
+        while len(self._ready_workers) < self._worker_count:
             for worker_id, death in enumerate(self._scheduler.deaths):
                 if isinstance(death, Death):
                     self._fail(WorkerDiedError(describe_death(worker_id, death, None)))
             try:
                 self._receive_any(self._deadline())
             except LoaderTimeoutError:
-                error = LoaderTimeoutError(
-                    f"DataLoader timed out after {self._timeout_s:g} seconds, waiting for its "
-                    "workers to leave the epoch before. They were ended; iter() starts new ones."
-                )
-                self._fail(error)
+                late = set(range(self._worker_count)) - self._ready_workers
+                work = self._ask_workers(sorted(late))
+                text = describe_late_start(self._timeout_s, work)
+                self._fail(LoaderTimeoutError(text))
             self._check_open()
         self._scheduler.start_epoch()
 
@@ -197,6 +221,8 @@ class Engine:
             elif scheduler.is_exhausted:
                 raise StopIteration
             deadline = deadline or self._deadline()
+            if FAULTS is not None:
+                FAULTS.reach("main.next")
             self._receive_any(deadline)
             self._check_open()
 
@@ -270,11 +296,15 @@ class Engine:
         ticket = self._scheduler.offer(indices)
         if ticket is None or ticket.answer is not None:
             return
+        self._send(ticket)
+
+    def _send(self, ticket: Ticket) -> None:
+        """Send a ticket to its worker."""
         worker_id, slot_id = ticket.worker_id, ticket.slot_id
         if slot_id not in self._mapped[worker_id]:
             self._introduce(worker_id, slot_id)
         try:
-            data = pickle.dumps(indices, pickle.HIGHEST_PROTOCOL)
+            data = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
             body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
         except Exception:  # noqa: BLE001 - pickling the user's keys may raise anything
             # Told at its place in the order, as a failure of the dataset is.
@@ -283,6 +313,8 @@ class Engine:
             return
         task = Task(ticket.seq, self._scheduler.epoch, slot_id, body)
         self._pool.send(worker_id, pack(task))
+        if FAULTS is not None:
+            FAULTS.reach("main.dispatch")
 
     def _introduce(self, worker_id: int, slot_id: int) -> None:
         """Let a worker map a slot that it does not know yet."""
@@ -326,14 +358,55 @@ class Engine:
             awaited = self._scheduler.awaited()
             tickets = self._scheduler.tickets if awaited is None else [awaited]
             waiting = [(ticket, self._pool.pid(ticket.worker_id)) for ticket in tickets]
-            raise LoaderTimeoutError(describe_timeout(self._timeout_s, waiting))
+            first = [ticket.worker_id for ticket in tickets]
+            work = self._ask_workers(dict.fromkeys([*first, *range(self._worker_count)]))
+            raise LoaderTimeoutError(describe_timeout(self._timeout_s, waiting, work))
         for worker_id, data in happened:
             if data is None:
-                death = Death(self._pool.pid(worker_id), self._pool.exit_code(worker_id))
-                self._scheduler.worker_lost(worker_id, death)
+                self._lose(worker_id)
             else:
                 self._take(worker_id, data)
         self._is_receiving = False
+
+    def _ask_workers(self, worker_ids: Iterable[int]) -> list[str]:
+        """What workers are at, in words; those that are dead by now have nothing to say."""
+        until = time.monotonic() + _ASK_S
+        tickets = {ticket.seq: ticket for ticket in self._scheduler.tickets}
+        texts = []
+        for worker_id in worker_ids:
+            if self._scheduler.deaths[worker_id] is None and time.monotonic() < until:
+                pid, at_work = self._pool.pid(worker_id), self._pool.ask(worker_id)
+                is_ours = at_work.epoch == self._scheduler.epoch
+                ticket = tickets.get(at_work.seq) if is_ours else None
+                texts.append(describe_work(worker_id, pid, at_work, ticket))
+        return texts
+
+    def _lose(self, worker_id: int) -> None:
+        """A worker is dead: have another do its work, or let all that waits for it fail."""
+        scheduler = self._scheduler
+        death = Death(self._pool.pid(worker_id), self._pool.exit_code(worker_id))
+        death.restart_limit = self._restart_limit
+        was_at = self._pool.was_at(worker_id)
+        is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
+        tickets = scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
+        if tickets is None:
+            return
+        skipped = scheduler.answer_count(worker_id) if self._is_iterable else 0
+        _log.warning(
+            describe_restart(worker_id, death, [ticket.seq for ticket in tickets], skipped)
+        )
+        try:
+            self._pool.replace(worker_id)
+        except OSError as error:
+            self._fail(error)
+        self._readers[worker_id] = None
+        self._mapped[worker_id].clear()
+        # It knows nothing of an epoch before.
+        self._ready_workers.add(worker_id)
+        if skipped:
+            self._pool.send(worker_id, pack(SkipBatches(skipped)))
+        for ticket in tickets:
+            self._send(ticket)
 
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""
@@ -345,7 +418,7 @@ class Engine:
         elif type(message) is StreamEnded:
             self._take_end(message)
         elif type(message) is EpochStarted:
-            self._ready_workers += 1
+            self._ready_workers.add(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
 

@@ -36,6 +36,7 @@ class Ticket:
         answer: What came back; None until then. The scheduler does not look at it.
         is_dropped: Nothing will be delivered: the worker's stream ended before it, or the epoch.
         is_kept: Its worker goes on looking at the slot, which must not be filled again.
+        kill_count: Workers that died while they loaded it.
     """
 
     seq: int
@@ -45,6 +46,7 @@ class Ticket:
     answer: object = None
     is_dropped: bool = False
     is_kept: bool = False
+    kill_count: int = 0
 
 
 def _after_use(is_kept: bool) -> SlotState:
@@ -59,7 +61,15 @@ class Scheduler:
         slots: The slots' states.
     """
 
-    def __init__(self, worker_count: int, window: int, lend_limit: int, *, in_order: bool) -> None:
+    def __init__(
+        self,
+        worker_count: int,
+        window: int,
+        lend_limit: int,
+        *,
+        in_order: bool,
+        restart_limit: int = 0,
+    ) -> None:
         """Start with an empty window.
 
         Args:
@@ -67,6 +77,7 @@ class Scheduler:
             window: Most tickets in flight.
             lend_limit: Most slots lent at once.
             in_order: Whether batches are delivered by ``seq``, or as they come.
+            restart_limit: Most workers replaced in an epoch.
         """
         self.epoch = 0
         self.slots = SlotTable(window + lend_limit)
@@ -76,6 +87,8 @@ class Scheduler:
         self._router = Router(worker_count, window, in_order=in_order)
         self._active = [True] * worker_count
         self._deaths: list[object] = [None] * worker_count
+        self._restart_limit = self._restarts_left = restart_limit
+        self._answer_counts = [0] * worker_count
         self._in_flight = [0] * worker_count
         self._tickets: dict[int, Ticket] = {}
         self._next_seq = 0
@@ -103,7 +116,7 @@ class Scheduler:
         self._in_flight[worker_id] += 1
         if self._deaths[worker_id] is not None:
             # Its place in the order is where the user is told.
-            self.answered(seq, self.epoch, self._deaths[worker_id])
+            self._answer(ticket, self._deaths[worker_id])
         return ticket
 
     def answered(self, seq: int, epoch: int, answer: object, *, is_kept: bool = False) -> Ticket:
@@ -118,17 +131,22 @@ class Scheduler:
         Returns:
             The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
         """
-        ticket = self._settle(seq, epoch)
+        ticket = self._in_work(seq, epoch)
+        self._answer_counts[ticket.worker_id] += 1
+        self._answer(ticket, answer, is_kept=is_kept)
+        return ticket
+
+    def _answer(self, ticket: Ticket, answer: object, *, is_kept: bool = False) -> None:
+        self._in_flight[ticket.worker_id] -= 1
         if ticket.is_dropped:
-            del self._tickets[seq]
+            del self._tickets[ticket.seq]
             self.slots.move(ticket.slot_id, _after_use(is_kept))
-            return ticket
+            return
         ticket.is_kept = is_kept
         ticket.answer = answer
         self.slots.move(ticket.slot_id, SlotState.FULL)
         if not self._in_order:
             self._arrived.append(ticket)
-        return ticket
 
     def stream_ended(self, seq: int, epoch: int, *, is_kept: bool = False) -> bool:
         """A worker's iterable dataset has nothing for this ticket, nor for any later one.
@@ -136,9 +154,9 @@ class Scheduler:
         Returns:
             Whether a ticket should be offered in its place: at a worker's first such answer.
         """
-        ticket = self._settle(seq, epoch)
-        del self._tickets[seq]
-        self.slots.move(ticket.slot_id, _after_use(is_kept))
+        ticket = self._in_work(seq, epoch)
+        ticket.is_dropped = True
+        self._answer(ticket, None, is_kept=is_kept)
         if not self._active[ticket.worker_id]:
             return False
         self._active[ticket.worker_id] = False
@@ -147,17 +165,45 @@ class Scheduler:
                 other.is_dropped = True
         return True
 
-    def worker_lost(self, worker_id: int, death: object) -> None:
+    def worker_lost(
+        self, worker_id: int, death: object, at_work: int | None = None
+    ) -> list[Ticket] | None:
         """A worker is dead, and reaped.
+
+        It is replaced, unless as many as may be were in this epoch, or the ticket that it was
+        loading has killed one before.
 
         Args:
             worker_id: Which.
-            death: The answer to all its tickets, those in flight and those to come.
+            death: If it is not replaced, the answer to all its tickets, those in flight and those
+                to come.
+            at_work: The ticket of this epoch that it was loading; None if there was none.
+
+        Returns:
+            The tickets that its replacement is to be sent, in order; None if there is none.
         """
-        self._deaths[worker_id] = death
-        for ticket in self.tickets:
-            if ticket.worker_id == worker_id and ticket.answer is None:
-                self.answered(ticket.seq, self.epoch, death)
+        unanswered = [
+            ticket
+            for ticket in self.tickets
+            if ticket.worker_id == worker_id and ticket.answer is None
+        ]
+        culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
+        if culprit is not None:
+            culprit.kill_count += 1
+        if self._restarts_left == 0 or (culprit is not None and culprit.kill_count > 1):
+            self._deaths[worker_id] = death
+            for ticket in unanswered:
+                self._answer(ticket, death)
+            return None
+        self._restarts_left -= 1
+        for ticket in unanswered:
+            if ticket.is_dropped:
+                self._answer(ticket, None)
+        return [ticket for ticket in unanswered if not ticket.is_dropped]
+
+    def answer_count(self, worker_id: int) -> int:
+        """Batches and failures that came from a worker, or those before it, in this epoch."""
+        return self._answer_counts[worker_id]
 
     @property
     def deaths(self) -> list[object]:
@@ -259,18 +305,18 @@ class Scheduler:
         flight was never sent, since the sending was interrupted.
         """
         for ticket in self.tickets:
-            self._settle(ticket.seq, self.epoch)
-            del self._tickets[ticket.seq]
-            self.slots.move(ticket.slot_id, SlotState.FREE)
+            ticket.is_dropped = True
+            self._answer(ticket, None)
         self.epoch += 1
+        self._restarts_left = self._restart_limit
+        self._answer_counts = [0] * len(self._answer_counts)
         self._next_seq = self._next_delivery = 0
         self._active = [True] * len(self._active)
         self._router.restart()
 
-    def _settle(self, seq: int, epoch: int) -> Ticket:
-        """The ticket of an answer; it is no longer with its worker."""
+    def _in_work(self, seq: int, epoch: int) -> Ticket:
+        """The ticket of an answer."""
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
         if ticket is None or ticket.answer is not None:
             raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
-        self._in_flight[ticket.worker_id] -= 1
         return ticket

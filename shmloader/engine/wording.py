@@ -3,12 +3,14 @@
 Where torch has a text, ours begins with it, since people search for it.
 """
 
+import itertools
 import reprlib
 import signal
 from collections.abc import Iterable
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
+from shmloader.workers.board import AtWork, Phase
 
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
@@ -17,6 +19,8 @@ _SIGBUS_HINT = (
 
 # Indices that a text names one by one.
 _SHOWN = 8
+# Calls of a stack that a text shows.
+_FRAMES_SHOWN = 12
 
 
 def describe_end(death: Death) -> str:
@@ -55,21 +59,85 @@ def describe_ticket(ticket: Ticket) -> str:
 
 
 def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
-    """How a worker ended, and what it had to load."""
+    """How a worker ended, what it had to load, and why none took its place."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
-    return f"{describe_end(death)}Worker {worker_id} {work}."
+    text = f"{describe_end(death)}Worker {worker_id} {work}."
+    if not death.restart_limit:
+        return text
+    if ticket is not None and ticket.kill_count > 1:
+        return f"{text} This batch had killed a worker before, and is not loaded a third time."
+    return (
+        f"{text} As many workers as may be (worker_restarts={death.restart_limit}) were replaced "
+        "in this epoch."
+    )
 
 
-def describe_timeout(timeout_s: float, waiting: Iterable[tuple[Ticket, int]]) -> str:
+def describe_restart(worker_id: int, death: Death, seqs: list[int], skipped: int) -> str:
+    """For the log: a worker has taken a dead one's place."""
+    again = ", ".join(map(str, seqs))
+    text = f"{describe_end(death)}A new process takes the place of worker {worker_id}"
+    text += f" and loads again what it had in work: batch {again}." if seqs else "."
+    if skipped:
+        text += f" Its dataset is iterated anew, past {skipped} batches that were given already."
+    return f"{text} Its random streams start anew."
+
+
+def describe_work(worker_id: int, pid: int, at_work: AtWork, ticket: Ticket | None) -> str:
+    """What a worker is at, with the frames of its stack.
+
+    Args:
+        worker_id: Which.
+        pid: Its process number.
+        at_work: What it says.
+        ticket: What it says it loads, if that is in flight.
+    """
+    text = f"Worker {worker_id} (pid {pid}) "
+    what = describe_ticket(ticket) if ticket is not None else f"batch {at_work.seq}"
+    text += {
+        Phase.STARTING: "has been starting",
+        Phase.GETTING_READY: "has been getting ready (dataset, worker_init_fn)",
+        Phase.IDLE: "has had nothing to do",
+        Phase.LOADING: f"has been loading {what}",
+        Phase.LEAVING_EPOCH: "has been leaving the epoch before (iter(dataset))",
+    }[at_work.phase]
+    text += f" for {at_work.elapsed_s:.1f} s"
+    if at_work.is_stopped:
+        return f"{text}; the process is stopped (SIGSTOP)."
+    frames = list(itertools.takewhile(_is_not_ours, at_work.stack.splitlines()))
+    if not frames or at_work.phase is Phase.IDLE:
+        return f"{text}."
+    if len(frames) > _FRAMES_SHOWN:
+        frames = [*frames[:_FRAMES_SHOWN], f"  … {len(frames) - _FRAMES_SHOWN} more"]
+    return "\n".join([f"{text}, the innermost call first:", *frames])
+
+
+def _is_not_ours(frame: str) -> bool:
+    return "/shmloader/workers/child.py" not in frame
+
+
+def describe_timeout(
+    timeout_s: float, waiting: Iterable[tuple[Ticket, int]], work: list[str]
+) -> str:
     """What a timeout waited for.
 
     Args:
         timeout_s: How long.
         waiting: Tickets, each with its worker's process number.
+        work: What each worker is at.
     """
     parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
     parts += [
         f"B{describe_ticket(ticket)[1:]} is with worker {ticket.worker_id} (pid {pid})."
         for ticket, pid in waiting
     ]
-    return " ".join([*parts, "No batch is lost: next() may be called again."])
+    head = " ".join([*parts, "No batch is lost: next() may be called again."])
+    return "\n".join([head, *work])
+
+
+def describe_late_start(timeout_s: float, work: list[str]) -> str:
+    """What a timeout at an epoch's start waited for; ``work`` as above."""
+    head = (
+        f"DataLoader timed out after {timeout_s:g} seconds, waiting for its workers to leave the "
+        "epoch before. They were ended; iter() starts new ones."
+    )
+    return "\n".join([head, *work])

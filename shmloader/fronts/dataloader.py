@@ -12,7 +12,13 @@ from torch.utils.data import Dataset, IterDataPipe, MapDataPipe, Sampler
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.memory.slot import is_supported
-from shmloader.options import LEND_LIMIT, Options, parse_size, slot_share
+from shmloader.options import (
+    LEND_LIMIT,
+    Options,
+    check_worker_restarts,
+    parse_size,
+    slot_share,
+)
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -53,6 +59,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         shm_size: Cap on the shared memory of one iterator: bytes, or text such as ``"512MiB"``.
             It is cut into equal shares for ``prefetch_factor * num_workers + 4`` slots, and a
             batch that needs more than its share raises ``SharedMemoryError``. None: no cap.
+        worker_restarts: How many workers that die are replaced in an epoch; what they had in work
+            is loaded again, in order. 0: a death raises ``WorkerDiedError``, and so does a second
+            death over the same batch. The new worker's random streams start anew, and so does its
+            copy of an iterable dataset, which is then iterated past what was given already.
 
     Raises:
         ValueError, TypeError: For arguments that do not fit, in torch's words.
@@ -79,6 +89,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         shm_size: int | str | None = None,
+        worker_restarts: int = 0,
     ) -> None:
         super().__init__(
             dataset,
@@ -102,7 +113,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if shm_size is not None:
             shm_bytes = parse_size(shm_size, "shm_size")
             slot_share(shm_bytes, self.num_workers * (self.prefetch_factor or 0) + LEND_LIMIT)
+        check_worker_restarts(worker_restarts, self.num_workers)
         self.shm_size = shm_size
+        self.worker_restarts = worker_restarts
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -114,8 +127,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self.num_workers == 0:
             iterator: Any = InProcessIterator(self)
         elif not is_supported():
-            if self.shm_size is not None:
-                raise RuntimeError(f"{_UNSUPPORTED} It has no use for shm_size.")
+            ours = {"shm_size": self.shm_size, "worker_restarts": self.worker_restarts}
+            wanted = [name for name, value in ours.items() if value]
+            if wanted:
+                raise RuntimeError(f"{_UNSUPPORTED} It has no use for {', '.join(wanted)}.")
             warnings.warn(_UNSUPPORTED, RuntimeWarning, stacklevel=2)
             return super()._get_iterator()
         else:
@@ -125,9 +140,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return iterator
 
     def _options(self) -> Options:
-        if self.shm_size is None:
-            return Options()
-        return Options(shm_bytes=parse_size(self.shm_size, "shm_size"))
+        size = self.shm_size
+        return Options(
+            shm_bytes=None if size is None else parse_size(size, "shm_size"),
+            worker_restarts=self.worker_restarts,
+        )
 
     def __iter__(self) -> Any:
         """Begin an epoch.

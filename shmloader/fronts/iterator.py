@@ -86,6 +86,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._dataset_kind == _DatasetKind.Iterable, self._auto_collation, self._drop_last
             ),
             int(self._base_seed),
+            may_replace=options.worker_restarts > 0,
         )
         self._engine = Engine(
             self._pool,
@@ -95,6 +96,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             slot_bytes=slot_bytes,
             in_order=loader.in_order,
             timeout_s=loader.timeout,
+            worker_restarts=options.worker_restarts,
+            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
         )
         # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
         # It must not hold the engine, which holds the sampler, which may hold the loader and us.

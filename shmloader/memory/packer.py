@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.faults import FAULTS
 from shmloader.memory.flat import (
     BARE,
     COPY_OUT_BYTES,
@@ -184,6 +185,8 @@ class FlatPacker:
             for group, target in zip(plan.layout.groups, targets, strict=True):
                 if not _fill_group(group, target, sources):
                     return False
+                if FAULTS is not None:
+                    FAULTS.reach("worker.write")
         except (RuntimeError, TypeError, ValueError):
             return False
         return True

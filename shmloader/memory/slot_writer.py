@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from shmloader.errors import SharedMemoryError
+from shmloader.faults import FAULTS
 from shmloader.memory.slot import Slot, align
 
 # References to the task's array when nobody but the writer holds it: the attribute, and the
@@ -125,12 +126,16 @@ class SlotWriter:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         nbytes = view.nbytes
         offset = self.allocate(nbytes)
+        if FAULTS is not None:
+            FAULTS.reach("worker.write")
         self.slot.mapping[offset : offset + nbytes] = view
         return offset, nbytes
 
     def put_memory(self, address: int, nbytes: int) -> int:
         """Copy ``nbytes`` from ``address`` of this process; returns their offset."""
         offset = self.allocate(nbytes)
+        if FAULTS is not None:
+            FAULTS.reach("worker.write")
         ctypes.memmove(self.slot.address + offset, address, nbytes)
         return offset
 

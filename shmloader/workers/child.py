@@ -6,15 +6,12 @@ or shut down, and at once when the main process dies.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import InternalError, SharedMemoryError
+from shmloader.faults import FAULTS
 from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout
@@ -38,6 +36,7 @@ from shmloader.messages import (
     DropSlot,
     EpochStarted,
     NewSlot,
+    SkipBatches,
     Spilled,
     StartEpoch,
     StreamEnded,
@@ -45,13 +44,12 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.workers.board import Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
 from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.seeding import seed_worker
-
-# <linux/prctl.h>
-_PR_SET_PDEATHSIG = 1
 
 # Batches of which the user's code may keep memory before it gets no more of it.
 _KEPT_LIMIT = 4
@@ -69,17 +67,16 @@ class WorkerStart:
         worker_count: How many there are.
         base_seed: Its streams are seeded from this and its number.
         plan: How batches are made.
-        main_pid: Process to die with.
-        has_main_parent: Whether that is the parent, and its main thread started us, so that the
-            kernel can tell us of its death.
+        lifeline: Ends this process with the main process.
+        board: Where it says what it is at.
     """
 
     worker_id: int
     worker_count: int
     base_seed: int
     plan: FetchPlan
-    main_pid: int
-    has_main_parent: bool
+    lifeline: Lifeline | WorkerLifeline
+    board: Board | WorkerBoard
 
 
 def worker_main(
@@ -98,9 +95,13 @@ def worker_main(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process's to handle
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    if FAULTS is not None:
+        FAULTS.worker_id = start.worker_id
+        FAULTS.reach("worker.start")
+    start.lifeline.hold()
+    line = start.board.open_line(start.worker_id)
     if close_inherited is not None:
         close_inherited()
-    _die_with(start.main_pid, has_main_parent=start.has_main_parent)
     # A write to a closed socket must raise, whatever the user's process does of SIGPIPE.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
@@ -109,7 +110,7 @@ def worker_main(
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
         try:
-            _Worker(channel, start).run(payload)
+            _Worker(channel, start, line).run(payload)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -118,37 +119,17 @@ def worker_main(
             os._exit(1)
 
 
-def _die_with(main_pid: int, *, has_main_parent: bool) -> None:
-    """End this process when the main process ends, however it ends and whatever we are doing.
-
-    A thread waits on its pidfd. Where it can, the kernel kills us as well, for we may be stopped
-    or inside a call that keeps the interpreter; but its signal also comes when only the thread
-    that started us ends, and a forkserver's worker has another parent.
-    """
-    if has_main_parent:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != main_pid:
-            os._exit(1)
-    try:
-        main = os.pidfd_open(main_pid)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def wait() -> None:
-        poll = select.poll()
-        poll.register(main, select.POLLIN)
-        poll.poll()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="shmloader_watch", daemon=True).start()
+def _give_nothing(samples: object) -> None:
+    """A collate function for batches that nobody wants."""
 
 
 class _Worker:
     """State of a worker between its messages."""
 
-    def __init__(self, channel: socket.socket, start: WorkerStart) -> None:
+    def __init__(self, channel: socket.socket, start: WorkerStart, line: Line) -> None:
         self._channel = channel
         self._start = start
+        self._line = line
         self._where = f"in DataLoader worker process {start.worker_id}"
         self._slots: dict[int, Slot] = {}
         self._writer = SlotWriter()
@@ -160,6 +141,8 @@ class _Worker:
         self._prepare_error: bytes | None = None
         self._fetcher_error: bytes | None = None
         self._stream_ended = False
+        # Batches of an iterable dataset that the worker before this one has given.
+        self._to_skip = 0
         self._offers = True
         self._kept_count = 0
         # What the main process builds this worker's batches by, if not told otherwise.
@@ -170,26 +153,45 @@ class _Worker:
         """Get ready, then serve until the socket ends."""
         self._prepare(payload)
         del payload
-        receive, send = self._channel.recvmsg, self._channel.send
+        receive, note = self._channel.recvmsg, self._line.note
         while True:
+            note(Phase.IDLE)
+            if FAULTS is not None:
+                FAULTS.reach("worker.idle")
             data, ancillary, flags, _ = receive_soon(
                 receive, RECEIVE_BYTES, _DESCRIPTOR_SPACE, socket.MSG_DONTWAIT
             ) or receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
             if not data:
+                if FAULTS is not None:
+                    FAULTS.reach("worker.stop")
                 return
             message = unpack(data)
             if type(message) is Task:
-                send(self._serve(message))
+                note(Phase.LOADING, message.epoch, message.seq)
+                if FAULTS is not None:
+                    FAULTS.reach("worker.task")
+                self._send(self._serve(message))
             elif type(message) is NewSlot:
                 self._add_slot(message, ancillary, flags)
             elif type(message) is DropSlot:
                 self._drop_slot(message.slot_id)
             elif type(message) is StartEpoch:
+                note(Phase.LEAVING_EPOCH)
                 self._stream_ended = False
+                self._to_skip = 0
                 self._make_fetcher()
-                send(pack(EpochStarted(message.epoch)))
+                self._send(pack(EpochStarted(message.epoch)))
+            elif type(message) is SkipBatches:
+                self._to_skip = message.batch_count
             else:
                 raise InternalError(f"a worker does not take {message!r}")
+
+    def _send(self, answer: bytes) -> None:
+        if FAULTS is not None:
+            FAULTS.reach("worker.answer")
+        self._channel.send(answer)
+        if FAULTS is not None:
+            FAULTS.reach("worker.answered")
 
     def _prepare(self, payload: Any) -> None:
         start = self._start
@@ -240,7 +242,7 @@ class _Worker:
         layout: bytes | Spilled | None = None
         if error is None:
             try:
-                layout = self._load(pickle.loads(data))
+                layout = self._load(self._skip_given(pickle.loads(data)))
             except StopIteration:
                 if self._start.plan.is_iterable:
                     self._stream_ended = True
@@ -273,6 +275,21 @@ class _Worker:
         self._kept_count += 1
         self._offers = self._kept_count < _KEPT_LIMIT
         return True
+
+    def _skip_given(self, indices: object) -> object:
+        """Let an iterable dataset give again, to nobody, what it gave before this worker came."""
+        fetcher = self._fetcher
+        if self._to_skip:
+            collate, fetcher.collate_fn = fetcher.collate_fn, _give_nothing
+            try:
+                for _ in range(self._to_skip):
+                    # Where it failed, it fails again, and goes on from there.
+                    with contextlib.suppress(Exception):
+                        fetcher.fetch(indices)
+            finally:
+                fetcher.collate_fn = collate
+                self._to_skip = 0
+        return indices
 
     def _load(self, indices: object) -> bytes | Spilled | None:
         """Fetch, collate and encode one batch.

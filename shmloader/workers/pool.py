@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from shmloader.workers.board import AtWork
+
 
 class Pool(Protocol):
     """Moves messages to and from a fixed number of workers, and says who died.
@@ -27,6 +29,15 @@ class Pool(Protocol):
 
     def exit_code(self, worker_id: int) -> int | None:
         """How a lost worker ended."""
+
+    def was_at(self, worker_id: int) -> AtWork:
+        """What a lost worker was at."""
+
+    def ask(self, worker_id: int) -> AtWork:
+        """What a worker is at, with its Python stack."""
+
+    def replace(self, worker_id: int) -> None:
+        """Start a worker in place of a lost one."""
 
     def close(self) -> None:
         """End all workers."""

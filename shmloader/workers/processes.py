@@ -32,11 +32,14 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
+from shmloader.faults import FAULTS
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.messages import RECEIVE_BYTES
+from shmloader.workers.board import AtWork, Board
 from shmloader.workers.channel import receive_soon
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.lifeline import Lifeline
 from shmloader.workers.payload import (
     PICKLE_ERRORS,
     ForkedPayload,
@@ -81,7 +84,7 @@ class _Worker:
 
 
 class ProcessPool:
-    """A fixed number of worker processes.
+    """A fixed number of worker processes, some of which may be replaced.
 
     Attributes:
         processes: The ``multiprocessing`` processes, by worker number.
@@ -96,6 +99,8 @@ class ProcessPool:
         objects: object,
         plan: FetchPlan,
         base_seed: int,
+        *,
+        may_replace: bool = False,
     ) -> None:
         """Start the workers.
 
@@ -105,6 +110,7 @@ class ProcessPool:
             objects: (dataset, collate_fn, worker_init_fn).
             plan: How batches are made.
             base_seed: For the workers' random streams.
+            may_replace: Whether ``replace`` will be called; keeps what it takes to start a worker.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
@@ -114,6 +120,8 @@ class ProcessPool:
         self._pid = os.getpid()
         self._context: Any = context or multiprocessing.get_context()
         self._workers: list[_Worker] = []
+        self._starts: list[WorkerStart] = []
+        self._payload: Payload | ForkedPayload | None = None
         self._starting: socket.socket | None = None
         self._is_closed = False
         self._is_exiting = False
@@ -126,24 +134,24 @@ class ProcessPool:
         self._at_exit = multiprocessing.util.Finalize(
             None, _close_pool, args=(weakref.ref(self),), exitpriority=100
         )
-        has_main_parent = (
-            self._context.get_start_method() != "forkserver"
-            and threading.current_thread() is threading.main_thread()
-        )
-        payload: Payload | ForkedPayload | None = None
+        self._lifeline: Lifeline | None = None
+        self._board: Board | None = None
         try:
-            payload = self._make_payload(objects)
+            lifeline = self._lifeline = Lifeline()
+            board = self._board = Board(worker_count)
+            self._payload = self._make_payload(objects)
             for worker_id in range(worker_count):
-                start = WorkerStart(
-                    worker_id, worker_count, base_seed, plan, self._pid, has_main_parent
-                )
-                self._start_worker(payload, start)
+                start = WorkerStart(worker_id, worker_count, base_seed, plan, lifeline, board)
+                self._starts.append(start)
+                self._workers.append(self._start_worker(worker_id))
         except BaseException:
             self.close()
             raise
-        finally:
-            if payload is not None:
-                payload.close()
+        if not may_replace:
+            self._payload.close()
+            self._payload = None
+            lifeline.close_read()
+            board.close_for_start()
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -160,16 +168,22 @@ class ProcessPool:
             warnings.warn(_PICKLE_WARNING, stacklevel=2)
             raise
 
-    def _start_worker(self, payload: "Payload | ForkedPayload", start: WorkerStart) -> None:
+    def _start_worker(self, worker_id: int) -> _Worker:
+        assert self._board is not None
+        self._board.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        closer = close_inherited if isinstance(payload, ForkedPayload) else None
+        closer = close_inherited if isinstance(self._payload, ForkedPayload) else None
         process = self._context.Process(
-            target=worker_main, args=(payload, theirs, start, closer), daemon=True
+            target=worker_main,
+            args=(self._payload, theirs, self._starts[worker_id], closer),
+            daemon=True,
         )
         self._starting = ours
         try:
             with _sigint_blocked(), unimportable_main_hidden(), theirs:
                 process.start()
+            if FAULTS is not None:
+                FAULTS.reach("main.start")
             ours.setblocking(False)
             worker = _Worker(process, ours)
         except BaseException:
@@ -180,10 +194,24 @@ class ProcessPool:
             raise
         finally:
             self._starting = None
-        self._by_fd[ours.fileno()] = self._by_fd[worker.pidfd] = len(self._workers)
-        self._workers.append(worker)
+        self._by_fd[ours.fileno()] = self._by_fd[worker.pidfd] = worker_id
         self._poll.register(ours, select.POLLIN)
         self._poll.register(worker.pidfd, select.POLLIN)
+        return worker
+
+    def replace(self, worker_id: int) -> None:
+        """Start a worker in place of a lost one; it has been sent nothing yet.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+        """
+        old = self._workers[worker_id]
+        assert old.is_lost
+        del self._by_fd[old.channel.fileno()], self._by_fd[old.pidfd]
+        old.channel.close()
+        os.close(old.pidfd)
+        old.pidfd = -1
+        self._workers[worker_id] = self._start_worker(worker_id)
 
     def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
         """Send a message to a worker; never blocks. A dead worker's message is dropped.
@@ -300,6 +328,16 @@ class ProcessPool:
         """Process number of a worker."""
         return self._workers[worker_id].process.pid or 0
 
+    def was_at(self, worker_id: int) -> AtWork:
+        """What a lost worker was at when it died."""
+        assert self._board is not None
+        return self._board.read(worker_id)
+
+    def ask(self, worker_id: int) -> AtWork:
+        """What a worker is at, with its Python stack. Takes up to a third of a second."""
+        assert self._board is not None
+        return self._board.ask(worker_id, self.pid(worker_id))
+
     def close(self) -> None:
         """End and reap all workers. May be called again; from any thread."""
         if self._is_closed:
@@ -314,9 +352,18 @@ class ProcessPool:
             with contextlib.suppress(OSError):
                 worker.channel.shutdown(socket.SHUT_RDWR)
             worker.channel.close()
-        _end(self._workers)
+        if FAULTS is not None:
+            FAULTS.reach("main.close")
+        _end([worker for worker in self._workers if worker.pidfd >= 0])
         for worker in self._workers:
-            os.close(worker.pidfd)
+            if worker.pidfd >= 0:
+                os.close(worker.pidfd)
+        self._close_shared()
+
+    def _close_shared(self) -> None:
+        for part in (self._payload, self._lifeline, self._board):
+            if part is not None:
+                part.close()
 
     def _abandon(self) -> None:
         """Close our descriptors in a forked child; the workers are not its own."""
@@ -330,12 +377,15 @@ class ProcessPool:
             worker.channel.close()
             with contextlib.suppress(OSError):
                 os.close(worker.pidfd)
+        self._close_shared()
 
 
 def _close_pool(reference: "weakref.ref[ProcessPool]") -> None:
     pool = reference()
     if pool is not None:
         pool._is_exiting = True
+        if FAULTS is not None:
+            FAULTS.reach("main.exit")
         pool.close()
 
 

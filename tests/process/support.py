@@ -122,7 +122,7 @@ class Slots:
         """Mapped bytes in a process, by inode."""
         found: dict[int, int] = {}
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:shmloader" in line and "payload" not in line:
+            if "memfd:shmloader " in line:
                 span, _flags, _offset, _device, inode, _name = line.split(maxsplit=5)
                 first, last = (int(part, 16) for part in span.split("-"))
                 if int(inode) not in self._before:
@@ -138,7 +138,7 @@ class Slots:
                 status = os.fstat(int(number))
             except OSError:
                 continue
-            if "memfd:shmloader" in target and status.st_ino not in self._before:
+            if "memfd:shmloader " in target and status.st_ino not in self._before:
                 found[status.st_ino] = status.st_blocks * 512
         return found
 

@@ -17,6 +17,7 @@ from shmloader.messages import (
     EpochStarted,
     Kind,
     NewSlot,
+    SkipBatches,
     Spilled,
     StartEpoch,
     StreamEnded,
@@ -42,6 +43,7 @@ MESSAGES = [
     BatchFailed(1, 2, Spilled(64, 20_000), kept=False),
     StreamEnded(1, 2, True),
     EpochStarted(4),
+    SkipBatches(3),
 ]
 
 

@@ -41,6 +41,7 @@ class Known:
     slot_id: int
     state: str = WAITING
     answer: Answer | None = None
+    kills: int = 0
 
 
 # For what would end every epoch early if it were as likely as the rest.
@@ -56,14 +57,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         lend_limit=st.integers(0, 3),
         in_order=st.booleans(),
         epoch_length=st.none() | st.integers(0, 30),
+        restart_limit=st.sampled_from([0, 1, 3]),
     )
-    def begin(self, worker_count, window, lend_limit, in_order, epoch_length):
+    def begin(self, worker_count, window, lend_limit, in_order, epoch_length, restart_limit):
         self.worker_count = worker_count
         self.window = window
         self.lend_limit = lend_limit
         self.in_order = in_order
         self.epoch_length = epoch_length
-        self.scheduler = Scheduler(worker_count, window, lend_limit, in_order=in_order)
+        self.scheduler = Scheduler(
+            worker_count, window, lend_limit, in_order=in_order, restart_limit=restart_limit
+        )
+        self.restart_limit = restart_limit
         self.queues: list[collections.deque[Known]] = [
             collections.deque() for _ in range(worker_count)
         ]
@@ -78,6 +83,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _forget_epoch(self):
         self.is_running = True
+        self.restarts = 0
+        self.answer_counts = [0] * self.worker_count
         self.has_ended = [False] * self.worker_count  # the stream, as the worker knows it
         self.is_passed_over = [False] * self.worker_count  # as the scheduler was told
         self.next_worker = 0
@@ -172,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._answer_end(worker_id, known)
             return
         answer = Answer(self.epoch, known.seq, kind)
+        self.answer_counts[worker_id] += 1
         ticket = self.scheduler.answered(known.seq, self.epoch, answer)
         assert ticket.slot_id == known.slot_id, "I1: a ticket keeps its slot"
         if known.state == ABANDONED:
@@ -211,22 +219,48 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not all(self.is_dead))
     @rule(data=st.data(), happens=RARELY)
     def worker_dies(self, data, happens):
+        """It was loading the first ticket that it has, or was just about to."""
         if not happens:
             return
         living = [worker_id for worker_id, dead in enumerate(self.is_dead) if not dead]
         worker_id = data.draw(st.sampled_from(living))
+        queue = self.queues[worker_id]
+        at_work = queue[0] if queue and data.draw(st.booleans()) else None
+        if at_work is not None:
+            at_work.kills += 1
+        death = self.deaths[worker_id]
+        again = self.scheduler.worker_lost(worker_id, death, at_work.seq if at_work else None)
+        assert self.scheduler.answer_count(worker_id) == self.answer_counts[worker_id]
+        is_replaced = self.restarts < self.restart_limit and not (at_work and at_work.kills > 1)
+        assert (again is not None) == is_replaced, "a restart too many, or too few"
+        if is_replaced:
+            self.restarts += 1
+            self._note_restart(worker_id, again)
+            return
         self.is_dead[worker_id] = True
-        self.scheduler.worker_lost(worker_id, self.deaths[worker_id])
-        assert self.scheduler.deaths[worker_id] is self.deaths[worker_id]
-        for known in self.queues[worker_id]:
+        assert self.scheduler.deaths[worker_id] is death
+        for known in queue:
             if known.state == WAITING:
-                self._note_answer(known, self.deaths[worker_id])
+                self._note_answer(known, death)
             else:
                 del self.tickets[known.seq]
-        self.queues[worker_id].clear()
+        queue.clear()
         for known in [known for known in self.unsent if known.worker_id == worker_id]:
             self.unsent.remove(known)
             del self.tickets[known.seq]
+
+    def _note_restart(self, worker_id, again):
+        """The new worker is sent what the old one had, but for what nobody wants."""
+        assert self.scheduler.deaths[worker_id] is None
+        queue = self.queues[worker_id]
+        wanted = [known for known in queue if known.state == WAITING]
+        assert [ticket.seq for ticket in again] == [known.seq for known in wanted]
+        assert [ticket.slot_id for ticket in again] == [known.slot_id for known in wanted]
+        for known in [*queue, *self.unsent]:
+            if known.worker_id == worker_id and known.state != WAITING:
+                del self.tickets[known.seq]
+        self.unsent = [known for known in self.unsent if known.worker_id != worker_id]
+        self.queues[worker_id] = collections.deque(wanted)
 
     def _expected(self) -> Known | None:
         """The ticket that is to be delivered next, if its answer is here."""
@@ -422,8 +456,12 @@ TestSchedulerMachine.settings = settings(
 # By hand: the same in small, to be read -----------------------------------------------------
 
 
-def scheduler(worker_count=2, window=4, lend_limit=2, *, in_order=True) -> Scheduler:
-    return Scheduler(worker_count, window, lend_limit, in_order=in_order)
+def scheduler(
+    worker_count=2, window=4, lend_limit=2, *, in_order=True, restart_limit=0
+) -> Scheduler:
+    return Scheduler(
+        worker_count, window, lend_limit, in_order=in_order, restart_limit=restart_limit
+    )
 
 
 def offered(subject: Scheduler, count: int) -> list[Ticket]:
@@ -486,6 +524,47 @@ def test_a_lost_worker_gives_the_slot_of_an_unwanted_ticket_back():
     assert not subject.tickets
     assert len(subject.slots.free_ids) == 2
     subject.start_epoch()
+
+
+def test_a_replaced_worker_gets_the_tickets_of_the_lost_one_in_order():
+    subject = scheduler(worker_count=1, restart_limit=1)
+    first, second, third = offered(subject, 3)
+    subject.answered(first.seq, 0, "batch")
+    assert subject.worker_lost(0, "death", at_work=second.seq) == [second, third]
+    assert subject.deaths == [None]
+    assert subject.answer_count(0) == 1
+    assert [ticket.answer for ticket in subject.tickets] == ["batch", None, None]
+
+
+def test_a_ticket_that_kills_twice_is_not_tried_again():
+    subject = scheduler(worker_count=1, restart_limit=9)
+    first, second = offered(subject, 2)
+    assert subject.worker_lost(0, "death", at_work=first.seq) == [first, second]
+    assert subject.worker_lost(0, "second death", at_work=first.seq) is None
+    assert (first.answer, first.kill_count) == ("second death", 2)
+    assert (second.answer, second.kill_count) == ("second death", 0)
+
+
+def test_only_the_ticket_in_work_counts_as_killing():
+    subject = scheduler(worker_count=1, restart_limit=9)
+    first, second = offered(subject, 2)
+    assert subject.worker_lost(0, "death", at_work=first.seq) is not None
+    assert subject.worker_lost(0, "death") is not None  # before it took a ticket
+    subject.answered(first.seq, 0, "batch")
+    assert subject.worker_lost(0, "death", at_work=first.seq) == [second]  # after its answer
+    assert subject.worker_lost(0, "death", at_work=second.seq) == [second]
+    assert second.kill_count == 1
+
+
+def test_restarts_are_counted_by_epoch_and_over_all_workers():
+    subject = scheduler(restart_limit=2)
+    assert subject.worker_lost(0, "death") == []
+    assert subject.worker_lost(1, "death") == []
+    subject.end_epoch()
+    subject.start_epoch()
+    assert subject.worker_lost(0, "death") == []
+    assert subject.worker_lost(0, "death") == []
+    assert subject.worker_lost(1, "death") is None
 
 
 def test_the_end_of_a_stream_asks_for_one_ticket_in_its_place():

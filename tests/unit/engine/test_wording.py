@@ -8,9 +8,12 @@ from shmloader.engine.wording import (
     describe_death,
     describe_end,
     describe_indices,
+    describe_restart,
     describe_ticket,
     describe_timeout,
+    describe_work,
 )
+from shmloader.workers.board import AtWork, Phase
 
 
 @pytest.mark.parametrize(
@@ -68,9 +71,76 @@ def test_a_death_says_what_the_worker_had_to_load():
 def test_a_timeout_names_time_batch_and_worker():
     ticket = Ticket(41, 3, 0, [7])
     assert describe_ticket(ticket) == "batch 41 (indices 7)"
-    assert describe_timeout(5.0, [(ticket, 812)]) == (
+    assert describe_timeout(5.0, [(ticket, 812)], ["Worker 3 …", "Worker 1 …"]) == (
         "DataLoader timed out after 5 seconds. "
         "Batch 41 (indices 7) is with worker 3 (pid 812). "
-        "No batch is lost: next() may be called again."
+        "No batch is lost: next() may be called again.\n"
+        "Worker 3 …\nWorker 1 …"
     )
-    assert describe_timeout(0.25, []).startswith("DataLoader timed out after 0.25 seconds. No")
+    assert describe_timeout(0.25, [], []).startswith("DataLoader timed out after 0.25 seconds. No")
+
+
+STACK = """  File "/data/set.py", line 7 in decode
+  File "/data/set.py", line 3 in __getitem__
+  File "/lib/shmloader/workers/child.py", line 300 in _load"""
+
+
+@pytest.mark.parametrize(
+    ("at_work", "ticket", "text"),
+    [
+        (
+            AtWork(Phase.LOADING, 0, 41, 4.81, STACK),
+            Ticket(41, 3, 0, [7]),
+            (
+                "Worker 3 (pid 812) has been loading batch 41 (indices 7) for 4.8 s, the innermost "
+                'call first:\n  File "/data/set.py", line 7 in decode\n'
+                '  File "/data/set.py", line 3 in __getitem__'
+            ),
+        ),
+        (
+            AtWork(Phase.LOADING, 0, 41, 4.81, is_stopped=True),
+            None,
+            (
+                "Worker 3 (pid 812) has been loading batch 41 for 4.8 s; the process is stopped "
+                "(SIGSTOP)."
+            ),
+        ),
+        (
+            AtWork(Phase.IDLE, 0, 0, 2, STACK),
+            None,
+            "Worker 3 (pid 812) has had nothing to do for 2.0 s.",
+        ),
+        (
+            AtWork(Phase.STARTING, 0, 0, 2),
+            None,
+            "Worker 3 (pid 812) has been starting for 2.0 s.",
+        ),
+    ],
+)
+def test_what_a_worker_is_at(at_work, ticket, text):
+    assert describe_work(3, 812, at_work, ticket) == text
+
+
+def test_a_deep_stack_is_cut():
+    stack = "\n".join(f'  File "set.py", line {line} in walk' for line in range(40))
+    text = describe_work(0, 1, AtWork(Phase.GETTING_READY, 0, 0, 1, stack), None)
+    assert len(text.splitlines()) == 14
+    assert text.endswith("… 28 more")
+
+
+def test_a_death_says_why_the_worker_was_not_replaced():
+    death = Death(812, -9, restart_limit=2)
+    assert "(worker_restarts=2) were replaced in this epoch" in describe_death(3, death, None)
+    ticket = Ticket(41, 3, 0, [7], kill_count=2)
+    text = describe_death(3, death, ticket)
+    assert "batch 41 (indices 7). This batch had killed a worker before" in text
+
+
+def test_a_restart_says_what_is_done_again():
+    death = Death(812, -9)
+    text = describe_restart(1, death, [5, 7], 2)
+    assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
+    assert "batch 5, 7." in text
+    assert "past 2 batches" in text
+    assert "random streams start anew" in text
+    assert "past" not in describe_restart(1, death, [], 0)

@@ -1,0 +1,217 @@
+"""What workers are at, without asking them by message: they may be stuck.
+
+One anonymous page or more, a line for each worker, which it alone writes and the main process
+reads; and a pipe into which a worker writes its Python stack when the main process sends it a
+signal. faulthandler's handler does that without the interpreter, so it also tells of a worker
+inside a call that never comes back.
+"""
+
+import contextlib
+import enum
+import faulthandler
+import mmap
+import os
+import re
+import select
+import signal
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any
+
+import psutil
+
+from shmloader.memory.slot import MEMFD_NAME
+
+# phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works
+_LINE = struct.Struct("=5q")
+# Lines do not share a cache line.
+_LINE_BYTES = 64
+
+#: Asks a worker for its stack. Python, torch and their libraries leave real-time signals alone.
+STACK_SIGNAL = signal.SIGRTMIN + 13
+
+# A stack comes in many small writes: it is whole when nothing more comes for so long.
+_QUIET_MS = 20
+# How long to wait for its beginning.
+_STACK_MS = 300
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MULTILINE)
+
+
+class Phase(enum.IntEnum):
+    """What a worker is at. Before GETTING_READY it cannot be asked for its stack."""
+
+    STARTING = 0
+    GETTING_READY = 1
+    IDLE = 2
+    LOADING = 3
+    LEAVING_EPOCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AtWork:
+    """What a worker is, or was at last, at.
+
+    Attributes:
+        phase: What.
+        epoch: The ticket's, while LOADING.
+        seq: The ticket's, while LOADING.
+        elapsed_s: For how long.
+        stack: Its Python frames, the innermost first, a line each; empty if they could not be had.
+        is_stopped: Whether the process is stopped (SIGSTOP, a debugger).
+    """
+
+    phase: Phase
+    epoch: int
+    seq: int
+    elapsed_s: float
+    stack: str = ""
+    is_stopped: bool = False
+
+
+class Board:
+    """The main process's end. The pool owns it; pickled on its way to a worker."""
+
+    def __init__(self, worker_count: int) -> None:
+        nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._fd = os.memfd_create(f"{MEMFD_NAME}-board", os.MFD_CLOEXEC)
+        self._stack_read = self._stack_write = -1
+        try:
+            os.ftruncate(self._fd, nbytes)
+            self._mapping = mmap.mmap(self._fd, nbytes)
+            self._stack_read, self._stack_write = os.pipe()
+            # A worker must not wait inside its signal handler, nor we for a worker.
+            os.set_blocking(self._stack_write, False)
+            os.set_blocking(self._stack_read, False)
+        except BaseException:
+            self.close()
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become the worker's end; multiprocessing calls this for each worker it starts."""
+        return WorkerBoard, (
+            reduction.DupFd(self._fd),
+            reduction.DupFd(self._stack_write),
+            len(self._mapping),
+        )
+
+    def close_for_start(self) -> None:
+        """Close what only a worker that starts needs; none will."""
+        for name in ("_fd", "_stack_write"):
+            self._close(name)
+
+    def clear(self, worker_id: int) -> None:
+        """Begin a worker's line, before the worker starts."""
+        _LINE.pack_into(self._mapping, worker_id * _LINE_BYTES, 0, 0, 0, time.monotonic_ns(), 0)
+
+    def open_line(self, worker_id: int) -> "Line":
+        """The line of a worker, in a forked one, which keeps what the fork gave it."""
+        mapping, self._mapping = self._mapping, mmap.mmap(-1, mmap.PAGESIZE)
+        stack, self._stack_write = self._stack_write, -1
+        return Line(mapping, stack, worker_id)
+
+    def read(self, worker_id: int) -> AtWork:
+        """What a worker is at, or was when it died."""
+        phase, epoch, seq, since, _ = self._line(worker_id)
+        return AtWork(Phase(phase), epoch, seq, (time.monotonic_ns() - since) / 1e9)
+
+    def ask(self, worker_id: int, pid: int) -> AtWork:
+        """What a living worker is at, with its stack. Takes up to a third of a second."""
+        at_work = self.read(worker_id)
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(pid).status() in (
+                psutil.STATUS_STOPPED,
+                psutil.STATUS_TRACING_STOP,
+            ):
+                return AtWork(
+                    at_work.phase,
+                    at_work.epoch,
+                    at_work.seq,
+                    at_work.elapsed_s,
+                    is_stopped=True,
+                )
+        stack = ""
+        if at_work.phase is not Phase.STARTING:
+            stack = self._ask_for_stack(self._line(worker_id)[4], pid)
+        return AtWork(at_work.phase, at_work.epoch, at_work.seq, at_work.elapsed_s, stack)
+
+    def _line(self, worker_id: int) -> tuple[int, ...]:
+        return _LINE.unpack_from(self._mapping, worker_id * _LINE_BYTES)
+
+    def _ask_for_stack(self, thread: int, pid: int) -> str:
+        self._receive_stack(0, 0)  # what came too late the last time
+        try:
+            os.kill(pid, STACK_SIGNAL)
+        except ProcessLookupError:
+            return ""
+        return _frames(self._receive_stack(_STACK_MS, _QUIET_MS), thread)
+
+    def _receive_stack(self, first_ms: int, quiet_ms: int) -> str:
+        poll = select.poll()
+        poll.register(self._stack_read, select.POLLIN)
+        data = b""
+        while poll.poll(quiet_ms if data else first_ms):
+            data += os.read(self._stack_read, 1 << 16)
+        return data.decode(errors="replace")
+
+    def close(self) -> None:
+        """Unmap and close; may be called again."""
+        for name in ("_fd", "_stack_read", "_stack_write"):
+            self._close(name)
+        if hasattr(self, "_mapping"):
+            self._mapping.close()
+
+    def _close(self, name: str) -> None:
+        fd = getattr(self, name)
+        if fd >= 0:
+            os.close(fd)
+            setattr(self, name, -1)
+
+
+def _frames(text: str, thread: int) -> str:
+    """The frames of one thread in what faulthandler wrote of all."""
+    parts = _THREAD.split(text)
+    threads = [int(ident, 16) for ident in parts[1::2]]
+    if thread not in threads:
+        return ""
+    return parts[2::2][threads.index(thread)].strip("\n")
+
+
+class Line:
+    """A worker's line, in the worker."""
+
+    def __init__(self, mapping: mmap.mmap, stack_fd: int, worker_id: int) -> None:
+        """Answer to the signal from now on, and say so."""
+        self._mapping = mapping
+        self._offset = worker_id * _LINE_BYTES
+        self._thread = threading.get_ident()
+        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+        self.note(Phase.GETTING_READY)
+
+    def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
+        """Say what this worker is at from now on."""
+        _LINE.pack_into(
+            self._mapping, self._offset, phase, epoch, seq, time.monotonic_ns(), self._thread
+        )
+
+
+class WorkerBoard:
+    """The board in a worker that was not forked from the main process."""
+
+    def __init__(self, board: Any, stack: Any, nbytes: int) -> None:
+        self._board = board
+        self._stack = stack
+        self._nbytes = nbytes
+
+    def open_line(self, worker_id: int) -> Line:
+        """The line of this worker."""
+        fd = self._board.detach()
+        try:
+            mapping = mmap.mmap(fd, self._nbytes)
+        finally:
+            os.close(fd)
+        return Line(mapping, self._stack.detach(), worker_id)
