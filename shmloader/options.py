@@ -7,13 +7,19 @@ lives in :class:`Options`.
 
 import mmap
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 #: Batches that may be out with the user, uncopied, at the same time. A plain loop holds
 #: two at the moment of ``next()`` (the one in hand and the new one); two more leave room
 #: for a prefetcher of the user's own. What is kept beyond it is copied out, so the limit
 #: decides how much shared memory may be used, never whether the loader goes on.
 LEND_LIMIT = 4
+
+#: Batches that may be ready on the device before the user asks: the one that the GPU will need
+#: next, and the one whose copy goes on meanwhile.
+DEVICE_PREFETCH = 2
 
 #: A smaller cap would leave slots that not even the message about a failure fits.
 MINIMUM_SLOT_BYTES = 64 * 1024
@@ -31,11 +37,15 @@ class Options:
         shm_bytes: Cap on one iterator's shared memory, in bytes; None for no cap.
         lend_limit: Batches lent to the user at once without a copy.
         worker_restarts: Dead workers that may be replaced in an epoch.
+        device_prefetch: Batches that may be ready on the device.
+        transform: Called with each batch on the device.
     """
 
     shm_bytes: int | None = None
     lend_limit: int = LEND_LIMIT
     worker_restarts: int = 0
+    device_prefetch: int = DEVICE_PREFETCH
+    transform: Callable[[Any], Any] | None = None
 
 
 def check_worker_restarts(value: object, num_workers: int) -> None:
@@ -56,6 +66,31 @@ def check_worker_restarts(value: object, num_workers: int) -> None:
         )
     if value and num_workers == 0:
         raise ValueError("worker_restarts option needs num_workers > 0")
+
+
+def check_device_options(device: object, transform: object, device_prefetch: object) -> None:
+    """Check what goes with ``device``.
+
+    Raises:
+        TypeError: If ``transform`` is not callable, or ``device_prefetch`` not an int.
+        ValueError: If ``device_prefetch`` is not positive, or one is given without a device.
+    """
+    if transform is not None and not callable(transform):
+        raise TypeError(f"transform option should be callable, but got transform={transform!r}")
+    if transform is not None and device is None:
+        raise ValueError(
+            "transform option runs on the device batch and needs device=; on the CPU, transform "
+            "in the dataset or collate_fn, where workers do it"
+        )
+    if isinstance(device_prefetch, bool) or not isinstance(device_prefetch, int):
+        raise TypeError(
+            "device_prefetch option should be a number of batches, "
+            f"but got device_prefetch={device_prefetch!r}"
+        )
+    if device_prefetch < 1:
+        raise ValueError(
+            f"device_prefetch option should be positive, but got device_prefetch={device_prefetch}"
+        )
 
 
 def parse_size(value: int | str, name: str) -> int:

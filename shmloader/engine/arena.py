@@ -3,6 +3,8 @@
 States and counts are the scheduler's (:mod:`shmloader.engine.slots`); this is their body.
 """
 
+from typing import Protocol
+
 from shmloader.memory.lease import LeaseBook
 from shmloader.memory.slot import Slot
 
@@ -14,14 +16,26 @@ _TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
 
+class PageLocker(Protocol):
+    """Locks a slot's pages, for a device that reads them by itself."""
+
+    def lock(self, slot: Slot, nbytes: int) -> None:
+        """Lock the first ``nbytes``, if that is not done."""
+
+    def unlock(self, slot: Slot) -> None:
+        """Undo it, once nothing reads the slot."""
+
+
 class Arena:
     """Owner of one engine's slots. Only the engine's thread calls it, but for ``close``.
 
     Args:
         slot_bytes: Length of each slot: all that a batch may take.
+        locker: Locks the pages of slots that are read, if a device reads them.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, locker: PageLocker | None = None) -> None:
+        self._locker = locker
         self.leases = LeaseBook()
         self._slot_bytes = slot_bytes
         self._slots: dict[int, Slot] = {}
@@ -56,14 +70,23 @@ class Arena:
         self._recent_bytes *= _RECENT_DECAY
         for slot_id in free_ids:
             if self._touched.get(slot_id, 0) > _TRIM_FACTOR * keep + _TRIM_BYTES:
+                if self._locker is not None:
+                    self._locker.unlock(self._slots[slot_id])
                 self._slots[slot_id].give_back(keep)
                 self._touched[slot_id] = keep
+
+    def lock(self, slot_id: int) -> None:
+        """Lock the pages of what lies in a slot, if a device is to read it."""
+        if self._locker is not None:
+            self._locker.lock(self._slots[slot_id], self._touched[slot_id])
 
     def retire(self, slot_id: int) -> None:
         """Let go of a slot that must not be filled again; its memory lives while it is seen."""
         self._touched.pop(slot_id, None)
         slot = self._slots.pop(slot_id, None)
         if slot is not None:
+            if self._locker is not None:
+                self._locker.unlock(slot)
             slot.close()
 
     def close(self) -> None:

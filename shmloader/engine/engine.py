@@ -1,9 +1,11 @@
 """Acts on what the scheduler decides: sends tasks, takes answers, builds batches.
 
-Runs on the thread that calls ``next_batch``, and only then. While the user trains, workers go
-on with the tasks they have, and their answers wait in the sockets.
+Runs on the thread that calls ``next_batch``, and only then: the user's, or one of
+:mod:`shmloader.stages.thread`. While that thread does other things, workers go on with the tasks
+they have, and their answers wait in the sockets.
 """
 
+import functools
 import logging
 import pickle
 import time
@@ -18,7 +20,8 @@ from shmloader.engine.answers import (
     UnreadableLayout,
     make_reader,
 )
-from shmloader.engine.arena import Arena
+from shmloader.engine.arena import Arena, PageLocker
+from shmloader.engine.inbox import Inbox
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import SlotState
 from shmloader.engine.wording import (
@@ -62,6 +65,14 @@ _log = logging.getLogger("shmloader")
 _ASK_S = 1.0
 
 
+def _do_nothing() -> None:
+    """Where no other thread has anything to say."""
+
+
+def _do_it(function: Callable[[], None]) -> None:
+    function()
+
+
 class Engine:
     """Batches of one iterator, epoch after epoch.
 
@@ -78,6 +89,7 @@ class Engine:
         timeout_s: Longest wait for a batch; 0 for ever.
         worker_restarts: Dead workers that are replaced in an epoch.
         is_iterable: Whether workers iterate over the dataset.
+        locker: Locks the pages of slots, where a device reads them.
     """
 
     def __init__(
@@ -92,6 +104,7 @@ class Engine:
         timeout_s: float,
         worker_restarts: int = 0,
         is_iterable: bool = False,
+        locker: PageLocker | None = None,
     ) -> None:
         self._pool = pool
         self._worker_count = worker_count
@@ -102,7 +115,7 @@ class Engine:
         self._scheduler = Scheduler(
             worker_count, window, lend_limit, in_order=in_order, restart_limit=worker_restarts
         )
-        self.arena = Arena(slot_bytes)
+        self.arena = Arena(slot_bytes, locker)
         self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
@@ -114,6 +127,10 @@ class Engine:
         self._is_closed = False
         # Whether a message may have been taken from a worker and not been noted.
         self._is_receiving = False
+        # Of an engine with a thread of its own.
+        self._inbox: Inbox | None = None
+        self._pause: Callable[[], None] = _do_nothing
+        self._have_done: Callable[[Callable[[], None]], None] = _do_it
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -126,6 +143,31 @@ class Engine:
         self._draw = tickets.__next__
         self._prime()
 
+    def attach(
+        self,
+        inbox: Inbox,
+        pause: Callable[[], None],
+        have_done: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Belong to a thread of its own until :meth:`detach`.
+
+        Args:
+            inbox: Where tickets come from, in place of ``start``'s.
+            pause: Called between two steps, where no lock is held; may raise.
+            have_done: Has the user's thread do something.
+        """
+        self._inbox, self._draw = inbox, inbox.__next__
+        self._pause, self._have_done = pause, have_done
+
+    def detach(self) -> None:
+        """Belong to the user's thread again."""
+        self._inbox, self._draw = None, iter(()).__next__
+        self._pause, self._have_done = _do_nothing, _do_it
+
+    def wake(self) -> None:
+        """Get the engine's thread out of its wait; from any thread."""
+        self._pool.wake()
+
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers.
 
@@ -136,7 +178,7 @@ class Engine:
             WorkerDiedError: If a worker is gone. The engine is closed then.
             LoaderTimeoutError: If they took too long. The engine is closed then.
         """
-        self._check_open()
+        self.check_open()
         self._draw = iter(()).__next__
         try:
             self._finish_epoch()
@@ -164,7 +206,7 @@ class Engine:
                 work = self._ask_workers(sorted(late))
                 text = describe_late_start(self._timeout_s, work)
                 self._fail(LoaderTimeoutError(text))
-            self._check_open()
+            self.check_open()
         self._scheduler.start_epoch()
 
     def _deadline(self) -> float | None:
@@ -187,7 +229,7 @@ class Engine:
             Exception: The user's own, from the dataset or collate; the batch is lost, the next
                 call gives the next one.
         """
-        self._check_open()
+        self.check_open()
         try:
             return self._next_batch()
         except BaseException as error:
@@ -206,6 +248,9 @@ class Engine:
         scheduler = self._scheduler
         deadline: float | None = None
         while True:
+            if self._inbox:
+                for indices in self._inbox:
+                    self._offer_indices(indices)
             ticket = scheduler.take_next()
             if ticket is not None:
                 return self._hand_over(ticket)
@@ -218,13 +263,22 @@ class Engine:
                     self._take(awaited.worker_id, data)
                     self._is_receiving = False
                     continue
-            elif scheduler.is_exhausted:
+            elif scheduler.is_exhausted and not self._awaits_tickets():
+                if self._inbox:
+                    continue
                 raise StopIteration
-            deadline = deadline or self._deadline()
+            if self._inbox is None:  # else the user's thread looks at its clock
+                deadline = deadline or self._deadline()
             if FAULTS is not None:
                 FAULTS.reach("main.next")
             self._receive_any(deadline)
-            self._check_open()
+            self._pause()
+            self.check_open()
+
+    def _awaits_tickets(self) -> bool:
+        """Whether the user's thread may still give one that a worker takes."""
+        inbox = self._inbox
+        return inbox is not None and not inbox.is_ended and self._scheduler.takes_tickets
 
     def _hand_over(self, ticket: Ticket) -> object:
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
@@ -258,6 +312,7 @@ class Engine:
         slot = self.arena[slot_id]
         if reader.lends and self._scheduler.may_lend:
             self._scheduler.delivered(ticket, SlotState.LENT)
+            self.arena.lock(slot_id)
             lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
             return reader.read(slot, lease)
         try:
@@ -293,10 +348,12 @@ class Engine:
             indices = self._draw()
         except StopIteration:
             return
+        self._offer_indices(indices)
+
+    def _offer_indices(self, indices: object) -> None:
         ticket = self._scheduler.offer(indices)
-        if ticket is None or ticket.answer is not None:
-            return
-        self._send(ticket)
+        if ticket is not None and ticket.answer is None:
+            self._send(ticket)
 
     def _send(self, ticket: Ticket) -> None:
         """Send a ticket to its worker."""
@@ -355,18 +412,24 @@ class Engine:
         happened = self._pool.wait(timeout_s)
         if not happened and deadline is not None and time.monotonic() >= deadline:
             self._is_receiving = False
-            awaited = self._scheduler.awaited()
-            tickets = self._scheduler.tickets if awaited is None else [awaited]
-            waiting = [(ticket, self._pool.pid(ticket.worker_id)) for ticket in tickets]
-            first = [ticket.worker_id for ticket in tickets]
-            work = self._ask_workers(dict.fromkeys([*first, *range(self._worker_count)]))
-            raise LoaderTimeoutError(describe_timeout(self._timeout_s, waiting, work))
+            raise self.late()
         for worker_id, data in happened:
             if data is None:
                 self._lose(worker_id)
             else:
                 self._take(worker_id, data)
         self._is_receiving = False
+
+    def late(self) -> LoaderTimeoutError:
+        """What is to be raised when a batch has not come in time. From any thread."""
+        tickets = self._scheduler.tickets
+        if self._scheduler.delivers_in_order:
+            tickets = [ticket for ticket in tickets if not ticket.is_dropped][:1]
+        tickets = [ticket for ticket in tickets if ticket.answer is None]
+        waiting = [(ticket, self._pool.pid(ticket.worker_id)) for ticket in tickets]
+        first = [ticket.worker_id for ticket in tickets]
+        work = self._ask_workers(dict.fromkeys([*first, *range(self._worker_count)]))
+        return LoaderTimeoutError(describe_timeout(self._timeout_s, waiting, work))
 
     def _ask_workers(self, worker_ids: Iterable[int]) -> list[str]:
         """What workers are at, in words; those that are dead by now have nothing to say."""
@@ -396,7 +459,7 @@ class Engine:
             describe_restart(worker_id, death, [ticket.seq for ticket in tickets], skipped)
         )
         try:
-            self._pool.replace(worker_id)
+            self._have_done(functools.partial(self._pool.replace, worker_id))
         except OSError as error:
             self._fail(error)
         self._readers[worker_id] = None
@@ -450,6 +513,8 @@ class Engine:
     def _take_end(self, message: StreamEnded) -> None:
         slot_id = self._scheduler.slot_of(message.seq)
         if self._scheduler.stream_ended(message.seq, message.epoch, is_kept=message.kept):
+            if self._inbox is not None and not self._inbox:
+                self._inbox.ask()
             self._offer()
         if message.kept:
             self._retire(slot_id)
@@ -487,7 +552,8 @@ class Engine:
         """Whether it was closed, by the user or by a worker's death."""
         return self._is_closed
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedLoaderError if it is closed."""
         if self._is_closed:
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
 

@@ -260,6 +260,16 @@ class Scheduler:
         return self._first() if self._in_order else None
 
     @property
+    def delivers_in_order(self) -> bool:
+        """Whether batches come by ``seq``, or as they arrive."""
+        return self._in_order
+
+    @property
+    def takes_tickets(self) -> bool:
+        """Whether any worker does: not so when all their streams have ended."""
+        return any(self._active)
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether nothing is left that could be delivered, unless a ticket is offered."""
         return all(ticket.is_dropped for ticket in self._tickets.values())

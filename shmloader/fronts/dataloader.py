@@ -13,12 +13,15 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
+    DEVICE_PREFETCH,
     LEND_LIMIT,
     Options,
+    check_device_options,
     check_worker_restarts,
     parse_size,
     slot_share,
 )
+from shmloader.stages.target import parse_device
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -63,6 +66,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             is loaded again, in order. 0: a death raises ``WorkerDiedError``, and so does a second
             death over the same batch. The new worker's random streams start anew, and so does its
             copy of an iterable dataset, which is then iterated past what was given already.
+        device: Where batches are to arrive: ``"cuda:0"``, an index, a ``torch.device``. They are
+            copied there from page-locked slots by a thread, on a stream of its own; the current
+            stream of the thread that calls ``next()`` waits for them. None or ``"cpu"``: nowhere.
+        transform: Called with each batch on the device, on that thread and stream.
+        device_prefetch: Batches that may be ready on the device.
 
     Raises:
         ValueError, TypeError: For arguments that do not fit, in torch's words.
@@ -90,6 +98,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         in_order: bool = True,
         shm_size: int | str | None = None,
         worker_restarts: int = 0,
+        device: str | int | torch.device | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        device_prefetch: int = DEVICE_PREFETCH,
     ) -> None:
         super().__init__(
             dataset,
@@ -116,6 +127,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         check_worker_restarts(worker_restarts, self.num_workers)
         self.shm_size = shm_size
         self.worker_restarts = worker_restarts
+        parse_device(device)  # raises
+        check_device_options(device, transform, device_prefetch)
+        self.device = device
+        self.transform = transform
+        self.device_prefetch = device_prefetch
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -125,9 +141,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             # torch's own, for its graph of data pipes.
             return super()._get_iterator()
         if self.num_workers == 0:
-            iterator: Any = InProcessIterator(self)
+            iterator: Any = InProcessIterator(self, self._options())
         elif not is_supported():
-            ours = {"shm_size": self.shm_size, "worker_restarts": self.worker_restarts}
+            ours = {
+                "shm_size": self.shm_size,
+                "worker_restarts": self.worker_restarts,
+                "device": self.device,
+            }
             wanted = [name for name, value in ours.items() if value]
             if wanted:
                 raise RuntimeError(f"{_UNSUPPORTED} It has no use for {', '.join(wanted)}.")
@@ -144,6 +164,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return Options(
             shm_bytes=None if size is None else parse_size(size, "shm_size"),
             worker_restarts=self.worker_restarts,
+            device_prefetch=self.device_prefetch,
+            transform=self.transform,
         )
 
     def __iter__(self) -> Any:

@@ -4,10 +4,12 @@ Both derive from torch's, which reads the loader, warns, draws the base seed and
 yielded; so the main process's random streams are used as torch uses them.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
@@ -20,7 +22,11 @@ from shmloader.engine.engine import Engine
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, slot_share
-from shmloader.stages.pin import pin_batch
+from shmloader.stages.device import DeviceStage
+from shmloader.stages.pin import PinStage, pin_batch
+from shmloader.stages.structure import map_tensors
+from shmloader.stages.target import open_backend, parse_device
+from shmloader.stages.thread import Stage, StageThread
 from shmloader.workers.fetch import FetchPlan, map_style_stop
 from shmloader.workers.processes import ProcessPool
 
@@ -28,8 +34,10 @@ from shmloader.workers.processes import ProcessPool
 class InProcessIterator(_SingleProcessDataLoaderIter):
     """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, options: Options) -> None:
         super().__init__(loader)
+        self._device = parse_device(loader.device)
+        self._transform = options.transform or _no_transform
         self._is_closed = False
 
     def _next_data(self) -> Any:
@@ -42,9 +50,14 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             if self._dataset_kind == _DatasetKind.Iterable:
                 raise
             raise map_style_stop(error) from error
-        if self._pin_memory:
+        if self._device is not None:
+            data = map_tensors(self._to_device, data)
+        elif self._pin_memory:
             data = pin_batch(data, self._pin_memory_device)
-        return data
+        return self._transform(data)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
 
     def close(self) -> None:
         """No further batch; may be called again."""
@@ -55,6 +68,10 @@ def _end(pool: ProcessPool, arena: Arena) -> None:
     """What is left to do of an iterator that is garbage."""
     pool.close()
     arena.close()
+
+
+def _no_transform(batch: object) -> object:
+    return batch
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -72,8 +89,22 @@ class WorkerIterator(_BaseDataLoaderIter):
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
+        device = parse_device(loader.device)
+        # Without a device (or "cpu") it runs here.
+        here = options.transform if device is None else None
+        self._transform = here or _no_transform
+        backend = None if device is None else open_backend(device)
+        stage: Stage | None = None
+        lend_limit = options.lend_limit
+        if backend is not None:
+            stage = DeviceStage(backend, options.device_prefetch, options.transform)
+            # Those that are being copied, and the one that is next.
+            lend_limit = max(lend_limit, options.device_prefetch + 2)
+        elif self._pin_memory:
+            index = torch.accelerator.current_device_index()
+            stage = PinStage(self._pin_memory_device, index)
         window = worker_count * prefetch_factor
-        slot_count = window + options.lend_limit
+        slot_count = window + lend_limit
         if options.shm_bytes is None:
             slot_bytes = uncapped_slot_bytes()
         else:
@@ -92,24 +123,33 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._pool,
             worker_count=worker_count,
             window=window,
-            lend_limit=options.lend_limit,
+            lend_limit=lend_limit,
             slot_bytes=slot_bytes,
             in_order=loader.in_order,
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            locker=backend,
         )
         # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
-        # It must not hold the engine, which holds the sampler, which may hold the loader and us.
-        self._finalizer = weakref.finalize(self, _end, self._pool, self._engine.arena)
+        # It must not hold the sampler, which may hold the loader and us; an engine does, unless it
+        # has a thread of its own.
+        self._source: Engine | StageThread = self._engine
+        if stage is None:
+            end = functools.partial(_end, self._pool, self._engine.arena)
+        else:
+            self._pool.enable_wake()
+            self._source = StageThread(self._engine, stage, window, loader.timeout)
+            end = functools.partial(self._source.running.end)
+        self._finalizer = weakref.finalize(self, end)
         self._finalizer.atexit = False
-        self._next_batch: Callable[[], Any] = self._engine.next_batch
+        self._next_batch: Callable[[], Any] = self._source.next_batch
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None
         # As torch does: the sampler is iterated a second time.
         super()._reset(loader)
         try:
-            self._engine.start(self._sampler_iter)
+            self._source.start(self._sampler_iter)
         except BaseException:
             self.close()
             raise
@@ -119,7 +159,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         super()._reset(loader, first_iter)
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None
-        self._engine.restart(self._sampler_iter)
+        self._source.restart(self._sampler_iter)
 
     def _next_data(self) -> Any:
         if self._is_exhausted:
@@ -131,9 +171,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             if not self._persistent_workers:
                 self.close()
             raise
-        if self._pin_memory:
-            return pin_batch(batch, self._pin_memory_device)
-        return batch
+        return self._transform(batch)
 
     def __next__(self) -> Any:
         """The next batch."""
@@ -147,7 +185,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def close(self) -> None:
         """End the workers and free the memory; may be called again."""
         self._finalizer.detach()
-        self._engine.close()
+        self._source.close()
 
     @property
     def is_closed(self) -> bool:

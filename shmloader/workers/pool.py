@@ -24,6 +24,9 @@ class Pool(Protocol):
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
         """Wait for messages and deaths."""
 
+    def wake(self) -> None:
+        """Let :meth:`wait` return; from any thread."""
+
     def pid(self, worker_id: int) -> int:
         """Process number of a worker."""
 

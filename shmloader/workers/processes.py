@@ -28,6 +28,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
@@ -40,6 +41,7 @@ from shmloader.workers.channel import receive_soon
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.lifeline import Lifeline
+from shmloader.workers.parking import all_parked
 from shmloader.workers.payload import (
     PICKLE_ERRORS,
     ForkedPayload,
@@ -126,6 +128,7 @@ class ProcessPool:
         self._is_closed = False
         self._is_exiting = False
         self.is_waiting = False
+        self._wake_fd = -1
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _Pools.live.add(self)
@@ -180,7 +183,7 @@ class ProcessPool:
         )
         self._starting = ours
         try:
-            with _sigint_blocked(), unimportable_main_hidden(), theirs:
+            with _sigint_blocked(), self._others_parked(), unimportable_main_hidden(), theirs:
                 process.start()
             if FAULTS is not None:
                 FAULTS.reach("main.start")
@@ -198,6 +201,10 @@ class ProcessPool:
         self._poll.register(ours, select.POLLIN)
         self._poll.register(worker.pidfd, select.POLLIN)
         return worker
+
+    def _others_parked(self) -> contextlib.AbstractContextManager[None]:
+        """Threads of ours stand still while we fork; the other methods copy none."""
+        return all_parked() if self._context.get_start_method() == "fork" else nullcontext()
 
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of a lost one; it has been sent nothing yet.
@@ -256,6 +263,16 @@ class ProcessPool:
         except OSError:  # BlockingIOError is one
             return None
 
+    def enable_wake(self) -> None:
+        """Make :meth:`wake` work. Before any other thread uses the pool."""
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake_fd, select.POLLIN)
+
+    def wake(self) -> None:
+        """Let ``wait`` return, now or the next time. From any thread; nothing after ``close``."""
+        with contextlib.suppress(OSError, ValueError):
+            os.eventfd_write(self._wake_fd, 1)
+
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
         """Wait until something has happened.
 
@@ -278,6 +295,9 @@ class ProcessPool:
             return []
         happened: list[tuple[int, bytes | None]] = []
         for fd, event in events:
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+                continue
             worker_id = self._by_fd[fd]
             worker = self._workers[worker_id]
             if fd == worker.pidfd:
@@ -361,6 +381,9 @@ class ProcessPool:
         self._close_shared()
 
     def _close_shared(self) -> None:
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        if wake_fd >= 0:
+            os.close(wake_fd)
         for part in (self._payload, self._lifeline, self._board):
             if part is not None:
                 part.close()

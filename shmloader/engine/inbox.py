@@ -1,0 +1,48 @@
+"""Index batches on their way from the user's thread, which draws them, to the engine's (I2)."""
+
+import collections
+from collections.abc import Callable
+from typing import Self
+
+
+class Inbox:
+    """Of one epoch. An iterator for the engine: it ends whenever nothing is there.
+
+    Attributes:
+        is_ended: Whether the sampler has no more.
+
+    Args:
+        wake: Gets the engine's thread out of its wait.
+        ask: Asks the user's thread for one more.
+    """
+
+    def __init__(self, wake: Callable[[], None], ask: Callable[[], None]) -> None:
+        self._waiting: collections.deque[object] = collections.deque()
+        self._wake = wake
+        self.ask = ask
+        self.is_ended = False
+
+    def put(self, indices: object) -> None:
+        """Hand one over. On the user's thread."""
+        self._waiting.append(indices)
+        self._wake()
+
+    def end(self) -> None:
+        """Say that there are no more. On the user's thread."""
+        self.is_ended = True
+        self._wake()
+
+    def __iter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __next__(self) -> object:
+        """The next one. On the engine's thread."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            raise StopIteration from None
+
+    def __bool__(self) -> bool:
+        """Whether one is there."""
+        return bool(self._waiting)

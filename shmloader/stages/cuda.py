@@ -1,0 +1,194 @@
+"""CUDA, and ROCm by the same names, as a device that batches are copied to.
+
+Slots are page-locked by the driver's own functions: a refusal by the runtime would leave an error
+behind that the user's next call reports. What cannot be page-locked goes by way of torch's pinned
+memory, which costs one more copy.
+"""
+
+import ctypes
+import os
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from shmloader.memory.slot import Slot
+
+# <cuda.h>
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for all contexts of the process
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+# A slot is locked in such steps, so that it need not be locked anew for each larger batch.
+_STEP_BYTES = 2 << 20
+
+
+class _Driver:
+    """The functions of the driver that torch does not offer."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._register = library.cuMemHostRegister_v2
+        self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._unregister = library.cuMemHostUnregister
+        self._unregister.argtypes = [ctypes.c_void_p]
+        self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
+        self._exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+        self._error_name = library.cuGetErrorName
+        self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock memory; returns why not, or nothing."""
+        return self._name(self._register(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> None:
+        """Undo it."""
+        self._unregister(address)
+
+    def relax_capture(self) -> None:
+        """Let this thread work while another one captures a CUDA graph."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._exchange_mode(ctypes.byref(mode))
+
+    def _name(self, error: int) -> str:
+        if error == 0:
+            return ""
+        name = ctypes.c_char_p()
+        self._error_name(error, ctypes.byref(name))
+        return (name.value or b"").decode() or f"CUDA error {error}"
+
+
+class CudaBackend:
+    """One CUDA device, seen by one loader's thread. See :class:`shmloader.stages.device.Backend`.
+
+    Args:
+        device: The device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._driver: _Driver | None = None
+        self._refusal = ""
+        try:
+            self._driver = _Driver()
+        except (OSError, AttributeError) as error:
+            self._refuse(str(error))
+        self._pid = os.getpid()
+        # Bytes that are locked, by the slot's address.
+        self._locked: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Make the device this thread's own."""
+        torch.cuda.set_device(self._device)
+        if self._driver is not None:
+            self._driver.relax_capture()
+
+    def lock(self, slot: Slot, nbytes: int) -> None:
+        """Page-lock a slot's first ``nbytes``, if that is not done or refused."""
+        driver = self._driver
+        if self._refusal or driver is None or self._locked.get(slot.address, 0) >= nbytes:
+            return
+        self.unlock(slot)
+        wanted = min(-(-nbytes // _STEP_BYTES) * _STEP_BYTES, slot.nbytes)
+        refusal = driver.register(slot.address, wanted)
+        if refusal:
+            self._refuse(f"page-locking {wanted} bytes was refused: {refusal}")
+        else:
+            self._locked[slot.address] = wanted
+
+    def unlock(self, slot: Slot) -> None:
+        """Undo it, once no copy reads the slot."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no part in what its parent locked
+        if self._driver is not None and self._locked.pop(slot.address, 0):
+            self._stream.synchronize()
+            self._driver.unregister(slot.address)
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        warnings.warn(
+            f"shmloader copies batches to {self._device} by way of pinned memory, since its own "
+            f"cannot be page-locked ({why})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """What is done inside is done on our stream."""
+        return torch.cuda.stream(self._stream)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device."""
+        if self._refusal and tensor.is_cpu and tensor.layout is torch.strided:
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+    def record(self) -> torch.cuda.Event:
+        """An event on our stream, waited for without turning a core."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def await_here(self, event: Any) -> None:
+        """Let the calling thread's current stream wait for an event."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        """Note that the calling thread's current stream uses a tensor of our stream."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        self._stream.synchronize()
+
+
+class OtherBackend:
+    """An accelerator of another kind (MPS, XPU): torch copies, and the call waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def lock(self, slot: Slot, nbytes: int) -> None:
+        """Nothing is locked."""
+
+    def unlock(self, slot: Slot) -> None:
+        """Nothing was."""
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """torch's current one."""
+        return _NoStream()
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device."""
+        return tensor.to(self._device)
+
+    def record(self) -> "_Done":
+        """All is done."""
+        return _Done()
+
+    def await_here(self, event: object) -> None:
+        """It is."""
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        """It was made on the current stream."""
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        torch.accelerator.synchronize(self._device)
+
+
+class _NoStream(AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
