@@ -1,0 +1,160 @@
+"""What a worker says of itself reaches the main process, whatever the worker is doing."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from shmloader.workers.board import Board, Phase, _frames
+
+TRACE = """Thread 0x00007f0000000001 (most recent call first):
+  File "wait.py", line 5 in wait
+  File "wait.py", line 9 in <module>
+
+Current thread 0x00007f0000000002 [MainThread] (most recent call first):
+  File "load.py", line 7 in __getitem__
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "frames"),
+    [
+        (0x7F0000000001, '  File "wait.py", line 5 in wait\n  File "wait.py", line 9 in <module>'),
+        (0x7F0000000002, '  File "load.py", line 7 in __getitem__'),
+        (3, ""),
+    ],
+)
+def test_the_frames_of_one_thread_are_picked_out(thread, frames):
+    assert _frames(TRACE, thread) == frames
+
+
+def test_no_frames_in_nothing():
+    assert _frames("", 1) == ""
+
+
+class Child:
+    """A forked process with a line on the board, which does something until it is killed."""
+
+    def __init__(self, board: Board, worker_id: int, work) -> None:
+        ready, tell = os.pipe()
+        board.clear(worker_id)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                line = board.open_line(worker_id)
+                line.note(Phase.LOADING, 2, 41)
+                work(tell)
+            finally:
+                os._exit(0)
+        os.close(tell)
+        assert os.read(ready, 1) == b"x"
+        os.close(ready)
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def board():
+    made = Board(70)  # more lines than a page has
+    yield made
+    made.close()
+    made.close()
+
+
+def sleeps_here(tell: int) -> None:
+    os.write(tell, b"x")
+    time.sleep(60)
+
+
+def keeps_the_interpreter(tell: int) -> None:
+    os.write(tell, b"x")
+    sum(range(10**12))  # one call, which lets no other thread in; a sleep would end with a signal
+
+
+@pytest.mark.parametrize("work", [sleeps_here, keeps_the_interpreter])
+@pytest.mark.parametrize("worker_id", [0, 69])
+def test_a_worker_tells_its_ticket_and_its_stack(board, work, worker_id):
+    child = Child(board, worker_id, work)
+    try:
+        for _ in range(3):
+            at_work = board.ask(worker_id, child.pid)
+            assert (at_work.phase, at_work.epoch, at_work.seq) == (Phase.LOADING, 2, 41)
+            assert at_work.stack.splitlines()[0].endswith(f"in {work.__name__}")
+            assert not at_work.is_stopped
+            assert 0 <= at_work.elapsed_s < 60
+    finally:
+        child.end()
+    assert board.read(worker_id).seq == 41, "what it was at is known when it is dead"
+
+
+def test_what_another_worker_wrote_too_late_is_not_taken_for_this_one_s(board):
+    child = Child(board, 0, sleeps_here)
+    try:
+        late = f"Current thread {threading.get_ident():#018x} (most recent call first):\n  STALE\n"
+        os.write(board._stack_write, late.encode())  # forked workers have the same identity
+        assert "STALE" not in board.ask(0, child.pid).stack
+    finally:
+        child.end()
+
+
+def test_the_stack_is_that_of_the_thread_that_works(board):
+    def work(tell: int) -> None:
+        ready, told = os.pipe()
+        threading.Thread(target=sleeps_here, args=[told], daemon=True).start()
+        os.read(ready, 1)
+        keeps_the_interpreter(tell)
+
+    child = Child(board, 0, work)
+    try:
+        stack = board.ask(0, child.pid).stack
+        assert "sleeps_here" not in stack
+    finally:
+        child.end()
+
+
+def test_a_stopped_worker_is_said_to_be_stopped(board):
+    child = Child(board, 0, sleeps_here)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        at_work = board.ask(0, child.pid)
+        assert at_work.is_stopped
+        assert (at_work.seq, at_work.stack) == (41, "")
+    finally:
+        child.end()
+
+
+def test_a_worker_that_has_not_begun_is_not_sent_the_signal(board):
+    board.clear(3)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reading, 1)  # the signal would end it: its handler is not there yet
+        os._exit(7)
+    at_work = board.ask(3, pid)
+    assert (at_work.phase, at_work.stack) == (Phase.STARTING, "")
+    os.write(writing, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_worker_that_is_gone_has_no_stack(board):
+    child = Child(board, 0, sleeps_here)
+    child.end()
+    assert board.ask(0, child.pid).stack == ""
+
+
+def test_lines_do_not_touch_each_other(board):
+    children = [Child(board, worker_id, sleeps_here) for worker_id in (4, 5, 6)]
+    try:
+        board.clear(5)
+        assert [board.read(worker_id).seq for worker_id in (4, 5, 6)] == [41, 0, 41]
+        assert board.read(5).phase is Phase.STARTING
+    finally:
+        for child in children:
+            child.end()
