@@ -5,7 +5,8 @@
     ShmloaderError
     ├── WorkerDiedError     (RuntimeError)  a worker process ended by itself
     ├── LoaderTimeoutError  (RuntimeError)  no batch within ``timeout`` seconds; nothing is lost
-    ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have
+    ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have,
+    │                                       or than there is; found before it is touched
     ├── ClosedLoaderError   (RuntimeError)  used after ``close()`` or after a worker died
     └── InternalError       (RuntimeError)  a bug in shmloader
 
@@ -29,7 +30,7 @@ class LoaderTimeoutError(ShmloaderError, RuntimeError):
 
 
 class SharedMemoryError(ShmloaderError, MemoryError):
-    """A batch, an index list or an answer does not fit its share of the shared memory."""
+    """A batch, an index list or an answer does not fit its share of memory, or what is free."""
 
 
 class ClosedLoaderError(ShmloaderError, RuntimeError):

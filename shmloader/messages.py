@@ -65,12 +65,14 @@ class Task(NamedTuple):
         indices: What the sampler gave, pickled: a list of keys, or one key where there is no
             batching. Read apart from the message, since reading a key of the user's own may
             fail. Or :class:`Spilled`.
+        touched_bytes: Bytes from the slot's start that have pages.
     """
 
     seq: int
     epoch: int
     slot_id: int
     indices: bytes | Spilled
+    touched_bytes: int = 0
 
 
 class StartEpoch(NamedTuple):
@@ -107,12 +109,17 @@ class BatchDone(NamedTuple):
 
 
 class BatchFailed(NamedTuple):
-    """Worker → main: loading raised. ``error`` is a pickled ``RemoteError``; ``kept`` as above."""
+    """Worker → main: loading raised.
+
+    ``error`` is a pickled ``RemoteError``; ``kept`` as above. ``touched_bytes`` of the slot were
+    written, for the batch that failed or for the error.
+    """
 
     seq: int
     epoch: int
     error: bytes | Spilled
     kept: bool
+    touched_bytes: int = 0
 
 
 class StreamEnded(NamedTuple):

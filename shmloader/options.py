@@ -39,6 +39,7 @@ class Options:
         worker_restarts: Dead workers that may be replaced in an epoch.
         device_prefetch: Batches that may be ready on the device.
         transform: Called with each batch on the device.
+        root: Where ``proc`` and ``sys`` are.
     """
 
     shm_bytes: int | None = None
@@ -46,6 +47,7 @@ class Options:
     worker_restarts: int = 0
     device_prefetch: int = DEVICE_PREFETCH
     transform: Callable[[Any], Any] | None = None
+    root: str = "/"
 
 
 def check_worker_restarts(value: object, num_workers: int) -> None:

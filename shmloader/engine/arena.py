@@ -6,6 +6,7 @@ States and counts are the scheduler's (:mod:`shmloader.engine.slots`); this is t
 from typing import Protocol
 
 from shmloader.memory.lease import LeaseBook
+from shmloader.memory.room import Room
 from shmloader.memory.slot import Slot
 
 # A slot gives memory back when it holds this much more than recent batches needed.
@@ -32,11 +33,15 @@ class Arena:
     Args:
         slot_bytes: Length of each slot: all that a batch may take.
         locker: Locks the pages of slots that are read, if a device reads them.
+        room: Asked before this process touches memory of a slot; None: nobody is asked.
     """
 
-    def __init__(self, slot_bytes: int, locker: PageLocker | None = None) -> None:
+    def __init__(
+        self, slot_bytes: int, locker: PageLocker | None = None, room: Room | None = None
+    ) -> None:
         self._locker = locker
         self.leases = LeaseBook()
+        self._room = room
         self._slot_bytes = slot_bytes
         self._slots: dict[int, Slot] = {}
         self._touched: dict[int, int] = {}
@@ -57,6 +62,24 @@ class Arena:
         self._touched[slot_id] = max(self._touched.get(slot_id, 0), used_bytes)
         self._recent_bytes = max(self._recent_bytes, used_bytes)
         self._batches += 1
+
+    def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
+        """A batch that failed has taken so many bytes of a slot, which says nothing of others."""
+        self._touched[slot_id] = max(self._touched.get(slot_id, 0), touched_bytes)
+
+    def touched_bytes(self, slot_id: int) -> int:
+        """Bytes from a slot's start that have pages."""
+        return self._touched.get(slot_id, 0)
+
+    def grow(self, slot_id: int, end: int) -> None:
+        """Before this process writes up to ``end`` itself.
+
+        Raises:
+            SharedMemoryError: If there is no memory for it.
+        """
+        touched = self.touched_bytes(slot_id)
+        if end > touched and self._room is not None:
+            self._room.grow(self[slot_id], touched, end)
 
     @property
     def wants_trim(self) -> bool:

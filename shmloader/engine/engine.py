@@ -40,6 +40,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
+from shmloader.memory.room import Demand, Room
 from shmloader.messages import (
     INLINE_BYTES,
     BatchDone,
@@ -90,6 +91,7 @@ class Engine:
         worker_restarts: Dead workers that are replaced in an epoch.
         is_iterable: Whether workers iterate over the dataset.
         locker: Locks the pages of slots, where a device reads them.
+        demand: What it may ask of memory; None: nobody asks whether it is there.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Engine:
         worker_restarts: int = 0,
         is_iterable: bool = False,
         locker: PageLocker | None = None,
+        demand: Demand | None = None,
     ) -> None:
         self._pool = pool
         self._worker_count = worker_count
@@ -115,7 +118,7 @@ class Engine:
         self._scheduler = Scheduler(
             worker_count, window, lend_limit, in_order=in_order, restart_limit=worker_restarts
         )
-        self.arena = Arena(slot_bytes, locker)
+        self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
@@ -368,7 +371,8 @@ class Engine:
             error = RemoteError.caught("while sending indices to a DataLoader worker process")
             self._note_answer(ticket.seq, self._scheduler.epoch, Failure(error, is_kept=False))
             return
-        task = Task(ticket.seq, self._scheduler.epoch, slot_id, body)
+        touched_bytes = self.arena.touched_bytes(slot_id)
+        task = Task(ticket.seq, self._scheduler.epoch, slot_id, body, touched_bytes)
         self._pool.send(worker_id, pack(task))
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
@@ -399,6 +403,7 @@ class Engine:
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
                 f"{slot.nbytes}: raise shm_size or lower batch_size."
             )
+        self.arena.grow(ticket.slot_id, len(body))
         slot.mapping[: len(body)] = body
         self.arena.note_use(ticket.slot_id, len(body))
         return Spilled(0, len(body))
@@ -523,6 +528,7 @@ class Engine:
         data = message.error
         if not isinstance(data, bytes):
             data = self._spilled(message.seq, data)
+        self.arena.note_failed_use(self._scheduler.slot_of(message.seq), message.touched_bytes)
         answer = Failure(RemoteError.loads(data), is_kept=message.kept)
         self._note_answer(message.seq, message.epoch, answer)
 

@@ -4,13 +4,16 @@ Both derive from torch's, which reads the loader, warns, draws the base seed and
 yielded; so the main process's random streams are used as torch uses them.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -20,6 +23,8 @@ from torch.utils.data.dataloader import (
 from shmloader.engine.arena import Arena
 from shmloader.engine.engine import Engine
 from shmloader.errors import ClosedLoaderError
+from shmloader.memory.limits import control_groups, free_memory
+from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, slot_share
 from shmloader.stages.device import DeviceStage
@@ -62,6 +67,20 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
+
+
+def _count_batches(index_sampler: Any) -> int | None:
+    """Batches of an epoch, if the samplers are torch's own.
+
+    The length of a user's sampler may take long, or draw random numbers, and is the user's to ask.
+    """
+    sampler = index_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) in {SequentialSampler, RandomSampler}:
+        with contextlib.suppress(Exception):  # a dataset without a length
+            return len(index_sampler)
+    return None
 
 
 def _end(pool: ProcessPool, arena: Arena) -> None:
@@ -109,6 +128,15 @@ class WorkerIterator(_BaseDataLoaderIter):
             slot_bytes = uncapped_slot_bytes()
         else:
             slot_bytes = slot_share(options.shm_bytes, slot_count)
+        root = Path(options.root)
+        demand = Demand(
+            worker_count,
+            prefetch_factor,
+            lend_limit,
+            _count_batches(self._index_sampler),
+            free_memory(root, control_groups(root)),
+            options.root,
+        )
         self._pool = ProcessPool(
             loader.multiprocessing_context,
             worker_count,
@@ -117,6 +145,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._dataset_kind == _DatasetKind.Iterable, self._auto_collation, self._drop_last
             ),
             int(self._base_seed),
+            demand,
             may_replace=options.worker_restarts > 0,
         )
         self._engine = Engine(
@@ -130,6 +159,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             worker_restarts=options.worker_restarts,
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
             locker=backend,
+            demand=demand,
         )
         # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
         # It must not hold the sampler, which may hold the loader and us; an engine does, unless it

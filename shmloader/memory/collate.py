@@ -6,7 +6,6 @@ a user's own collate function included; a collate written by hand asks for its o
 :func:`empty`.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.errors import SharedMemoryError
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.packer import FlatPacker
 from shmloader.memory.slot_writer import SlotWriter
@@ -47,7 +45,7 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
         A contiguous CPU tensor with a storage of its own. Its values are not set.
 
     Raises:
-        SharedMemoryError: If it does not fit the slot.
+        SharedMemoryError: If it does not fit the slot, or there is no memory for it.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     writer = _Worker.writer
@@ -75,10 +73,10 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     shape = (len(batch), *first.shape)
     writer = _Worker.writer
     out: torch.Tensor | None = None
-    if writer is not None and writer.may_be_asked:
-        # What does not fit may be but a step on the way to a smaller batch.
-        with contextlib.suppress(SharedMemoryError):
-            out = writer.empty(shape, first.dtype)
+    # What does not fit may be but a step on the way to a smaller batch. What there is no memory
+    # for is told by the writer: there would be none for it elsewhere.
+    if writer is not None and writer.may_be_asked and writer.has_place(shape, first.dtype):
+        out = writer.empty(shape, first.dtype)
     if out is None:
         out = torch.empty(shape, dtype=first.dtype, device="cpu")
     try:

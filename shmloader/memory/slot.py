@@ -45,6 +45,9 @@ _SEALS = (
     | getattr(fcntl, "F_SEAL_GROW", 4)
 )  # fmt: skip
 
+# <linux/mman.h>; Linux 5.14.
+_POPULATE_WRITE = 23
+
 
 def align(nbytes: int) -> int:
     """Round up to a multiple of :data:`ALIGNMENT`."""
@@ -153,6 +156,26 @@ class Slot:
         costs some fifty times as much as an array of a known type.
         """
         return self._array_type.from_buffer(self.mapping)
+
+    def populate(self, start: int, end: int) -> None:
+        """Make the pages from ``start`` to ``end`` exist. What is before ``start`` stays as it is.
+
+        Many at a time: a quarter of what they cost one by one, as they are written.
+
+        Raises:
+            SharedMemoryError: If the system has none; a write would have ended in SIGBUS.
+        """
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self.mapping.madvise(_POPULATE_WRITE, first, end - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise SharedMemoryError(f"no memory for a slot's pages: {error}") from error
+            # A kernel that does not know it: one byte of each page that begins here.
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            if first < end:
+                pages = memoryview(self.mapping)[first : end : mmap.PAGESIZE]
+                pages[:] = bytes(len(pages))
 
     def give_back(self, from_byte: int) -> None:
         """Return the pages from ``from_byte`` on to the system. They read as zeros from now on."""

@@ -6,6 +6,7 @@ filled again.
 """
 
 import ctypes
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
+from shmloader.memory.room import Room
 from shmloader.memory.slot import Slot, align
 
 # References to the task's array when nobody but the writer holds it: the attribute, and the
@@ -28,18 +30,26 @@ class SlotWriter:
         is_offered: Whether the user's code may have memory of the slot at this moment: while it
             collates, and while it loads what is a batch already. Samples that are yet to be
             collated have no business there.
+
+    Args:
+        room: Asked before a slot's memory is touched for the first time; None: nobody is asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
+        self._room = room
         self._slot: Slot | None = None
+        self._backed = 0
+        self._rewound = 0
         self._array: ctypes.Array[ctypes.c_char] | None = None
         self._used = 0
         self._thread = 0
         self.is_offered = False
 
-    def open(self, slot: Slot, *, is_offered: bool = False) -> None:
-        """Begin a task: the slot is empty now."""
+    def open(self, slot: Slot, *, is_offered: bool = False, touched_bytes: int = 0) -> None:
+        """Begin a task: the slot is empty now, and so much of it has been touched before."""
         self._slot = slot
+        self._backed = touched_bytes
+        self._rewound = 0
         self._array = None
         self._used = 0
         self._thread = threading.get_ident()
@@ -47,6 +57,7 @@ class SlotWriter:
 
     def rewind(self) -> None:
         """Forget what was written, for a second try at the same batch."""
+        self._rewound = self.touched_bytes
         self._used = 0
 
     @property
@@ -66,6 +77,15 @@ class SlotWriter:
         """Bytes handed out so far, counted from the slot's start."""
         return self._used
 
+    @property
+    def touched_bytes(self) -> int:
+        """The same, with what was rewound."""
+        return max(self._used, self._rewound)
+
+    def has_place(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether a tensor fits what is left of the slot's share."""
+        return self._used + math.prod(shape) * dtype.itemsize <= self.slot.nbytes
+
     def is_kept(self) -> bool:
         """Whether anybody holds memory that was handed out as a tensor since ``open``."""
         return self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES
@@ -83,25 +103,28 @@ class SlotWriter:
             Their offset from the slot's start, a multiple of ``ALIGNMENT``.
 
         Raises:
-            SharedMemoryError: If they do not fit.
+            SharedMemoryError: If they do not fit, or there is no memory for them.
         """
         start = self._used
         slot = self.slot
-        if start + nbytes > slot.nbytes:
+        end = start + nbytes
+        if end > slot.nbytes:
             raise SharedMemoryError(
-                f"a batch needs {start + nbytes} bytes or more of shared memory, and its slot may "
+                f"a batch needs {end} bytes or more of shared memory, and its slot may "
                 f"have {slot.nbytes}: raise shm_size, which is cut into equal shares for "
                 "prefetch_factor * num_workers + 4 slots, or lower batch_size, num_workers or "
                 "prefetch_factor."
             )
-        self._used = align(start + nbytes)
+        if end > self._backed and self._room is not None:
+            self._backed = self._room.grow(slot, self._backed, end)
+        self._used = align(end)
         return start
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor in the slot, its values not set; a storage of its own.
 
         Raises:
-            SharedMemoryError: If it does not fit.
+            SharedMemoryError: If it does not fit, or there is no memory for it.
         """
         count = 1
         for length in shape:

@@ -26,6 +26,7 @@ from shmloader.faults import FAULTS
 from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout
+from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
@@ -69,6 +70,7 @@ class WorkerStart:
         plan: How batches are made.
         lifeline: Ends this process with the main process.
         board: Where it says what it is at.
+        demand: What the iterator may ask of memory; None: nobody asks whether it is there.
     """
 
     worker_id: int
@@ -77,6 +79,7 @@ class WorkerStart:
     plan: FetchPlan
     lifeline: Lifeline | WorkerLifeline
     board: Board | WorkerBoard
+    demand: Demand | None = None
 
 
 def worker_main(
@@ -132,7 +135,8 @@ class _Worker:
         self._line = line
         self._where = f"in DataLoader worker process {start.worker_id}"
         self._slots: dict[int, Slot] = {}
-        self._writer = SlotWriter()
+        self._room = None if start.demand is None else Room(start.demand)
+        self._writer = SlotWriter(self._room)
         self._dataset: Any = None
         self._collate: SlotCollate | None = None
         self._fetcher: Any = None
@@ -227,7 +231,7 @@ class _Worker:
 
     def _serve(self, task: Task) -> bytes:
         """Load a batch; returns the packed answer."""
-        seq, epoch, slot_id, indices = task
+        seq, epoch, slot_id, indices, touched_bytes = task
         if self._stream_ended:
             return pack(StreamEnded(seq, epoch, kept=False))
         slot = self._slots[slot_id]
@@ -237,7 +241,11 @@ class _Worker:
             else slot.mapping[indices.offset : indices.offset + indices.nbytes]
         )
         writer = self._writer
-        writer.open(slot, is_offered=self._offers and not self._start.plan.auto_collation)
+        writer.open(
+            slot,
+            is_offered=self._offers and not self._start.plan.auto_collation,
+            touched_bytes=touched_bytes,
+        )
         error = self._fetcher_error
         layout: bytes | Spilled | None = None
         if error is None:
@@ -252,10 +260,13 @@ class _Worker:
                 error = RemoteError.caught(self._where).dumps()
         kept = self._is_kept()
         if error is not None:
+            error_sent = self._spill_error(error, kept)
             answer: BatchDone | BatchFailed = BatchFailed(
-                seq, epoch, self._spill_error(error, kept), kept
+                seq, epoch, error_sent, kept, writer.touched_bytes
             )
         else:
+            if self._room is not None:
+                self._room.note_batch(writer.used_bytes)
             answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept)
         writer.close()
         return pack(answer)

@@ -34,6 +34,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
 from shmloader.faults import FAULTS
+from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.workers.board import AtWork, Board
@@ -101,6 +102,7 @@ class ProcessPool:
         objects: object,
         plan: FetchPlan,
         base_seed: int,
+        demand: Demand | None = None,
         *,
         may_replace: bool = False,
     ) -> None:
@@ -113,6 +115,7 @@ class ProcessPool:
             plan: How batches are made.
             base_seed: For the workers' random streams.
             may_replace: Whether ``replace`` will be called; keeps what it takes to start a worker.
+            demand: What the workers may ask of memory.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
@@ -144,7 +147,9 @@ class ProcessPool:
             board = self._board = Board(worker_count)
             self._payload = self._make_payload(objects)
             for worker_id in range(worker_count):
-                start = WorkerStart(worker_id, worker_count, base_seed, plan, lifeline, board)
+                start = WorkerStart(
+                    worker_id, worker_count, base_seed, plan, lifeline, board, demand
+                )
                 self._starts.append(start)
                 self._workers.append(self._start_worker(worker_id))
         except BaseException:

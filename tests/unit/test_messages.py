@@ -33,14 +33,14 @@ MESSAGES = [
     DropSlot(3),
     Task(0, 0, 0, [1, 2, 3]),
     Task(10**12, 7, 5, {"any": ("key", None)}),
-    Task(1, 0, 2, Spilled(0, 10**6)),
+    Task(1, 0, 2, Spilled(0, 10**6), touched_bytes=10**6),
     StartEpoch(4),
     BatchDone(1, 2, None, 0, kept=False),
     BatchDone(1, 2, pickle.dumps(FLAT), 640, kept=True),
     BatchDone(1, 2, pickle.dumps(PICKLED), 640, kept=False),
     BatchDone(1, 2, Spilled(128, 50_000), 640, kept=False),
     BatchFailed(1, 2, b"error", kept=True),
-    BatchFailed(1, 2, Spilled(64, 20_000), kept=False),
+    BatchFailed(1, 2, Spilled(64, 20_000), kept=False, touched_bytes=20_064),
     StreamEnded(1, 2, True),
     EpochStarted(4),
     SkipBatches(3),
@@ -62,7 +62,7 @@ def test_every_kind_is_tried():
 
 
 def test_on_the_wire_is_a_plain_tuple_with_its_kind_first():
-    assert pickle.loads(pack(Task(1, 2, 3, [4]))) == (Kind.TASK, 1, 2, 3, [4])
+    assert pickle.loads(pack(Task(1, 2, 3, [4], 5))) == (Kind.TASK, 1, 2, 3, [4], 5)
     assert type(pickle.loads(pack(DropSlot(1)))[0]) is int
 
 

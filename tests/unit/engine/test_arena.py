@@ -107,3 +107,30 @@ def test_closing_unmaps_all_slots_and_may_be_repeated(arena):
     arena.close()
     arena.close()
     assert all(slot.mapping.closed for slot in slots)
+
+
+def test_what_a_failed_batch_has_touched_is_known_and_says_nothing_of_others(arena):
+    arena.note_failed_use(0, 100)
+    assert arena.touched_bytes(0) == 100
+    arena.note_use(0, 50)
+    assert arena.touched_bytes(0) == 100
+    assert arena._recent_bytes == 50
+    arena.note_failed_use(0, 10)
+    assert arena.touched_bytes(0) == 100
+    assert arena.touched_bytes(1) == 0
+
+
+def test_what_this_process_writes_is_asked_for_only_beyond_what_was_touched():
+    asked = []
+
+    class Room:
+        def grow(self, slot, backed, end):
+            asked.append((slot, backed, end))
+
+    arena = Arena(MIB, Room())
+    arena.grow(0, 1000)
+    arena.note_use(0, 1000)
+    arena.grow(0, 1000)
+    arena.grow(0, 1001)
+    assert asked == [(arena[0], 0, 1000), (arena[0], 1000, 1001)]
+    arena.close()

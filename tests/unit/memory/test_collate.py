@@ -6,8 +6,10 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 import shmloader
+from shmloader.errors import SharedMemoryError
 from shmloader.memory.collate import SlotCollate, empty, install
 from shmloader.memory.flat import FlatLayout
+from shmloader.memory.slot_writer import SlotWriter
 from tests.unit.memory.support import collated_by_us, installed, is_in, open_bench
 
 
@@ -148,3 +150,24 @@ def test_quantized_and_nested_samples_are_left_to_torch():
     nested = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
     with open_bench() as bench, pytest.raises(RuntimeError, match="nested tensors"):
         collated_by_us([nested, nested], bench, lent=False)
+
+
+def test_what_there_is_no_memory_for_is_told_and_not_made_elsewhere():
+    class NoRoom:
+        def grow(self, slot, backed, end):
+            raise SharedMemoryError("no room")
+
+    writer = SlotWriter(NoRoom())
+    with open_bench() as bench, installed(writer):
+        writer.open(bench.slot, is_offered=True)
+        with pytest.raises(SharedMemoryError, match="no room"):
+            default_collate(SAMPLES)
+
+
+def test_what_exceeds_the_share_is_collated_elsewhere():
+    writer = SlotWriter()
+    with open_bench(4096) as bench, installed(writer):
+        writer.open(bench.slot, is_offered=True)
+        batch = default_collate([torch.zeros(1000), torch.ones(1000)])
+        assert batch.shape == (2, 1000)
+        assert not is_in(bench.slot, batch)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shmloader.errors import SharedMemoryError
+from shmloader.memory import slot as slot_module
 from shmloader.memory.slot import (
     ALIGNMENT,
     Slot,
@@ -246,3 +247,25 @@ def test_with_no_descriptor_left_the_error_is_the_system_s():
         return "no error"
 
     assert in_a_child(work) == "EMFILE"
+
+
+@pytest.mark.parametrize("kernel", ["this", "before 5.14"])
+def test_pages_can_be_had_before_they_are_written(slot, kernel, monkeypatch):
+    if kernel != "this":
+        monkeypatch.setattr(slot_module, "_POPULATE_WRITE", 9999)
+    slot.mapping[:5000] = b"x" * 5000
+    slot.populate(5000, 10 * PAGESIZE + 1)
+    assert os.fstat(slot.fileno()).st_blocks * 512 == 11 * PAGESIZE
+    assert slot.mapping[: 11 * PAGESIZE] == b"x" * 5000 + bytes(11 * PAGESIZE - 5000)
+    slot.populate(5000, 5001)
+
+
+def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
+    fd = os.memfd_create("shmloader")
+    os.ftruncate(fd, MIB)
+    slot = Slot(fd, MIB)
+    os.ftruncate(fd, PAGESIZE)
+    slot.populate(0, PAGESIZE)
+    with pytest.raises(SharedMemoryError, match="no memory for a slot's pages"):
+        slot.populate(0, 2 * PAGESIZE)
+    slot.close()

@@ -183,3 +183,72 @@ def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said():
     writer.close()
     assert not writer.is_offered
     slot.close()
+
+
+class Room:
+    """Grants up to a limit, in whole thousands; notes what it is asked."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.asked = []
+
+    def grow(self, slot, backed, end):
+        self.asked.append((backed, end))
+        if end > self.limit:
+            raise SharedMemoryError("no room")
+        return -(-end // 1000) * 1000
+
+
+def test_room_is_asked_for_only_beyond_what_was_touched_or_granted(bench):
+    room = Room(100_000)
+    writer = SlotWriter(room)
+    writer.open(bench.slot, touched_bytes=5000)
+    writer.allocate(5000)
+    assert room.asked == []
+    writer.allocate(100)
+    writer.allocate(700)
+    writer.allocate(1000)
+    assert room.asked == [(5000, 5056 + 100), (6000, 5888 + 1000)]
+    writer.open(bench.slot, touched_bytes=7000)
+    writer.empty((7000,), torch.uint8)
+    assert len(room.asked) == 2, "the slot is as large as it was"
+
+
+def test_without_room_nothing_is_taken_and_smaller_parts_may_follow(bench):
+    writer = SlotWriter(Room(10_000))
+    writer.open(bench.slot)
+    writer.allocate(5000)
+    with pytest.raises(SharedMemoryError, match="no room"):
+        writer.allocate(6000)
+    assert writer.used_bytes == 5056
+    writer.allocate(4000)
+
+
+def test_a_share_that_is_too_small_is_told_before_room_is_asked_for(bench):
+    room = Room(0)
+    writer = SlotWriter(room)
+    writer.open(bench.slot)
+    with pytest.raises(SharedMemoryError, match="shm_size"):
+        writer.allocate(MIB + 1)
+    assert room.asked == []
+
+
+def test_what_was_touched_counts_what_was_rewound(writer):
+    writer.allocate(10_000)
+    writer.rewind()
+    writer.allocate(100)
+    writer.rewind()
+    assert writer.touched_bytes == 10_048
+    writer.allocate(20_000)
+    assert writer.touched_bytes == 20_032
+    writer.open(writer.slot)
+    assert writer.touched_bytes == 0
+
+
+@pytest.mark.parametrize("used", [0, 1000])
+def test_place_is_where_a_tensor_fits_to_the_last_byte(writer, used):
+    writer.allocate(used)
+    left = (MIB - writer.used_bytes) // 4
+    assert writer.has_place((left,), torch.float32)
+    assert not writer.has_place((left + 1,), torch.float32)
+    assert writer.has_place((0, 10**9), torch.float32)

@@ -222,3 +222,14 @@ def test_what_was_kept_by_a_batch_that_failed_is_told(make_bench):
     answer = bench.serve(collate)
     assert type(answer) is BatchFailed
     assert answer.kept
+
+
+def test_a_failure_says_what_it_has_touched(make_bench):
+    bench = make_bench()
+
+    def fill_and_fail():
+        bench.worker._writer.allocate(100_000)
+        raise ValueError("x" * 50_000)
+
+    assert bench.serve(fill_and_fail).touched_bytes == 100_032
+    assert bench.serve(ValueError("short")).touched_bytes == 0

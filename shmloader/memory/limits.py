@@ -1,0 +1,192 @@
+"""What the system says of memory: how much is free for this process.
+
+Reads files of ``/proc`` and of the control groups, and nothing else. A file that is missing, not
+to be read, or not as expected sets no limit.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+# Fields of a line of /proc/self/mountinfo before the "-", and after it.
+_MOUNT_ROOT, _MOUNT_POINT = 3, 4
+_KIND, _OPTIONS = 0, 2
+
+_NEVER_OVERCOMMIT = "2"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Memory that may still be taken.
+
+    Attributes:
+        nbytes: How much.
+        limit: What sets the limit, in words.
+    """
+
+    nbytes: int
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Names of a control group's files, and of the page cache in its ``memory.stat``.
+
+    Kubernetes takes the inactive files alone for what can be dropped. A file that is read a
+    second time is active, and the kernel drops it all the same before it kills anybody; so does
+    MemAvailable count both.
+    """
+
+    limit: str
+    usage: str
+    cache: frozenset[str]
+
+
+_V1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    frozenset({"total_inactive_file", "total_active_file"}),
+)
+_V2 = _Files(
+    "memory.max",
+    "memory.current",
+    frozenset({"inactive_file", "active_file", "slab_reclaimable"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A control group of this process, or one that holds it.
+
+    Attributes:
+        name: Its path in its hierarchy, as far as this process sees it.
+        path: Its directory.
+        files: What its files are called.
+    """
+
+    name: str
+    path: Path
+    files: _Files
+
+
+def control_groups(root: Path) -> tuple[ControlGroup, ...]:
+    """The groups that may limit this process's memory, from its own one outwards.
+
+    Args:
+        root: Where ``proc`` and the mount points are: ``/``.
+    """
+    own: dict[bool, str] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            own[False] = path
+        elif number == "0" and not controllers:
+            own[True] = path
+    groups: list[ControlGroup] = []
+    for is_v2, path in own.items():
+        groups += _groups_of(root, path, is_v2=is_v2)
+    return tuple(groups)
+
+
+def _groups_of(root: Path, path: str, *, is_v2: bool) -> Iterator[ControlGroup]:
+    """A process's group in one hierarchy, and those around it, as far as they are mounted."""
+    found = _find_mount(root, path, is_v2=is_v2)
+    if found is None:
+        return
+    point, below = found
+    while True:
+        name = f"/{below}" if below.parts else "/"
+        yield ControlGroup(name, point / below, _V2 if is_v2 else _V1)
+        if not below.parts:
+            return
+        below = below.parent
+
+
+def _find_mount(root: Path, path: str, *, is_v2: bool) -> tuple[Path, PurePosixPath] | None:
+    """Where a hierarchy is mounted, and the group's path below that.
+
+    In a container the mount often shows but the container's own groups, while the process's path
+    may be told from outside (then the mount's root says how far it is in), or be outside.
+    """
+    fallback: tuple[Path, PurePosixPath] | None = None
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        mount, kind = before.split(), after.split()
+        if len(mount) <= _MOUNT_POINT or len(kind) <= _OPTIONS:
+            continue
+        if is_v2:
+            is_it = kind[_KIND] == "cgroup2"
+        else:
+            is_it = kind[_KIND] == "cgroup" and "memory" in kind[_OPTIONS].split(",")
+        if not is_it:
+            continue
+        point = root / mount[_MOUNT_POINT].lstrip("/")
+        own = PurePosixPath(path)
+        if own.is_relative_to(mount[_MOUNT_ROOT]) and ".." not in own.parts:
+            return point, own.relative_to(mount[_MOUNT_ROOT])
+        fallback = fallback or (point, PurePosixPath())
+    return fallback
+
+
+def free_memory(root: Path, groups: tuple[ControlGroup, ...]) -> Free | None:
+    """How much memory this process may still take before somebody is killed for it.
+
+    Page cache counts as free, as far as the kernel says that it can be dropped; swap does not.
+
+    Args:
+        root: Where ``proc`` is: ``/``.
+        groups: From :func:`control_groups`.
+
+    Returns:
+        The least of what the limits leave; None where nothing sets one.
+    """
+    limits = [*_machine_limits(root)]
+    for group in groups:
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(_group_limit(group))
+    return min(limits, key=lambda free: free.nbytes, default=None)
+
+
+def _machine_limits(root: Path) -> Iterator[Free]:
+    info = _numbers(root / "proc/meminfo")
+    if "MemAvailable" in info:
+        yield Free(info["MemAvailable"] * 1024, "MemAvailable")
+    if "CommitLimit" in info and "Committed_AS" in info:
+        mode = next(iter(_lines(root / "proc/sys/vm/overcommit_memory")), "")
+        if mode.strip() == _NEVER_OVERCOMMIT:
+            left = info["CommitLimit"] - info["Committed_AS"]
+            yield Free(max(0, left) * 1024, "CommitLimit, since vm.overcommit_memory = 2")
+
+
+def _group_limit(group: ControlGroup) -> Free:
+    """What a group may still take.
+
+    Raises:
+        OSError: If its files cannot be read.
+        ValueError: If it has no limit ("max").
+    """
+    files = group.files
+    limit = int((group.path / files.limit).read_text())
+    usage = int((group.path / files.usage).read_text())
+    stat = _numbers(group.path / "memory.stat")
+    cache = sum(nbytes for name, nbytes in stat.items() if name in files.cache)
+    return Free(max(0, limit - max(0, usage - cache)), f"limit of the control group {group.name}")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines of a name and a number; what is not so is left out."""
+    found: dict[str, int] = {}
+    for line in _lines(path):
+        words = line.split()
+        if len(words) > 1 and words[1].isdecimal():
+            found[words[0].rstrip(":")] = int(words[1])
+    return found

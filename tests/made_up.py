@@ -1,0 +1,69 @@
+"""A made-up system: the files of /proc and of control groups, in a directory."""
+
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+class System:
+    """Files below a root, as the kernel would have them there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/self/cgroup", "")
+        self.write("proc/self/mountinfo", "24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw\n")
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def append(self, path: str, text: str) -> None:
+        with (self.root / path).open("a") as file:
+            file.write(text)
+
+    def set_available(self, nbytes: int, *more: str) -> None:
+        lines = [
+            "MemTotal:       24684084 kB",
+            f"MemAvailable:   {nbytes // 1024} kB",
+            "HugePages_Total:       0",
+            *more,
+        ]
+        self.write("proc/meminfo", "\n".join(lines) + "\n")
+
+    def mount(self, kind: str, options: str, point: str, inside: str = "/") -> None:
+        line = (
+            f"41 31 0:38 {inside} {point} rw,relatime shared:9 master:1 - {kind} cgroup {options}\n"
+        )
+        self.append("proc/self/mountinfo", line)
+
+    def join_v2(self, path: str, *, point: str = "/sys/fs/cgroup", inside: str = "/") -> None:
+        """Put this process into a group of the unified hierarchy, and mount that."""
+        self.append("proc/self/cgroup", f"0::{path}\n")
+        self.mount("cgroup2", "rw,nsdelegate", point, inside)
+
+    def join_v1(self, path: str, *, point: str = "/sys/fs/cgroup/memory", inside="/") -> None:
+        self.append("proc/self/cgroup", f"9:name=systemd:/\n4:memory:{path}\n3:cpu,cpuacct:/x\n")
+        self.mount("cgroup", "rw,cpu,cpuacct", "/sys/fs/cgroup/cpu,cpuacct")
+        self.mount("cgroup", "rw,memory", point, inside)
+
+    def group_v2(self, directory: str, limit: object, usage: int, **stat: int) -> None:
+        base = f"sys/fs/cgroup{directory}"
+        self.write(f"{base}/memory.max", f"{limit}\n")
+        self.write(f"{base}/memory.current", f"{usage}\n")
+        self.write(f"{base}/memory.stat", _lines(anon=usage, **stat))
+
+    def group_v1(self, directory: str, limit: int, usage: int, **stat: int) -> None:
+        base = f"sys/fs/cgroup/memory{directory}"
+        self.write(f"{base}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{base}/memory.usage_in_bytes", f"{usage}\n")
+        self.write(f"{base}/memory.stat", _lines(rss=usage, **stat))
+
+    def set_kills(self, directory: str, count: int) -> None:
+        """Kills that a group of the unified hierarchy tells of."""
+        events = f"low 0\nhigh 0\nmax 17\noom 3\noom_kill {count}\noom_group_kill 0\n"
+        self.write(f"sys/fs/cgroup{directory}/memory.events", events)
+
+
+def _lines(**values: int) -> str:
+    return "".join(f"{name} {value}\n" for name, value in values.items())

@@ -1,0 +1,316 @@
+"""Memory that is not there: told before it is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shmloader
+from shmloader import DataLoader, SharedMemoryError
+from shmloader.memory.limits import control_groups
+from shmloader.memory.room import RESERVE_BYTES
+from tests.made_up import MIB, System
+from tests.process.support import Calls, Gate, run_program, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Limited(DataLoader):
+    """A loader on a made-up system."""
+
+    def __init__(self, system: System, *arguments: Any, **options: Any) -> None:
+        self.system = system
+        super().__init__(*arguments, **options)
+
+    def _options(self) -> Any:
+        return replace(super()._options(), root=str(self.system.root))
+
+
+def make_system(root: Path, free_bytes: int) -> System:
+    """So much is free beyond the reserve, for a control group."""
+    system = System(root)
+    system.set_available(1 << 40)
+    system.join_v2("/job")
+    system.group_v2("/job", 4 * free_bytes + RESERVE_BYTES, 3 * free_bytes)
+    system.set_kills("/job", 2)
+    return system
+
+
+def of_bytes(nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), nbytes % 251, dtype=torch.uint8)
+
+
+def take_all(loader: DataLoader[Any], count: int) -> tuple[list[int], list[str]]:
+    """Sizes of the batches that come, and texts of the errors that come instead."""
+    came, told = [], []
+    batches = iter(loader)
+    for _ in range(count):
+        try:
+            batch = next(batches)
+            assert bool((batch == len(batch) % 251).all())
+            came.append(len(batch))
+        except SharedMemoryError as error:
+            told.append(str(error))
+    with pytest.raises(StopIteration):
+        next(batches)
+    return came, told
+
+
+def test_slots_that_do_not_fit_together_are_told_from_the_second_batch_on(tmp_path) -> None:
+    system = make_system(tmp_path, 5_000_000)
+    data = Calls(lambda _: of_bytes(10**6), 20)
+    loader = Limited(system, data, num_workers=2, batch_size=None)
+    came, told = take_all(loader, 20)
+    assert came == [10**6] * 2
+    assert len(told) == 18
+    assert (
+        "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 1.0 MB = 8.0 MB of shared memory, "
+        "but 5.0 MB is free (limit of the control group /job; 16.8 MB is kept in reserve): lower "
+        "prefetch_factor, num_workers or batch_size, or set shm_size."
+    ) in told[0]
+
+
+def test_all_slots_are_held_against_what_was_free_at_the_start(tmp_path) -> None:
+    system = make_system(tmp_path, 9_000_000)
+    gate = Gate()
+
+    def sample(_: int) -> torch.Tensor:
+        gate.pass_through()
+        return of_bytes(10**6)
+
+    batches = iter(Limited(system, Calls(sample, 12), batch_size=None, num_workers=2))
+    # As if siblings had touched the rest.
+    system.set_available(2_000_000 + RESERVE_BYTES)
+    gate.open(12)
+    assert len([next(batches).sum() for _ in range(12)]) == 12
+    gate.close()
+
+
+@pytest.mark.parametrize("at", [0, 7, 30])
+def test_a_batch_ten_times_as_large_as_the_others_raises_no_alarm_where_it_fits(
+    at, tmp_path, slots
+) -> None:
+    system = make_system(tmp_path, 11_000_000)
+    sizes = [10**6 + n for n in range(60)]
+    sizes[at] = 10**7
+    loader = Limited(
+        system, Calls(lambda n: of_bytes(sizes[n]), 60), batch_size=None, num_workers=2
+    )
+    assert take_all(loader, 60) == (sizes, [])
+
+
+def with_text(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples), "text"
+
+
+@pytest.mark.parametrize("way", ["short", "general"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
+    method, way, tmp_path, slots
+) -> None:
+    system = make_system(tmp_path, 5_000_000)
+    sizes = [1000, 2000, 6_000_000, 3000, 200_000, 100]
+    loader = Limited(
+        system, Calls(torch.zeros, len(sizes)), batch_sampler=[[(size // 4,)] for size in sizes],
+        num_workers=2, multiprocessing_context=method,
+        collate_fn=with_text if way == "general" else None,
+    )  # fmt: skip
+    batches, told = iter(loader), []
+    for size in sizes:
+        try:
+            batch = next(batches)
+            tensor = batch if way == "short" else batch[0]
+            assert tensor.nbytes == size
+        except SharedMemoryError as error:
+            told.append((size, str(error)))
+    assert [size for size, _ in told] == [6_000_000]
+    text = told[0][1]
+    assert "a batch needs 6.0 MB or more of shared memory, 6.0 MB more than its slot has" in text
+    assert "but 5.0 MB is free (limit of the control group /job;" in text
+    assert "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 6.0 MB = 48.0 MB" in text
+    assert sum(slots.files().values()) < MIB, "it was touched"
+    loader.close()
+
+
+def test_a_list_of_keys_that_does_not_fit_is_told_by_the_main_process(tmp_path) -> None:
+    system = make_system(tmp_path, 100_000)
+    loader = Limited(system, Calls(lambda n: n % 2, 200_000), batch_size=100_000, num_workers=1)
+    batches = iter(loader)
+    for _ in range(2):
+        with pytest.raises(SharedMemoryError, match=r"(?s)sending indices.*but 100\.0 kB is free"):
+            next(batches)
+
+
+def test_a_slot_that_is_as_large_as_its_batch_reads_no_file(tmp_path) -> None:
+    system = make_system(tmp_path, 50_000_000)
+    gate, told = Gate(), Gate()
+
+    def sample(index: int) -> torch.Tensor:
+        if index == 20:
+            told.open()
+            gate.pass_through()
+        return of_bytes(10**6)
+
+    loader = Limited(system, Calls(sample, 40), batch_size=None, num_workers=1)
+    batches = iter(loader)
+    for _ in range(20):
+        next(batches)
+    told.wait_until_open()
+    # From here on nothing at all is free, but nothing is asked for, either.
+    system.set_available(0)
+    gate.open()
+    for _ in range(20):
+        next(batches)
+    gate.close()
+    told.close()
+
+
+def test_what_a_batch_that_failed_has_touched_is_not_asked_for_again(tmp_path) -> None:
+    system = make_system(tmp_path, 50_000_000)
+    told, gate = Gate(), Gate()
+
+    def sample(index: int) -> int:
+        if index == 20:
+            told.open()
+            gate.pass_through()
+        return index
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        out = shmloader.empty((10**6,), torch.uint8).fill_(1)
+        if samples[0] < 20:
+            raise ValueError("at the last moment")
+        return out
+
+    batches = iter(Limited(system, Calls(sample, 40), num_workers=1, collate_fn=collate))
+    for _ in range(20):
+        with pytest.raises(ValueError, match="at the last moment"):
+            next(batches)
+    told.wait_until_open()
+    system.set_available(0)
+    gate.open()
+    next(batches)
+    gate.close()
+    told.close()
+
+
+def test_a_slot_that_was_trimmed_is_asked_for_again(tmp_path, slots) -> None:
+    system = make_system(tmp_path, 300_000_000)
+    large, small = [40_000_000] * 6, [1000] * 300
+    sizes = [*large, *small, *large]
+    gate, told = Gate(), Gate()
+
+    def sample(index: int) -> torch.Tensor:
+        if index == 306:
+            told.open()
+            gate.pass_through()
+        return of_bytes(sizes[index])
+
+    loader = Limited(system, Calls(sample, len(sizes)), batch_size=None, num_workers=1)
+    batches = iter(loader)
+    kept = [next(batches) for _ in large]
+    assert sum(slots.files().values()) >= 5 * 40_000_000
+    kept.clear()
+    for _ in small:
+        next(batches)
+    told.wait_until_open()
+    system.set_available(0)
+    gate.open()
+    refused = []
+    for _ in large:
+        try:
+            kept.append(next(batches))
+        except SharedMemoryError as error:
+            refused.append(str(error))
+    assert len(kept) == 2, "two slots were never free when it was time to trim"
+    assert len(refused) == 4
+    assert all("0 bytes is free (MemAvailable;" in text for text in refused)
+    gate.close()
+    told.close()
+
+
+@pytest.fixture
+def control_group() -> Iterator[Callable[[int], Path]]:
+    """Makes a real control group of its own within this process's, where that is permitted."""
+    made: list[Path] = []
+
+    def make(limit_bytes: int) -> Path:
+        groups = [group for group in control_groups(Path("/")) if group.path.is_dir()]
+        for parent in groups[:1]:
+            path = parent.path / f"shmloader-test-{os.getpid()}-{len(made)}"
+            try:
+                path.mkdir()
+                made.append(path)
+                (path / parent.files.limit).write_text(str(limit_bytes))
+                if not (path / parent.files.usage).exists():
+                    continue
+            except OSError as error:
+                pytest.skip(f"no control group can be made here: {error}")
+            return path
+        pytest.skip("there are no control groups here that limit memory")
+
+    yield make
+    for path in made:
+
+        def is_removed(path: Path = path) -> bool:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            return not path.exists()
+
+        wait_until(is_removed)
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+Path({group!r}, "cgroup.procs").write_text("0")
+import torch, shmloader
+from shmloader import DataLoader, SharedMemoryError, WorkerDiedError
+"""
+
+
+def kills_of(group: Path) -> str:
+    for name in ("memory.events", "memory.oom_control"):
+        if (group / name).exists():
+            return (group / name).read_text()
+    raise AssertionError("no count of kills")
+
+
+@pytest.mark.slow
+def test_in_a_real_group_a_loader_that_wants_too_much_is_told_and_nobody_killed(
+    control_group,
+) -> None:
+    group = control_group(600 * MIB)
+    done = run_program(
+        PROGRAM.format(group=str(group))
+        + """
+class Data:
+    def __getitem__(self, index):
+        # Nothing is made in ordinary memory, which nobody looks after.
+        return shmloader.empty((100 << 20,), torch.uint8).fill_(index)
+
+# A sampler of its own: nobody knows how many batches there will be. Three are lent at once.
+batches = iter(DataLoader(Data(), sampler=list(range(12)), batch_size=None, num_workers=2))
+kept, told = [], []
+for index in range(12):
+    try:
+        batch = next(batches)
+        assert int(batch[0]) == int(batch[-1]) == index
+        kept = [*kept[-1:], batch]
+    except SharedMemoryError as error:
+        told.append(str(error))
+assert told, "there was room for all"
+assert "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 104.9 MB = 838.9 MB" in told[0]
+assert "shmloader-test-" in told[0], told[0]
+print(12 - len(told) >= 2)
+"""
+    )
+    done.assert_quiet()
+    assert done.out.strip() == "True"
+    assert "oom_kill 0" in kills_of(group)

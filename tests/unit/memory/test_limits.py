@@ -1,0 +1,161 @@
+"""What /proc and the control groups say, on directories of made-up files."""
+
+from pathlib import Path
+
+import pytest
+
+from shmloader.memory.limits import Free, control_groups, free_memory
+from tests.made_up import MIB, System
+
+GROUP = "limit of the control group"
+COMMIT = "CommitLimit, since vm.overcommit_memory = 2"
+NO_LIMIT_OF_V1 = 9223372036854771712
+
+
+@pytest.fixture
+def system(tmp_path):
+    return System(tmp_path)
+
+
+def free(system: System) -> Free | None:
+    return free_memory(system.root, control_groups(system.root))
+
+
+def test_where_nothing_can_be_read_there_is_no_limit(tmp_path):
+    assert control_groups(tmp_path) == ()
+    assert free_memory(tmp_path, ()) is None
+
+
+def test_without_control_groups_what_is_available_counts(system):
+    system.set_available(300 * MIB)
+    assert free(system) == Free(300 * MIB, "MemAvailable")
+
+
+@pytest.mark.parametrize("text", ["", "MemAvailable:\n", "MemAvailable: lots kB\n", "\0\xff\n"])
+def test_a_meminfo_that_is_not_as_expected_sets_no_limit(system, text):
+    system.write("proc/meminfo", text)
+    assert free(system) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("0", "MemAvailable"), ("1", "MemAvailable"), ("2", COMMIT)]
+)
+def test_the_commit_limit_counts_only_where_it_is_kept(system, mode, expected):
+    system.write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    committed = ["CommitLimit:    204800 kB", "Committed_AS:   102400 kB"]
+    system.set_available(300 * MIB, *committed)
+    found = free(system)
+    assert found.limit == expected
+    assert found.nbytes == (100 * MIB if mode == "2" else 300 * MIB)
+
+
+def test_more_committed_than_the_limit_leaves_nothing(system):
+    system.write("proc/sys/vm/overcommit_memory", "2\n")
+    system.set_available(300 * MIB, "CommitLimit: 1 kB", "Committed_AS: 2 kB")
+    assert free(system) == Free(0, COMMIT)
+
+
+def test_the_least_limit_on_the_way_up_counts_v2(system):
+    system.set_available(10_000 * MIB)
+    system.join_v2("/user.slice/job/worker")
+    system.group_v2("/user.slice/job/worker", "max", 100 * MIB)
+    system.group_v2("/user.slice/job", 500 * MIB, 200 * MIB)
+    system.group_v2("/user.slice", 400 * MIB, 150 * MIB)
+    assert free(system) == Free(250 * MIB, f"{GROUP} /user.slice")
+    system.group_v2("/user.slice/job/worker", 300 * MIB, 100 * MIB)
+    assert free(system) == Free(200 * MIB, f"{GROUP} /user.slice/job/worker")
+    system.set_available(150 * MIB)
+    assert free(system) == Free(150 * MIB, "MemAvailable")
+
+
+def test_the_least_limit_on_the_way_up_counts_v1(system):
+    system.set_available(10_000 * MIB)
+    system.join_v1("/job/worker")
+    system.group_v1("/job/worker", NO_LIMIT_OF_V1, 100 * MIB)
+    system.group_v1("/job", 500 * MIB, 200 * MIB)
+    system.group_v1("", NO_LIMIT_OF_V1, 700 * MIB)
+    assert free(system) == Free(300 * MIB, f"{GROUP} /job")
+
+
+def test_page_cache_is_free_v2(system):
+    cache = {"file": 450 * MIB, "inactive_file": 150 * MIB, "active_file": 250 * MIB}
+    system.join_v2("/job")
+    system.group_v2("/job", 500 * MIB, 499 * MIB, shmem=50 * MIB, **cache)
+    assert free(system).nbytes == 401 * MIB
+    system.group_v2("/job", 500 * MIB, 499 * MIB, slab_reclaimable=9 * MIB, **cache)
+    assert free(system).nbytes == 410 * MIB
+
+
+def test_page_cache_is_free_v1_and_counted_with_the_groups_below(system):
+    system.join_v1("/job")
+    system.group_v1(
+        "/job", 500 * MIB, 499 * MIB, inactive_file=1, active_file=2,
+        total_inactive_file=150 * MIB, total_active_file=250 * MIB,
+    )  # fmt: skip
+    assert free(system).nbytes == 401 * MIB
+
+
+def test_more_cache_than_use_is_no_more_than_the_limit(system):
+    system.join_v2("/job")
+    system.group_v2("/job", 500 * MIB, 10 * MIB, inactive_file=400 * MIB)
+    assert free(system).nbytes == 500 * MIB
+
+
+def test_more_use_than_the_limit_leaves_nothing(system):
+    system.join_v2("/job")
+    system.group_v2("/job", 500 * MIB, 600 * MIB)
+    assert free(system).nbytes == 0
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory.current"])
+def test_a_group_without_one_of_its_files_sets_no_limit(system, name):
+    system.set_available(300 * MIB)
+    system.join_v2("/job")
+    system.group_v2("/job", 100 * MIB, 50 * MIB)
+    assert free(system).nbytes == 50 * MIB
+    (system.root / "sys/fs/cgroup/job" / name).unlink()
+    assert free(system) == Free(300 * MIB, "MemAvailable")
+    system.write(f"sys/fs/cgroup/job/{name}", "")
+    assert free(system) == Free(300 * MIB, "MemAvailable")
+
+
+def test_a_group_without_its_statistics_has_no_cache(system):
+    system.join_v2("/job")
+    system.group_v2("/job", 100 * MIB, 50 * MIB, inactive_file=50 * MIB)
+    (system.root / "sys/fs/cgroup/job/memory.stat").unlink()
+    assert free(system).nbytes == 50 * MIB
+
+
+def test_both_hierarchies_count_where_both_are_mounted(system):
+    system.join_v1("/old")
+    system.join_v2("/new", point="/sys/fs/cgroup/unified")
+    system.group_v1("/old", 200 * MIB, 0)
+    assert free(system) == Free(200 * MIB, f"{GROUP} /old")
+
+
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        ("/docker/0123", "/docker/0123"),  # no namespace of its own: told from outside
+        ("/", "/"),  # a namespace of its own
+        ("/../../somewhere", "/"),  # outside of the namespace
+        ("/elsewhere", "/docker/0123"),  # outside of what is mounted
+    ],
+)
+def test_in_a_container_the_mount_s_own_group_is_found(system, path, inside):
+    system.join_v2(path, inside=inside)
+    system.group_v2("", 100 * MIB, 50 * MIB)
+    assert free(system) == Free(50 * MIB, f"{GROUP} /")
+
+
+def test_a_group_below_that_of_a_container_is_found(system):
+    system.join_v1("/docker/0123/job", inside="/docker/0123")
+    system.group_v1("/job", 100 * MIB, 50 * MIB)
+    system.group_v1("", 90 * MIB, 0)
+    assert free(system) == Free(50 * MIB, f"{GROUP} /job")
+
+
+def test_this_machine_has_something_free():
+    found = free_memory(Path("/"), control_groups(Path("/")))
+    assert found is not None
+    assert found.nbytes > 0

@@ -1,0 +1,185 @@
+"""Whether a slot may grow: sums, steps, and no false alarms."""
+
+import os
+
+import pytest
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory import room as room_module
+from shmloader.memory.limits import Free
+from shmloader.memory.room import RESERVE_BYTES, Demand, Room, format_bytes
+from shmloader.memory.slot import Slot
+from tests.made_up import MIB, System
+
+
+@pytest.fixture
+def system(tmp_path):
+    return System(tmp_path)
+
+
+@pytest.fixture
+def slot():
+    slot = Slot.create(512 * MIB)
+    yield slot
+    slot.close()
+
+
+def resident(slot: Slot) -> int:
+    return os.fstat(slot.fileno()).st_blocks * 512
+
+
+def make_room(system: System, free_bytes: int, **demand) -> Room:
+    """A room with so much free, beyond the reserve, at the start and now."""
+    free = free_bytes + RESERVE_BYTES
+    system.set_available(free)
+    options = {
+        "worker_count": 2,
+        "prefetch_factor": 2,
+        "lend_limit": 4,
+        "batch_count": 1000,
+        "free_at_start": Free(free, "MemAvailable"),
+        **demand,
+    }
+    return Room(Demand(**options, root=str(system.root)))
+
+
+def test_what_fits_is_there_when_it_is_said_to_be(system, slot):
+    room = make_room(system, 40 * MIB)
+    assert room.grow(slot, 0, 20 * MIB) == 20 * MIB
+    assert resident(slot) == 20 * MIB
+    assert room.grow(slot, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
+    assert resident(slot) == 60 * MIB
+
+
+def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, slot):
+    room = make_room(system, 50 * 10**6)
+    with pytest.raises(SharedMemoryError) as caught:
+        room.grow(slot, 20 * 10**6, 97 * 10**6)
+    assert str(caught.value) == (
+        "a batch needs 97.0 MB or more of shared memory, 77.0 MB more than its slot has, but "
+        "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader may come to use "
+        "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 97.0 MB = 776.0 MB of shared "
+        "memory: lower prefetch_factor, num_workers or batch_size, or set shm_size."
+    )
+    assert resident(slot) == 0
+
+
+def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, slot):
+    make_room(system, 10 * MIB, worker_count=64).grow(slot, 0, 10 * MIB)
+    with pytest.raises(SharedMemoryError, match="MemAvailable"):
+        make_room(system, 10 * MIB).grow(slot, 10 * MIB, 20 * MIB + 1)
+    with pytest.raises(SharedMemoryError, match="0 bytes is free"):
+        make_room(system, -1 * MIB).grow(slot, 10 * MIB, 10 * MIB + 1)
+
+
+def test_without_any_limit_everything_may_be_taken(tmp_path, slot):
+    room = Room(Demand(2, 2, 4, 1000, None, str(tmp_path)))
+    assert room.grow(slot, 0, 500 * MIB) == 500 * MIB
+    assert resident(slot) == 0, "the writer will"
+
+
+class Looks:
+    """What is free, look by look."""
+
+    def __init__(self, monkeypatch, *mebibytes: int) -> None:
+        self.left = list(mebibytes)
+        monkeypatch.setattr(room_module, "free_memory", self)
+
+    def __call__(self, root, groups) -> Free:
+        return Free(self.left.pop(0) * MIB + RESERVE_BYTES, "MemAvailable")
+
+
+def test_a_growth_that_others_come_before_is_undone_and_told(system, slot, monkeypatch):
+    room = make_room(system, 0)
+    room.grow(slot, 0, 0)
+    slot.mapping[: 2 * MIB] = b"x" * (2 * MIB)
+    looks = Looks(monkeypatch, 100, 90, 13)
+    with pytest.raises(SharedMemoryError, match=r"31\.5 MB more .* but 30\.4 MB is free"):
+        room.grow(slot, 2 * MIB, 32 * MIB)
+    assert looks.left == []
+    assert resident(slot) == 2 * MIB
+    assert slot.mapping[2 * MIB - 1 : 2 * MIB + 1] == b"x\0"
+
+
+def test_a_step_takes_no_more_than_a_worker_s_part(system, slot, monkeypatch):
+    steps = []
+    monkeypatch.setattr(Slot, "populate", lambda _, start, end: steps.append(end - start))
+    Looks(monkeypatch, 16, 12, 9, 7, *range(6, 0, -1), *[1] * 40)
+    make_room(system, 0, worker_count=4).grow(slot, 0, 10 * MIB - 1)
+    assert steps[:4] == [4 * MIB, 3 * MIB, 9 * MIB // 4, 10 * MIB - 1 - 37 * MIB // 4]
+    assert sum(steps) == 10 * MIB - 1
+
+
+def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, slot):
+    assert make_room(system, 100 * MIB).grow(slot, 0, 1) == MIB
+    assert make_room(system, 20 * MIB).grow(slot, 0, 1) == 1
+
+
+def test_all_slots_are_added_up_at_the_second_batch(system, slot):
+    room = make_room(system, 60 * 10**6, prefetch_factor=2, worker_count=8)
+    room.grow(slot, 0, 10**7)
+    room.note_batch(10**7)
+    room.grow(slot, 0, 2 * 10**6)
+    with pytest.raises(SharedMemoryError) as caught:
+        room.grow(slot, 0, 10**7)
+    assert str(caught.value) == (
+        "20 slots (prefetch_factor 2 * num_workers 8 + 4 lent) × 10.0 MB = 200.0 MB of shared "
+        "memory, but 60.0 MB is free (MemAvailable; 16.8 MB is kept in reserve): lower "
+        "prefetch_factor, num_workers or batch_size, or set shm_size."
+    )
+    assert resident(slot) == -(-(10**7) // 4096) * 4096, "the first batch's"
+
+
+def test_what_siblings_have_touched_since_the_start_does_not_count_twice(system, slot):
+    room = make_room(system, 80 * MIB)
+    room.note_batch(10 * MIB)
+    system.set_available(15 * MIB + RESERVE_BYTES)
+    room.grow(slot, 0, 10 * MIB)
+
+
+def test_what_was_freed_since_the_start_counts(system, slot):
+    room = make_room(system, 80 * MIB, free_at_start=Free(0, "MemAvailable"))
+    room.grow(slot, 0, 10 * MIB)
+    room.note_batch(10 * MIB)
+    system.set_available(15 * MIB + RESERVE_BYTES)
+    room.grow(slot, 0, 10 * MIB)
+
+
+@pytest.mark.parametrize("first", [10, 1])
+def test_one_batch_that_is_larger_than_the_others_raises_no_alarm(system, slot, first):
+    room = make_room(system, 20 * MIB)
+    for mebibytes in (first, 1, 1, 10, 1):
+        room.grow(slot, 0, mebibytes * MIB)
+        room.note_batch(mebibytes * MIB)
+
+
+@pytest.mark.parametrize("batch_count", [3, None])
+def test_slots_that_may_never_be_used_raise_no_alarm(system, slot, batch_count):
+    room = make_room(system, 30 * MIB, batch_count=batch_count)
+    for _ in range(3):
+        room.grow(slot, 0, 10 * MIB)
+        room.note_batch(10 * MIB)
+
+
+def test_an_epoch_of_few_batches_is_told_as_such():
+    demand = Demand(8, 2, 4, batch_count=6)
+    text = demand.describe(10**6)
+    assert text == "6 slots (one for each batch of an epoch) × 1.0 MB = 6.0 MB of shared memory"
+    assert "20 slots (prefetch_factor 2" in Demand(8, 2, 4, batch_count=20).describe(10**6)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (77_070_336, "77.1 MB"),
+        (999_949_999, "999.9 MB"),
+        (999_950_000, "1.0 GB"),
+        (1_541_406_720, "1.5 GB"),
+        (10**15, "1000.0 TB"),
+    ],
+)
+def test_sizes_are_told_in_few_digits(nbytes, text):
+    assert format_bytes(nbytes) == text
