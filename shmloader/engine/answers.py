@@ -65,14 +65,19 @@ class Death:
         pid: Its process number.
         exit_code: Negative for a signal; None if it is not known.
         restart_limit: Workers that might have been replaced in the epoch.
+        oom_kills: Processes that the kernel has ended for want of memory, this one maybe among
+            them.
     """
 
-    __slots__ = ("exit_code", "pid", "restart_limit")
+    __slots__ = ("exit_code", "oom_kills", "pid", "restart_limit")
 
-    def __init__(self, pid: int, exit_code: int | None, restart_limit: int = 0) -> None:
+    def __init__(
+        self, pid: int, exit_code: int | None, oom_kills: int = 0, restart_limit: int = 0
+    ) -> None:
         self.pid = pid
         self.exit_code = exit_code
         self.restart_limit = restart_limit
+        self.oom_kills = oom_kills
 
 
 Reader = FlatReader | PickledReader

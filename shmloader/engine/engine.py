@@ -452,8 +452,12 @@ class Engine:
     def _lose(self, worker_id: int) -> None:
         """A worker is dead: have another do its work, or let all that waits for it fail."""
         scheduler = self._scheduler
-        death = Death(self._pool.pid(worker_id), self._pool.exit_code(worker_id))
-        death.restart_limit = self._restart_limit
+        death = Death(
+            self._pool.pid(worker_id),
+            self._pool.exit_code(worker_id),
+            self._pool.oom_kills(worker_id),
+            self._restart_limit,
+        )
         was_at = self._pool.was_at(worker_id)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         tickets = scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)

@@ -62,6 +62,7 @@ def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
     """How a worker ended, what it had to load, and why none took its place."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
+    text += _describe_oom(death)
     if not death.restart_limit:
         return text
     if ticket is not None and ticket.kill_count > 1:
@@ -72,6 +73,16 @@ def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
     )
 
 
+def _describe_oom(death: Death) -> str:
+    if death.oom_kills == 0:
+        return ""
+    processes = f"{death.oom_kills} process{'' if death.oom_kills == 1 else 'es'}"
+    return (
+        f" The kernel's out-of-memory killer ended {processes} of this control group since the "
+        "loader started: lower num_workers or prefetch_factor, or give it more memory."
+    )
+
+
 def describe_restart(worker_id: int, death: Death, seqs: list[int], skipped: int) -> str:
     """For the log: a worker has taken a dead one's place."""
     again = ", ".join(map(str, seqs))
@@ -79,7 +90,7 @@ def describe_restart(worker_id: int, death: Death, seqs: list[int], skipped: int
     text += f" and loads again what it had in work: batch {again}." if seqs else "."
     if skipped:
         text += f" Its dataset is iterated anew, past {skipped} batches that were given already."
-    return f"{text} Its random streams start anew."
+    return f"{text} Its random streams start anew.{_describe_oom(death)}"
 
 
 def describe_work(worker_id: int, pid: int, at_work: AtWork, ticket: Ticket | None) -> str:

@@ -1,4 +1,4 @@
-"""What the system says of memory: how much is free for this process.
+"""What the system says of memory: how much is free for this process, and who was killed for it.
 
 Reads files of ``/proc`` and of the control groups, and nothing else. A file that is missing, not
 to be read, or not as expected sets no limit.
@@ -41,17 +41,20 @@ class _Files:
     limit: str
     usage: str
     cache: frozenset[str]
+    kills: str
 
 
 _V1 = _Files(
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     frozenset({"total_inactive_file", "total_active_file"}),
+    "memory.oom_control",
 )
 _V2 = _Files(
     "memory.max",
     "memory.current",
     frozenset({"inactive_file", "active_file", "slab_reclaimable"}),
+    "memory.events",
 )
 
 
@@ -173,6 +176,22 @@ def _group_limit(group: ControlGroup) -> Free:
     stat = _numbers(group.path / "memory.stat")
     cache = sum(nbytes for name, nbytes in stat.items() if name in files.cache)
     return Free(max(0, limit - max(0, usage - cache)), f"limit of the control group {group.name}")
+
+
+def oom_kills(groups: tuple[ControlGroup, ...]) -> int | None:
+    """Processes of this one's control group that the out-of-memory killer has ended so far.
+
+    Args:
+        groups: From :func:`control_groups`.
+
+    Returns:
+        The count of the innermost group that keeps one; None if none does.
+    """
+    for group in groups:
+        count = _numbers(group.path / group.files.kills).get("oom_kill")
+        if count is not None:
+            return count
+    return None
 
 
 def _lines(path: Path) -> list[str]:

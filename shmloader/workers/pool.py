@@ -42,5 +42,8 @@ class Pool(Protocol):
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of a lost one."""
 
+    def oom_kills(self, worker_id: int) -> int:
+        """Processes that the kernel killed for want of memory, if a lost worker may be one."""
+
     def close(self) -> None:
         """End all workers."""

@@ -31,9 +31,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, ClassVar
 
 from shmloader.faults import FAULTS
+from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.messages import RECEIVE_BYTES
@@ -132,6 +134,8 @@ class ProcessPool:
         self._is_exiting = False
         self.is_waiting = False
         self._wake_fd = -1
+        self._groups = control_groups(Path("/" if demand is None else demand.root))
+        self._oom_kills_before = oom_kills(self._groups)
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _Pools.live.add(self)
@@ -348,6 +352,17 @@ class ProcessPool:
         """Exit code of a lost worker, negative for a signal; None if somebody else reaped it."""
         code: int | None = self._workers[worker_id].process.exitcode
         return code
+
+    def oom_kills(self, worker_id: int) -> int:
+        """Where a worker was killed by SIGKILL: how often the out-of-memory killer was at work.
+
+        Returns:
+            Processes of our control group that it has ended since the pool was made; 0 if this is
+            not known, or the worker ended otherwise.
+        """
+        if self.exit_code(worker_id) != -signal.SIGKILL or self._oom_kills_before is None:
+            return 0
+        return (oom_kills(self._groups) or 0) - self._oom_kills_before
 
     def pid(self, worker_id: int) -> int:
         """Process number of a worker."""

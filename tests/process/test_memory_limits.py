@@ -1,9 +1,11 @@
-"""Memory that is not there: told before it is touched."""
+"""Memory that is not there: told before it is touched, and the kernel's kills explained."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import shmloader
-from shmloader import DataLoader, SharedMemoryError
+from shmloader import DataLoader, SharedMemoryError, WorkerDiedError
 from shmloader.memory.limits import control_groups
 from shmloader.memory.room import RESERVE_BYTES
 from tests.made_up import MIB, System
@@ -235,6 +237,37 @@ def test_a_slot_that_was_trimmed_is_asked_for_again(tmp_path, slots) -> None:
     told.close()
 
 
+# Kills ---------------------------------------------------------------------------------------
+
+HINT = "The kernel's out-of-memory killer ended"
+
+
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (9, 0)])
+def test_a_worker_killed_while_the_killer_was_at_work_is_told_so(number, count, tmp_path) -> None:
+    system = make_system(tmp_path, 50_000_000)
+
+    def sample(index: int) -> int:
+        if index == 3:
+            system.set_kills("/job", 2 + count)
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return index
+
+    batches = iter(Limited(system, Calls(sample, 10), num_workers=1))
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(WorkerDiedError) as told:
+        next(batches)
+    if number == signal.SIGKILL and count:
+        assert str(told.value).endswith(
+            f"Worker 0 was loading batch 3 (indices 3). {HINT} 1 process of this control group "
+            "since the loader started: lower num_workers or prefetch_factor, or give it more "
+            "memory."
+        )
+    else:
+        assert HINT not in str(told.value)
+
+
 @pytest.fixture
 def control_group() -> Iterator[Callable[[int], Path]]:
     """Makes a real control group of its own within this process's, where that is permitted."""
@@ -248,7 +281,7 @@ def control_group() -> Iterator[Callable[[int], Path]]:
                 path.mkdir()
                 made.append(path)
                 (path / parent.files.limit).write_text(str(limit_bytes))
-                if not (path / parent.files.usage).exists():
+                if not (path / parent.files.kills).exists():
                     continue
             except OSError as error:
                 pytest.skip(f"no control group can be made here: {error}")
@@ -314,3 +347,31 @@ print(12 - len(told) >= 2)
     done.assert_quiet()
     assert done.out.strip() == "True"
     assert "oom_kill 0" in kills_of(group)
+
+
+@pytest.mark.slow
+def test_in_a_real_group_a_worker_that_the_kernel_killed_is_told_so(control_group) -> None:
+    group = control_group(400 * MIB)
+    done = run_program(
+        PROGRAM.format(group=str(group))
+        + """
+class Data:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if index == 2:
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
+            return bytearray(b"x") * (1 << 30)
+        return index
+
+batches = iter(DataLoader(Data(), batch_size=None, num_workers=1))
+assert [next(batches), next(batches)] == [0, 1]
+try:
+    next(batches)
+except WorkerDiedError as error:
+    print(error)
+"""
+    )
+    done.assert_quiet()
+    assert f"{HINT} 1 process of this control group since the loader started" in done.out

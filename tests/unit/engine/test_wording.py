@@ -68,6 +68,21 @@ def test_a_death_says_what_the_worker_had_to_load():
     assert describe_death(3, Death(812, -9), None).endswith("Worker 3 had no batch to load.")
 
 
+@pytest.mark.parametrize(
+    ("kills", "processes"), [(1, "1 process of"), (3, "3 processes of"), (0, None), (-1, None)]
+)
+def test_a_kill_for_want_of_memory_is_told_with_what_to_do(kills, processes):
+    text = describe_death(3, Death(812, -9, kills), None)
+    assert text.startswith(describe_death(3, Death(812, -9), None))
+    if processes is None:
+        assert text == describe_death(3, Death(812, -9), None)
+    else:
+        assert text.endswith(
+            f" The kernel's out-of-memory killer ended {processes} this control group since the "
+            "loader started: lower num_workers or prefetch_factor, or give it more memory."
+        )
+
+
 def test_a_timeout_names_time_batch_and_worker():
     ticket = Ticket(41, 3, 0, [7])
     assert describe_ticket(ticket) == "batch 41 (indices 7)"
