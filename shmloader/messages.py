@@ -99,6 +99,7 @@ class BatchDone(NamedTuple):
         used_bytes: Bytes of the slot that were written.
         kept: The user's code in the worker still holds memory of the slot, so that
             it must never be filled again.
+        checksum: Of these bytes, where SHMLOADER_DEBUG asks for it.
     """
 
     seq: int
@@ -106,6 +107,7 @@ class BatchDone(NamedTuple):
     layout: bytes | Spilled | None
     used_bytes: int
     kept: bool
+    checksum: int | None = None
 
 
 class BatchFailed(NamedTuple):

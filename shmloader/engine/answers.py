@@ -34,13 +34,17 @@ class Batch:
     Attributes:
         reader: Builds it.
         is_kept: The worker still holds memory of the slot.
+        check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
     """
 
-    __slots__ = ("is_kept", "reader")
+    __slots__ = ("check", "is_kept", "reader")
 
-    def __init__(self, reader: "Reader", *, is_kept: bool) -> None:
+    def __init__(
+        self, reader: "Reader", *, is_kept: bool, check: tuple[int, int] | None = None
+    ) -> None:
         self.reader = reader
         self.is_kept = is_kept
+        self.check = check
 
 
 class Failure:

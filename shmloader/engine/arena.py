@@ -5,6 +5,7 @@ States and counts are the scheduler's (:mod:`shmloader.engine.slots`); this is t
 
 from typing import Protocol
 
+from shmloader.memory.debug import poison
 from shmloader.memory.lease import LeaseBook
 from shmloader.memory.room import Room
 from shmloader.memory.slot import Slot
@@ -80,6 +81,12 @@ class Arena:
         touched = self.touched_bytes(slot_id)
         if end > touched and self._room is not None:
             self._room.grow(self[slot_id], touched, end)
+
+    def poison(self, slot_id: int) -> None:
+        """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""
+        slot = self._slots.get(slot_id)
+        if slot is not None:
+            poison(slot, self.touched_bytes(slot_id))
 
     @property
     def wants_trim(self) -> bool:

@@ -25,6 +25,7 @@ from shmloader.engine.inbox import Inbox
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import SlotState
 from shmloader.engine.wording import (
+    describe_change,
     describe_death,
     describe_late_start,
     describe_restart,
@@ -40,7 +41,9 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
+from shmloader.memory.debug import checksum, is_debugging
 from shmloader.memory.room import Demand, Room
+from shmloader.memory.slot import Slot
 from shmloader.messages import (
     INLINE_BYTES,
     BatchDone,
@@ -119,6 +122,8 @@ class Engine:
             worker_count, window, lend_limit, in_order=in_order, restart_limit=worker_restarts
         )
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
+        if is_debugging():
+            self._scheduler.slots.on_free = self.arena.poison
         self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
@@ -313,6 +318,8 @@ class Engine:
         reader = answer.reader
         slot_id = ticket.slot_id
         slot = self.arena[slot_id]
+        if answer.check is not None:
+            self._check(ticket, slot, *answer.check)
         if reader.lends and self._scheduler.may_lend:
             self._scheduler.delivered(ticket, SlotState.LENT)
             self.arena.lock(slot_id)
@@ -322,6 +329,18 @@ class Engine:
             return reader.read(slot, None)
         finally:
             self._settle(ticket, is_kept=answer.is_kept)
+
+    def _check(self, ticket: Ticket, slot: Slot, used_bytes: int, expected: int) -> None:
+        """Whether a batch lies in its slot as its worker left it (``SHMLOADER_DEBUG=1``)."""
+        found = checksum(slot, used_bytes)
+        if found == expected:
+            return
+        # Whoever writes there may go on to do so.
+        self._settle(ticket, is_kept=True)
+        pid = self._pool.pid(ticket.worker_id)
+        raise InternalError(
+            describe_change(ticket, pid, f"{used_bytes} bytes: {expected:08x}, now {found:08x}")
+        )
 
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
         """A ticket's slot is done with, nothing of it is lent."""
@@ -495,7 +514,7 @@ class Engine:
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:
-        seq, epoch, layout, used_bytes, is_kept = message
+        seq, epoch, layout, used_bytes, is_kept, expected = message
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
@@ -509,7 +528,8 @@ class Engine:
         if isinstance(reader, UnreadableLayout):
             self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept))
             return
-        self._note_answer(seq, epoch, Batch(reader, is_kept=is_kept))
+        check = None if expected is None else (used_bytes, expected)
+        self._note_answer(seq, epoch, Batch(reader, is_kept=is_kept, check=check))
 
     def _find_reader(self, data: bytes) -> Reader:
         """The reader of a layout; workers that agree share one, and what it keeps of slots."""

@@ -11,6 +11,7 @@ Rule: a slot has exactly one holder (I1), and every change of state is made here
 """
 
 import enum
+from collections.abc import Callable
 
 from shmloader.errors import InternalError
 
@@ -39,9 +40,13 @@ class SlotTable:
 
     A slot exists from when it is first needed; there are never more than ``capacity`` that are
     not retired (I4).
+
+    Attributes:
+        on_free: Called with each slot that becomes FREE; None: nobody is told.
     """
 
     def __init__(self, capacity: int) -> None:
+        self.on_free: Callable[[int], None] | None = None
         self._capacity = capacity
         self._states: dict[int, SlotState] = {}
         self._free: list[int] = []
@@ -111,4 +116,6 @@ class SlotTable:
             return
         self._states[slot_id] = new
         if new is SlotState.FREE:
+            if self.on_free is not None:
+                self.on_free(slot_id)
             self._free.append(slot_id)

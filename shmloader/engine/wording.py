@@ -126,6 +126,22 @@ def _is_not_ours(frame: str) -> bool:
     return "/shmloader/workers/child.py" not in frame
 
 
+def describe_change(ticket: Ticket, pid: int, sums: str) -> str:
+    """That a batch changed in its slot, between its worker's answer and us.
+
+    Args:
+        ticket: Its ticket.
+        pid: Its worker's process number.
+        sums: The bytes and their checksums, in words.
+    """
+    return (
+        f"SHMLOADER_DEBUG: {describe_ticket(ticket)} changed in slot {ticket.slot_id} after worker "
+        f"{ticket.worker_id} (pid {pid}) had answered (checksum of its {sums}). Does a thread of "
+        "the dataset or collate_fn go on writing into memory of shmloader.empty? If not, it is a "
+        "bug in shmloader."
+    )
+
+
 def describe_timeout(
     timeout_s: float, waiting: Iterable[tuple[Ticket, int]], work: list[str]
 ) -> str:

@@ -11,5 +11,5 @@ general        ``collate``, then ``encoder``: anything         ``codec``
 =============  ==============================================  ======================
 
 ``stacking`` writes tensors side by side for both. ``room`` says whether a slot may grow, by what
-``limits`` reads of the system.
+``limits`` reads of the system; ``debug`` has the checks of ``SHMLOADER_DEBUG``.
 """

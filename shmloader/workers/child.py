@@ -24,6 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.collate import SlotCollate, install
+from shmloader.memory.debug import checksum
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.room import Demand, Room
@@ -71,6 +72,7 @@ class WorkerStart:
         lifeline: Ends this process with the main process.
         board: Where it says what it is at.
         demand: What the iterator may ask of memory; None: nobody asks whether it is there.
+        is_debugging: Whether answers carry a checksum.
     """
 
     worker_id: int
@@ -80,6 +82,7 @@ class WorkerStart:
     lifeline: Lifeline | WorkerLifeline
     board: Board | WorkerBoard
     demand: Demand | None = None
+    is_debugging: bool = False
 
 
 def worker_main(
@@ -267,7 +270,8 @@ class _Worker:
         else:
             if self._room is not None:
                 self._room.note_batch(writer.used_bytes)
-            answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept)
+            check = checksum(slot, writer.used_bytes) if self._start.is_debugging else None
+            answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept, check)
         writer.close()
         return pack(answer)
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shmloader.faults import FAULTS
+from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
@@ -152,8 +153,9 @@ class ProcessPool:
             self._payload = self._make_payload(objects)
             for worker_id in range(worker_count):
                 start = WorkerStart(
-                    worker_id, worker_count, base_seed, plan, lifeline, board, demand
-                )
+                    worker_id, worker_count, base_seed, plan, lifeline, board, demand,
+                    is_debugging(),
+                )  # fmt: skip
                 self._starts.append(start)
                 self._workers.append(self._start_worker(worker_id))
         except BaseException:

@@ -39,6 +39,7 @@ MESSAGES = [
     BatchDone(1, 2, pickle.dumps(FLAT), 640, kept=True),
     BatchDone(1, 2, pickle.dumps(PICKLED), 640, kept=False),
     BatchDone(1, 2, Spilled(128, 50_000), 640, kept=False),
+    BatchDone(1, 2, None, 640, kept=False, checksum=0xFFFFFFFF),
     BatchFailed(1, 2, b"error", kept=True),
     BatchFailed(1, 2, Spilled(64, 20_000), kept=False, touched_bytes=20_064),
     StreamEnded(1, 2, True),

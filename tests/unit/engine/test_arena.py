@@ -134,3 +134,12 @@ def test_what_this_process_writes_is_asked_for_only_beyond_what_was_touched():
     arena.grow(0, 1001)
     assert asked == [(arena[0], 0, 1000), (arena[0], 1000, 1001)]
     arena.close()
+
+
+def test_poison_covers_what_was_ever_used_and_no_more(arena):
+    fill(arena, 0, 1000)
+    arena.note_use(0, 10)
+    arena.poison(0)
+    assert arena[0].mapping[:1001] == b"\xfb" * 1000 + b"\0"
+    arena.poison(17)
+    assert 17 not in arena._slots

@@ -115,3 +115,17 @@ def test_the_states_and_the_free_list_are_copies():
     table.free_ids.clear()
     assert table.states == {0: FREE, 1: FREE}
     assert table.free_ids == [0, 1]
+
+
+def test_who_wants_to_know_is_told_of_each_slot_that_becomes_free():
+    table, told = SlotTable(2), []
+    table.on_free = told.append
+    one, two = table.take(0), table.take(0)
+    table.move(one, SlotState.FREE)
+    table.move(two, SlotState.FULL)
+    table.move(two, SlotState.LENT)
+    assert told == [one]
+    table.move(two, SlotState.FREE)
+    assert told == [one, two]
+    table.move(two, SlotState.RETIRED)
+    assert told == [one, two]

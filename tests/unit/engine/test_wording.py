@@ -5,6 +5,7 @@ import pytest
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
 from shmloader.engine.wording import (
+    describe_change,
     describe_death,
     describe_end,
     describe_indices,
@@ -81,6 +82,14 @@ def test_a_kill_for_want_of_memory_is_told_with_what_to_do(kills, processes):
             f" The kernel's out-of-memory killer ended {processes} this control group since the "
             "loader started: lower num_workers or prefetch_factor, or give it more memory."
         )
+
+
+def test_a_batch_that_changed_is_told_by_number_worker_and_slot():
+    text = describe_change(Ticket(41, 3, 7, [5]), 812, "64 bytes: 1, now 2")
+    assert text.startswith(
+        "SHMLOADER_DEBUG: batch 41 (indices 5) changed in slot 7 after worker 3 (pid 812) had "
+        "answered (checksum of its 64 bytes: 1, now 2)."
+    )
 
 
 def test_a_timeout_names_time_batch_and_worker():

@@ -1,6 +1,8 @@
 """How a worker answers a task, by hand: no process, no socket's other end."""
 
 import pickle
+import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,3 +235,12 @@ def test_a_failure_says_what_it_has_touched(make_bench):
 
     assert bench.serve(fill_and_fail).touched_bytes == 100_032
     assert bench.serve(ValueError("short")).touched_bytes == 0
+
+
+def test_a_batch_carries_a_checksum_only_where_that_is_asked_for(make_bench):
+    bench = make_bench()
+    assert bench.serve([torch.arange(3)]).checksum is None
+    bench.worker._start = replace(bench.worker._start, is_debugging=True)
+    answer = bench.serve([torch.arange(3)])
+    assert answer.checksum == zlib.crc32(bench.slot.mapping[: answer.used_bytes])
+    assert answer.used_bytes == 64
