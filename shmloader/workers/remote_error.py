@@ -76,6 +76,20 @@ class RemoteError:
                 error.add_note(note)
             raise
 
+    def rebuilt(self, note: str) -> Exception:
+        """What :meth:`reraise` would raise for an ``Exception``; holds no frame of this process."""
+        try:
+            self.reraise(note)
+        except Exception as error:  # noqa: BLE001 - what is asked for
+            with contextlib.suppress(Exception):  # an exception may refuse attributes
+                error.__context__ = None
+            return error.with_traceback(None)
+
+    @property
+    def last_line(self) -> str:
+        """The traceback's last line: most often the class and what it says."""
+        return self.text.rstrip().rpartition("\n")[2]
+
     def _raise(self) -> NoReturn:
         kind: Any = None
         if self.type_bytes is not None:
