@@ -21,6 +21,7 @@ from shmloader.errors import (
     LoaderTimeoutError,
     SharedMemoryError,
     ShmloaderError,
+    TooManyFailures,
     WorkerDiedError,
 )
 from shmloader.fronts.dataloader import DataLoader
@@ -35,6 +36,7 @@ __all__ = [
     "LoaderTimeoutError",
     "SharedMemoryError",
     "ShmloaderError",
+    "TooManyFailures",
     "WorkerDiedError",
     "__version__",
     "empty",

@@ -7,6 +7,7 @@
     ├── LoaderTimeoutError  (RuntimeError)  no batch within ``timeout`` seconds; nothing is lost
     ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have,
     │                                       or than there is; found before it is touched
+    ├── TooManyFailures     (RuntimeError)  bad samples: ``max_failures`` was passed, or all failed
     ├── ClosedLoaderError   (RuntimeError)  used after ``close()`` or after a worker died
     └── InternalError       (RuntimeError)  a bug in shmloader
 
@@ -31,6 +32,10 @@ class LoaderTimeoutError(ShmloaderError, RuntimeError):
 
 class SharedMemoryError(ShmloaderError, MemoryError):
     """A batch, an index list or an answer does not fit its share of memory, or what is free."""
+
+
+class TooManyFailures(ShmloaderError, RuntimeError):  # noqa: N818 - says what happened
+    """More samples failed than ``max_failures`` allows, or all did; the last is ``__cause__``."""
 
 
 class ClosedLoaderError(ShmloaderError, RuntimeError):

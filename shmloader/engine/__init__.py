@@ -35,6 +35,6 @@ window
 
 Modules, each with one concern: ``slots`` (states of slots, pure), ``routing`` (which worker
 gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
-themselves, in the main process), ``answers`` (what may come back), ``wording`` (texts of errors)
-and ``engine`` (the only one that acts).
+themselves, in the main process), ``answers`` (what may come back), ``failures`` (bad samples,
+counted and listed), ``wording`` (texts of errors) and ``engine`` (the only one that acts).
 """

@@ -12,6 +12,7 @@ TREE = {
     "WorkerDiedError": (errors.ShmloaderError, RuntimeError),
     "LoaderTimeoutError": (errors.ShmloaderError, RuntimeError),
     "SharedMemoryError": (errors.ShmloaderError, MemoryError),
+    "TooManyFailures": (errors.ShmloaderError, RuntimeError),
     "ClosedLoaderError": (errors.ShmloaderError, RuntimeError),
     "InternalError": (errors.ShmloaderError, RuntimeError),
 }
@@ -38,7 +39,7 @@ def test_the_public_names_are_these():
     assert set(shmloader.__all__) == {
         *("DataLoader", "empty", "get_worker_info", "__version__"),
         *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
-        *("ClosedLoaderError", "InternalError"),
+        *("ClosedLoaderError", "InternalError", "TooManyFailures"),
     }
     assert shmloader.__all__ == sorted(shmloader.__all__)
     assert all(hasattr(shmloader, name) for name in shmloader.__all__)
