@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from fractions import Fraction
 
 #: Batches that may be out with the user, uncopied, at the same time. A plain loop holds
 #: two at the moment of ``next()`` (the one in hand and the new one); two more leave room
@@ -142,3 +143,54 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
             "or lower num_workers or prefetch_factor."
         )
     return share
+
+
+def check_on_error(on_error: object) -> None:
+    """Check what is to be done about a bad sample.
+
+    Raises:
+        TypeError: If it is neither a str nor callable.
+        ValueError: If it is another str than those known.
+    """
+    if isinstance(on_error, str):
+        if on_error not in ("raise", "skip"):
+            raise ValueError(
+                "on_error option should be 'raise', 'skip' or a function (index, exception) -> "
+                f"sample, but got on_error={on_error!r}"
+            )
+    elif not callable(on_error):
+        raise TypeError(
+            "on_error option should be 'raise', 'skip' or a function (index, exception) -> sample, "
+            f"but got on_error={on_error!r}"
+        )
+
+
+def check_max_failures(max_failures: object, on_error: object) -> None:
+    """Check how many bad samples are too many.
+
+    Raises:
+        TypeError: If it is neither None, an int nor a Fraction.
+        ValueError: If it is negative, a share outside (0, 1], or ``on_error`` is "raise".
+    """
+    if max_failures is None:
+        return
+    got = f"but got max_failures={max_failures!r}"
+    if isinstance(max_failures, float):
+        raise TypeError(
+            "max_failures option should be an int, or for a share a fractions.Fraction such as "
+            f"Fraction(1, 100), which is exact, {got}"
+        )
+    if isinstance(max_failures, bool) or not isinstance(max_failures, int | Fraction):
+        raise TypeError(f"max_failures option should be an int or a fractions.Fraction, {got}")
+    if isinstance(max_failures, int):
+        if max_failures < 0:
+            raise ValueError(f"max_failures option should not be negative, {got}")
+    elif not 0 < max_failures <= 1:
+        raise ValueError(
+            f"max_failures option should be above 0 and at most 1 as a Fraction, {got}"
+        )
+    if on_error == "raise":
+        raise ValueError(
+            "max_failures option counts samples that on_error='skip' leaves out or a function "
+            "replaces; with on_error='raise' the first one raises"
+        )

@@ -2,12 +2,21 @@
 
 import dataclasses
 import mmap
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.options import LEND_LIMIT, MINIMUM_SLOT_BYTES, Options, parse_size, slot_share
+from shmloader.options import (
+    LEND_LIMIT,
+    MINIMUM_SLOT_BYTES,
+    Options,
+    check_max_failures,
+    check_on_error,
+    parse_size,
+    slot_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +112,59 @@ def test_options_have_defaults_and_cannot_be_changed():
     assert (options.shm_bytes, options.lend_limit) == (None, LEND_LIMIT)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.shm_bytes = 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", lambda index, error: 0, print])
+def test_what_to_do_about_bad_samples_is_a_word_or_a_function(on_error):
+    check_on_error(on_error)
+
+
+@pytest.mark.parametrize("on_error", ["", "Skip", "ignore", "raise "])
+def test_another_word_for_bad_samples_is_a_value_error(on_error):
+    with pytest.raises(
+        ValueError, match="on_error option should be 'raise', 'skip' or a"
+    ) as caught:
+        check_on_error(on_error)
+    assert f"on_error={on_error!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("on_error", [None, True, 0, b"skip", ["skip"]])
+def test_what_is_neither_a_word_nor_a_function_is_a_type_error(on_error):
+    with pytest.raises(TypeError, match="on_error option should be 'raise', 'skip' or a") as caught:
+        check_on_error(on_error)
+    assert f"on_error={on_error!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "most", [None, 0, 1, 10**12, Fraction(1, 10**9), Fraction(1), Fraction(1, 2)]
+)
+@pytest.mark.parametrize("on_error", ["skip", print])
+def test_failures_are_limited_by_a_number_or_a_share(most, on_error):
+    check_max_failures(most, on_error)
+
+
+@pytest.mark.parametrize(
+    ("most", "kind", "text"),
+    [
+        (True, TypeError, "an int or a fractions.Fraction"),
+        (False, TypeError, "an int or a fractions.Fraction"),
+        ("5", TypeError, "an int or a fractions.Fraction"),
+        (0.5, TypeError, r"Fraction\(1, 100\)"),
+        (1.0, TypeError, r"Fraction\(1, 100\)"),
+        (-1, ValueError, "not be negative"),
+        (Fraction(0), ValueError, "above 0 and at most 1"),
+        (Fraction(-1, 2), ValueError, "above 0 and at most 1"),
+        (Fraction(3, 2), ValueError, "above 0 and at most 1"),
+    ],
+)
+def test_a_limit_of_failures_that_is_none_is_refused(most, kind, text):
+    with pytest.raises(kind, match=f"max_failures option should.*{text}") as caught:
+        check_max_failures(most, "skip")
+    assert f"max_failures={most!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("most", [0, 5, Fraction(1, 2)])
+def test_a_limit_of_failures_makes_no_sense_where_the_first_one_raises(most):
+    check_max_failures(None, "raise")
+    with pytest.raises(ValueError, match="on_error='raise' the first one raises"):
+        check_max_failures(most, "raise")
