@@ -1,9 +1,24 @@
-"""Loading a batch: torch's fetchers, and what we say differently of StopIteration."""
+"""Loading a batch: torch's fetchers, one that bad samples do not stop, and our StopIteration."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Literal, NamedTuple
 
 from torch.utils.data.dataloader import _DatasetKind
+
+from shmloader.workers.bad_samples import BadSample, SampleReport
+
+#: What is done about a sample that fails; a function gets its index and its exception, and gives
+#: a sample in its place.
+OnError = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
+
+# Stands for a sample that failed and was not replaced.
+_SKIPPED = object()
+
+
+class EmptyBatchError(Exception):
+    """All samples of a batch failed and none was replaced. Does not reach the user."""
 
 
 class FetchPlan(NamedTuple):
@@ -13,18 +28,153 @@ class FetchPlan(NamedTuple):
         is_iterable: Whether the dataset is an IterableDataset.
         auto_collation: Whether an index is a list of keys, or one key.
         drop_last: Whether an iterable's last batch is left out when it is short.
+        keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
+            ranks or shards count on as many.
     """
 
     is_iterable: bool
     auto_collation: bool
     drop_last: bool
+    keep_size: bool = False
 
-    def make_fetcher(self, dataset: object, collate_fn: Callable[[Any], Any]) -> Any:
-        """A fetcher of torch's; calls ``iter(dataset)`` for an iterable one."""
+    def make_fetcher(
+        self,
+        dataset: object,
+        collate_fn: Callable[[Any], Any],
+        on_error: OnError = "raise",
+        where: str = "in the main process",
+    ) -> Any:
+        """A fetcher of torch's, which calls ``iter(dataset)`` for an iterable one; or ours.
+
+        Args:
+            dataset: What to load from.
+            collate_fn: Makes a batch of samples.
+            on_error: Other than "raise", it makes a :class:`TolerantFetcher`. Not for an iterable
+                dataset: an iterator that has raised gives nothing more.
+            where: Where it runs, as the texts of failures have it.
+        """
+        if on_error != "raise" and not self.is_iterable:
+            return TolerantFetcher(self, dataset, collate_fn, on_error, where)
         kind = _DatasetKind.Iterable if self.is_iterable else _DatasetKind.Map
         return _DatasetKind.create_fetcher(
             kind, dataset, self.auto_collation, collate_fn, self.drop_last
         )
+
+
+class TolerantFetcher:
+    """Makes batches of a map-style dataset, leaving out or replacing what fails.
+
+    An ``Exception`` out of the dataset makes a bad sample; what else it raises (``SystemExit``,
+    ``KeyboardInterrupt``), and what collate raises, is raised.
+    """
+
+    def __init__(
+        self,
+        plan: FetchPlan,
+        dataset: object,
+        collate_fn: Callable[[Any], Any],
+        on_error: OnError,
+        where: str,
+    ) -> None:
+        self._plan = plan
+        self._dataset: Any = dataset
+        self._collate_fn = collate_fn
+        self._replace = on_error if callable(on_error) else None
+        self._where = where
+        self._report = SampleReport()
+
+    def take_report(self) -> SampleReport:
+        """What became of the samples since it was last asked: of one batch, raised or not."""
+        report, self._report = self._report, SampleReport()
+        return report
+
+    def fetch(self, index: Any) -> Any:
+        """The batch of these indices, or of this one without batching.
+
+        Raises:
+            EmptyBatchError: If all its samples failed and were to be skipped.
+            BaseException: What collate or ``on_error`` raises.
+        """
+        if not self._plan.auto_collation:
+            return self._collate_fn(self._settle(self._load_each(self._get_one, [index]))[0])
+        getitems = getattr(self._dataset, "__getitems__", None)
+        if getitems:
+            samples = self._load_together(getitems, index)
+        else:
+            samples = self._settle(self._load_each(self._get_one, index))
+        return self._collate_fn(samples)
+
+    def _get_one(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def _load_together(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
+        """By one call; one by one if that fails."""
+        if isinstance(indices, Iterator):
+            indices = list(indices)  # else nothing of it is left for a second look
+        try:
+            samples = getitems(indices)
+        except Exception:  # noqa: BLE001 - which of them it was shows when each is asked for
+            pass
+        else:
+            self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
+            return samples
+        # Not by __getitem__: a dataset need not have it.
+        return self._settle(self._load_each(lambda index: getitems([index]), indices, _only_one))
+
+    def _load_each(
+        self,
+        load: Callable[[Any], Any],
+        indices: Iterable[Any],
+        unwrap: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
+        """A sample for each index; for one that failed what ``on_error`` gives, or ``_SKIPPED``."""
+        samples = []
+        for index in indices:
+            self._report.sample_count += 1
+            try:
+                sample = load(index)
+            except Exception as error:  # noqa: BLE001 - a dataset may raise anything
+                self._report.note(BadSample.caught(index, self._where))
+                samples.append(_SKIPPED if self._replace is None else self._replace(index, error))
+            else:
+                samples.append(sample if unwrap is None else unwrap(sample))
+        return samples
+
+    def _settle(self, samples: list[Any]) -> list[Any]:
+        """The samples without those that were skipped, or with the first good one in their place.
+
+        Raises:
+            EmptyBatchError: If none is left.
+        """
+        good = [sample for sample in samples if sample is not _SKIPPED]
+        if len(good) == len(samples):
+            return samples
+        if not good:
+            raise EmptyBatchError
+        if not self._plan.keep_size:
+            return good
+        return [_copy(good[0]) if sample is _SKIPPED else sample for sample in samples]
+
+
+def _only_one(samples: Any) -> Any:
+    """The sample in what ``__getitems__`` gave for one index.
+
+    Raises:
+        TypeError: If that is not a sequence of one.
+    """
+    if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
+        raise TypeError(
+            "__getitems__ failed for a batch, and for one index of it gave no list of one sample "
+            f"but a {type(samples).__name__}: bad samples cannot be told apart"
+        )
+    return samples[0]  # type: ignore[index]
+
+
+def _copy(sample: Any) -> Any:
+    """A sample of its own, since collate may change it: take a field out, scale it in place."""
+    with contextlib.suppress(Exception):  # what cannot be copied is there twice
+        return copy.deepcopy(sample)
+    return sample
 
 
 def map_style_stop(error: StopIteration) -> RuntimeError:
