@@ -39,7 +39,7 @@ class TooManyFailures(ShmloaderError, RuntimeError):  # noqa: N818 - says what h
 
 
 class ClosedLoaderError(ShmloaderError, RuntimeError):
-    """The loader or the iterator was used after ``close()``, or after a worker died."""
+    """Used after ``close()``, after a worker died, or after too many samples failed."""
 
 
 class InternalError(ShmloaderError, RuntimeError):

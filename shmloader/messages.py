@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     STREAM_ENDED = 6
     EPOCH_STARTED = 7
     SKIP_BATCHES = 8
+    BATCH_EMPTY = 9
 
 
 class Spilled(NamedTuple):
@@ -100,6 +101,7 @@ class BatchDone(NamedTuple):
         kept: The user's code in the worker still holds memory of the slot, so that
             it must never be filled again.
         checksum: Of these bytes, where SHMLOADER_DEBUG asks for it.
+        report: Where failures of samples are counted, a ``SampleReport`` as it is written.
     """
 
     seq: int
@@ -108,13 +110,14 @@ class BatchDone(NamedTuple):
     used_bytes: int
     kept: bool
     checksum: int | None = None
+    report: bytes | Spilled | None = None
 
 
 class BatchFailed(NamedTuple):
     """Worker → main: loading raised.
 
-    ``error`` is a pickled ``RemoteError``; ``kept`` as above. ``touched_bytes`` of the slot were
-    written, for the batch that failed or for the error.
+    ``error`` is a pickled ``RemoteError``; ``kept`` and ``report`` as above. ``touched_bytes`` of
+    the slot were written, for the batch that failed, for the error or the report.
     """
 
     seq: int
@@ -122,6 +125,16 @@ class BatchFailed(NamedTuple):
     error: bytes | Spilled
     kept: bool
     touched_bytes: int = 0
+    report: bytes | Spilled | None = None
+
+
+class BatchEmpty(NamedTuple):
+    """Worker → main: all samples of the batch failed and are skipped. Fields as above."""
+
+    seq: int
+    epoch: int
+    kept: bool
+    report: bytes | Spilled | None
 
 
 class StreamEnded(NamedTuple):
@@ -142,7 +155,7 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | SkipBatches
-FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted
+FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty
 
 _KINDS: dict[type, int] = {
     NewSlot: int(Kind.NEW_SLOT),
@@ -154,6 +167,7 @@ _KINDS: dict[type, int] = {
     StreamEnded: int(Kind.STREAM_ENDED),
     EpochStarted: int(Kind.EPOCH_STARTED),
     SkipBatches: int(Kind.SKIP_BATCHES),
+    BatchEmpty: int(Kind.BATCH_EMPTY),
 }
 _TYPES = (
     NewSlot,
@@ -165,6 +179,7 @@ _TYPES = (
     StreamEnded,
     EpochStarted,
     SkipBatches,
+    BatchEmpty,
 )
 
 

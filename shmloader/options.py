@@ -9,8 +9,8 @@ import mmap
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from fractions import Fraction
+from typing import Any
 
 #: Batches that may be out with the user, uncopied, at the same time. A plain loop holds
 #: two at the moment of ``next()`` (the one in hand and the new one); two more leave room

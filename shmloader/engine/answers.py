@@ -1,4 +1,4 @@
-"""What may come back for a ticket: a batch, a failure of the user's code, or a death.
+"""What may come back for a ticket: a batch, nothing, a failure of the user's code, or a death.
 
 A batch's answer carries the reader of its layout, since a worker does not repeat a layout that
 is the same as that of its last batch.
@@ -35,16 +35,23 @@ class Batch:
         reader: Builds it.
         is_kept: The worker still holds memory of the slot.
         check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
+        report: What became of its samples, where that is counted: a ``SampleReport`` as written.
     """
 
-    __slots__ = ("check", "is_kept", "reader")
+    __slots__ = ("check", "is_kept", "reader", "report")
 
     def __init__(
-        self, reader: "Reader", *, is_kept: bool, check: tuple[int, int] | None = None
+        self,
+        reader: "Reader",
+        *,
+        is_kept: bool,
+        check: tuple[int, int] | None = None,
+        report: bytes | None = None,
     ) -> None:
         self.reader = reader
         self.is_kept = is_kept
         self.check = check
+        self.report = report
 
 
 class Failure:
@@ -53,13 +60,30 @@ class Failure:
     Attributes:
         error: Raises it.
         is_kept: As for a batch.
+        report: As for a batch.
     """
 
-    __slots__ = ("error", "is_kept")
+    __slots__ = ("error", "is_kept", "report")
 
-    def __init__(self, error: RemoteError, *, is_kept: bool) -> None:
+    def __init__(self, error: RemoteError, *, is_kept: bool, report: bytes | None = None) -> None:
         self.error = error
         self.is_kept = is_kept
+        self.report = report
+
+
+class Empty:
+    """Nothing is left of a batch, all its samples having failed.
+
+    Attributes:
+        is_kept: As for a batch.
+        report: As for a batch.
+    """
+
+    __slots__ = ("is_kept", "report")
+
+    def __init__(self, *, is_kept: bool, report: bytes | None) -> None:
+        self.is_kept = is_kept
+        self.report = report
 
 
 class Death:

@@ -15,12 +15,14 @@ from typing import NoReturn
 from shmloader.engine.answers import (
     Batch,
     Death,
+    Empty,
     Failure,
     Reader,
     UnreadableLayout,
     make_reader,
 )
 from shmloader.engine.arena import Arena, PageLocker
+from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import SlotState
@@ -47,6 +49,7 @@ from shmloader.memory.slot import Slot
 from shmloader.messages import (
     INLINE_BYTES,
     BatchDone,
+    BatchEmpty,
     BatchFailed,
     DropSlot,
     EpochStarted,
@@ -59,6 +62,7 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.board import Phase
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
@@ -95,6 +99,7 @@ class Engine:
         is_iterable: Whether workers iterate over the dataset.
         locker: Locks the pages of slots, where a device reads them.
         demand: What it may ask of memory; None: nobody asks whether it is there.
+        watch: Notes bad samples; None if they are raised.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class Engine:
         is_iterable: bool = False,
         locker: PageLocker | None = None,
         demand: Demand | None = None,
+        watch: FailureWatch | None = None,
     ) -> None:
         self._pool = pool
         self._worker_count = worker_count
@@ -124,6 +130,7 @@ class Engine:
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
             self._scheduler.slots.on_free = self.arena.poison
+        self._watch = watch
         self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
@@ -216,6 +223,8 @@ class Engine:
                 self._fail(LoaderTimeoutError(text))
             self.check_open()
         self._scheduler.start_epoch()
+        if self._watch is not None:
+            self._watch.start_epoch()
 
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
@@ -232,6 +241,7 @@ class Engine:
         Raises:
             StopIteration: At the end of the epoch.
             WorkerDiedError: If the worker that had it is dead. The engine is closed then.
+            TooManyFailures: If too many samples failed. The engine is closed then.
             LoaderTimeoutError: If it did not come in time; nothing is lost.
             ClosedLoaderError: After ``close()``.
             Exception: The user's own, from the dataset or collate; the batch is lost, the next
@@ -261,6 +271,9 @@ class Engine:
                     self._offer_indices(indices)
             ticket = scheduler.take_next()
             if ticket is not None:
+                if self._watch is not None and self._note_samples(self._watch, ticket):
+                    deadline = None
+                    continue
                 return self._hand_over(ticket)
             awaited = scheduler.awaited()
             if awaited is not None:
@@ -274,6 +287,9 @@ class Engine:
             elif scheduler.is_exhausted and not self._awaits_tickets():
                 if self._inbox:
                     continue
+                error = None if self._watch is None else self._watch.end_epoch()
+                if error is not None:
+                    self._fail(error)
                 raise StopIteration
             if self._inbox is None:  # else the user's thread looks at its clock
                 deadline = deadline or self._deadline()
@@ -287,6 +303,26 @@ class Engine:
         """Whether the user's thread may still give one that a worker takes."""
         inbox = self._inbox
         return inbox is not None and not inbox.is_ended and self._scheduler.takes_tickets
+
+    def _note_samples(self, watch: FailureWatch, ticket: Ticket) -> bool:
+        """Count the samples of a ticket that is next; whether nothing is left of its batch."""
+        answer = ticket.answer
+        if not isinstance(answer, Batch | Failure | Empty):
+            return False
+        worker_id, error = ticket.worker_id, None
+        if answer.report is not None:
+            report = SampleReport.loads(answer.report)
+            batch = f"batch {ticket.seq}"
+            error = watch.note(report, batch, worker_id, self._pool.pid(worker_id))
+        if error is None and type(answer) is Empty:
+            error = watch.left_out(describe_ticket(ticket))
+        if error is not None:
+            self._fail(error)
+        if type(answer) is not Empty:
+            return False
+        self._settle(ticket, is_kept=answer.is_kept)
+        self._replace_ticket()
+        return True
 
     def _hand_over(self, ticket: Ticket) -> object:
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
@@ -371,6 +407,12 @@ class Engine:
         except StopIteration:
             return
         self._offer_indices(indices)
+
+    def _replace_ticket(self) -> None:
+        """Offer a ticket in place of one that gives the user nothing."""
+        if self._inbox is not None and not self._inbox:
+            self._inbox.ask()
+        self._offer()
 
     def _offer_indices(self, indices: object) -> None:
         ticket = self._scheduler.offer(indices)
@@ -506,6 +548,11 @@ class Engine:
             self._take_batch(worker_id, message)
         elif type(message) is BatchFailed:
             self._take_failure(message)
+        elif type(message) is BatchEmpty:
+            report = self._report_of(message.seq, message.report)
+            self._note_answer(
+                message.seq, message.epoch, Empty(is_kept=message.kept, report=report)
+            )
         elif type(message) is StreamEnded:
             self._take_end(message)
         elif type(message) is EpochStarted:
@@ -514,7 +561,8 @@ class Engine:
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:
-        seq, epoch, layout, used_bytes, is_kept, expected = message
+        seq, epoch, layout, used_bytes, is_kept, expected, sent = message
+        report = None if sent is None else self._report_of(seq, sent)
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
@@ -526,10 +574,11 @@ class Engine:
         reader = self._readers[worker_id]
         assert reader is not None
         if isinstance(reader, UnreadableLayout):
-            self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept))
+            self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept, report=report))
             return
         check = None if expected is None else (used_bytes, expected)
-        self._note_answer(seq, epoch, Batch(reader, is_kept=is_kept, check=check))
+        answer = Batch(reader, is_kept=is_kept, check=check, report=report)
+        self._note_answer(seq, epoch, answer)
 
     def _find_reader(self, data: bytes) -> Reader:
         """The reader of a layout; workers that agree share one, and what it keeps of slots."""
@@ -542,9 +591,7 @@ class Engine:
     def _take_end(self, message: StreamEnded) -> None:
         slot_id = self._scheduler.slot_of(message.seq)
         if self._scheduler.stream_ended(message.seq, message.epoch, is_kept=message.kept):
-            if self._inbox is not None and not self._inbox:
-                self._inbox.ask()
-            self._offer()
+            self._replace_ticket()
         if message.kept:
             self._retire(slot_id)
 
@@ -553,10 +600,14 @@ class Engine:
         if not isinstance(data, bytes):
             data = self._spilled(message.seq, data)
         self.arena.note_failed_use(self._scheduler.slot_of(message.seq), message.touched_bytes)
-        answer = Failure(RemoteError.loads(data), is_kept=message.kept)
+        report = self._report_of(message.seq, message.report)
+        answer = Failure(RemoteError.loads(data), is_kept=message.kept, report=report)
         self._note_answer(message.seq, message.epoch, answer)
 
-    def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure) -> Ticket:
+    def _report_of(self, seq: int, report: bytes | Spilled | None) -> bytes | None:
+        return self._spilled(seq, report) if isinstance(report, Spilled) else report
+
+    def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure | Empty) -> Ticket:
         ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
         if ticket.is_dropped and answer.is_kept:
             self._retire(ticket.slot_id)
@@ -579,7 +630,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, by the user or by a worker's death."""
+        """Whether it was closed: by the user, a worker's death, or too many failures."""
         return self._is_closed
 
     def check_open(self) -> None:

@@ -3,12 +3,14 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch.utils.data
-from torch.utils.data import Dataset, IterDataPipe, MapDataPipe, Sampler
+from torch.utils.data import Dataset, DistributedSampler, IterDataPipe, MapDataPipe, Sampler
 
+from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.memory.slot import is_supported
@@ -17,11 +19,14 @@ from shmloader.options import (
     LEND_LIMIT,
     Options,
     check_device_options,
+    check_max_failures,
+    check_on_error,
     check_worker_restarts,
     parse_size,
     slot_share,
 )
 from shmloader.stages.target import parse_device
+from shmloader.workers.fetch import OnError
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -71,6 +76,25 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             stream of the thread that calls ``next()`` waits for them. None or ``"cpu"``: nowhere.
         transform: Called with each batch on the device, on that thread and stream.
         device_prefetch: Batches that may be ready on the device.
+        on_error: What becomes of a sample for which a map-style dataset raises an ``Exception``.
+            "raise": the batch raises it. "skip": the batch comes without it, and not at all if
+            nothing is left of it. A function ``(index, exception) -> sample``, called in the
+            worker: the batch has what that returns; what it raises, the batch raises. With a
+            ``DistributedSampler`` of several replicas, "skip" puts a copy of the batch's first
+            good sample in the place of a bad one, so that ranks stay equal, and a batch without
+            any raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is asked
+            for each index by itself. What collate raises, and the iterator of an iterable
+            dataset, is always raised.
+        max_failures: How many samples may fail in an epoch: an int, or a ``fractions.Fraction``
+            of the samples looked at, judged from the 100th on and at the epoch's end. More raise
+            ``TooManyFailures`` with the last failure as its cause, and end the iterator. None:
+            any number, but with "skip" an epoch in which all failed raises it, too.
+
+    Attributes:
+        failures: The newest 100 samples that failed and were skipped or replaced, over all
+            epochs, the oldest first: records with ``index``, ``error`` (an exception as it would
+            have been raised) and ``worker`` (its number; None in-process). ``failures.total``
+            counts them all. They are noted when their batch is handed over, in its order.
 
     Raises:
         ValueError, TypeError: For arguments that do not fit, in torch's words.
@@ -101,6 +125,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         device: str | int | torch.device | None = None,
         transform: Callable[[Any], Any] | None = None,
         device_prefetch: int = DEVICE_PREFETCH,
+        on_error: OnError = "raise",
+        max_failures: int | Fraction | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -132,6 +158,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.device = device
         self.transform = transform
         self.device_prefetch = device_prefetch
+        check_on_error(on_error)
+        check_max_failures(max_failures, on_error)
+        if on_error != "raise" and isinstance(dataset, MapDataPipe):
+            raise ValueError(
+                "on_error option should be 'raise' for a MapDataPipe, which torch's own iterator "
+                f"loads, but got on_error={on_error!r}"
+            )
+        self.on_error = on_error
+        self.max_failures = max_failures
+        self.failures = FailureList()
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -147,6 +183,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "shm_size": self.shm_size,
                 "worker_restarts": self.worker_restarts,
                 "device": self.device,
+                "on_error": self.on_error != "raise",
             }
             wanted = [name for name, value in ours.items() if value]
             if wanted:
@@ -158,6 +195,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             iterator = WorkerIterator(self, self._options())
         self._open_iterators.add(iterator)
         return iterator
+
+    @property
+    def _is_in_ranks(self) -> bool:
+        """Whether other loaders have to give as many samples as this one."""
+        samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        return any(
+            isinstance(sampler, DistributedSampler) and getattr(sampler, "num_replicas", 1) > 1
+            for sampler in samplers
+        )
 
     def _options(self) -> Options:
         size = self.shm_size
@@ -206,13 +252,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what runs: a copy, or a pickle, has no workers."""
+        """Everything but what runs, and what failed: a copy, or a pickle, has no workers."""
         state = self.__dict__.copy()
         state["_iterator"] = None
-        del state["_open_iterators"]
+        del state["_open_iterators"], state["failures"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`__getstate__` gave."""
         self.__dict__.update(state)
         self.__dict__["_open_iterators"] = weakref.WeakSet()
+        self.__dict__["failures"] = FailureList()

@@ -22,7 +22,9 @@ from torch.utils.data.dataloader import (
 
 from shmloader.engine.arena import Arena
 from shmloader.engine.engine import Engine
-from shmloader.errors import ClosedLoaderError
+from shmloader.engine.failures import FailureWatch
+from shmloader.engine.wording import describe_indices
+from shmloader.errors import ClosedLoaderError, TooManyFailures
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
@@ -32,37 +34,102 @@ from shmloader.stages.pin import PinStage, pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
-from shmloader.workers.fetch import FetchPlan, map_style_stop
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
 from shmloader.workers.processes import ProcessPool
 
 
+def _plan_and_watch(
+    iterator: _BaseDataLoaderIter, loader: Any
+) -> tuple[FetchPlan, FailureWatch | None]:
+    """How an iterator of this loader makes batches, and who notes the samples that fail."""
+    is_iterable = iterator._dataset_kind == _DatasetKind.Iterable
+    keep_size = loader.on_error == "skip" and loader._is_in_ranks
+    plan = FetchPlan(is_iterable, iterator._auto_collation, iterator._drop_last, keep_size)
+    if loader.on_error == "raise" or is_iterable:
+        return plan, None
+    watch = FailureWatch(
+        loader.failures,
+        loader.max_failures,
+        keep_size=keep_size,
+        replaces=callable(loader.on_error),
+    )
+    return plan, watch
+
+
 class InProcessIterator(_SingleProcessDataLoaderIter):
-    """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration."""
+    """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration.
+
+    And for bad samples, where these are not raised.
+    """
 
     def __init__(self, loader: Any, options: Options) -> None:
         super().__init__(loader)
         self._device = parse_device(loader.device)
         self._transform = options.transform or _no_transform
         self._is_closed = False
+        self._closed_because = ""
+        plan, self._watch = _plan_and_watch(self, loader)
+        if self._watch is not None:
+            self._dataset_fetcher = plan.make_fetcher(
+                self._dataset, self._collate_fn, loader.on_error
+            )
+            self._ticket_count = 0
 
     def _next_data(self) -> Any:
         if self._is_closed:
-            raise ClosedLoaderError("the iterator is closed")
-        index = self._next_index()  # type: ignore[no-untyped-call]
-        try:
-            data = self._dataset_fetcher.fetch(index)
-        except StopIteration as error:
-            if self._dataset_kind == _DatasetKind.Iterable:
-                raise
-            raise map_style_stop(error) from error
+            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
+        data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
         if self._device is not None:
             data = map_tensors(self._to_device, data)
         elif self._pin_memory:
             data = pin_batch(data, self._pin_memory_device)
         return self._transform(data)
 
+    def _fetch(self) -> Any:
+        index = self._next_index()  # type: ignore[no-untyped-call]
+        try:
+            return self._dataset_fetcher.fetch(index)
+        except StopIteration as error:
+            if self._dataset_kind == _DatasetKind.Iterable:
+                raise
+            raise map_style_stop(error) from error
+
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)
+
+    def _fetch_good(self, watch: FailureWatch) -> Any:
+        """The next batch of which something is left."""
+        while True:
+            try:
+                index = self._next_index()  # type: ignore[no-untyped-call]
+            except StopIteration:
+                self._raise_if(watch.end_epoch())
+                raise
+            batch = f"batch {self._ticket_count}"
+            self._ticket_count += 1
+            try:
+                data = self._dataset_fetcher.fetch(index)
+            except EmptyBatchError:
+                self._note_samples(watch, batch)
+                self._raise_if(watch.left_out(f"{batch} ({describe_indices(index)})"))
+            except StopIteration as error:  # of collate, or of the function of on_error
+                self._note_samples(watch, batch)
+                raise map_style_stop(error) from error
+            except Exception:
+                self._note_samples(watch, batch)
+                raise
+            else:
+                self._note_samples(watch, batch)
+                return data
+
+    def _note_samples(self, watch: FailureWatch, batch: str) -> None:
+        self._raise_if(watch.note(self._dataset_fetcher.take_report(), batch))
+
+    def _raise_if(self, error: TooManyFailures | None) -> None:
+        if error is not None:
+            self._closed_because = f" since: {error}"
+            self.close()
+            raise error
 
     def close(self) -> None:
         """No further batch; may be called again."""
@@ -137,13 +204,12 @@ class WorkerIterator(_BaseDataLoaderIter):
             free_memory(root, control_groups(root)),
             options.root,
         )
+        plan, watch = _plan_and_watch(self, loader)
         self._pool = ProcessPool(
             loader.multiprocessing_context,
             worker_count,
-            (loader.dataset, loader.collate_fn, loader.worker_init_fn),
-            FetchPlan(
-                self._dataset_kind == _DatasetKind.Iterable, self._auto_collation, self._drop_last
-            ),
+            (loader.dataset, loader.collate_fn, loader.worker_init_fn, loader.on_error),
+            plan,
             int(self._base_seed),
             demand,
             may_replace=options.worker_restarts > 0,
@@ -160,6 +226,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
             locker=backend,
             demand=demand,
+            watch=watch,
         )
         # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
         # It must not hold the sampler, which may hold the loader and us; an engine does, unless it
@@ -219,7 +286,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     @property
     def is_closed(self) -> bool:
-        """Whether its workers were ended: by ``close``, by exhaustion, or by a worker's death."""
+        """Whether its workers were ended: by ``close``, the end, a death, many failures."""
         return self._engine.is_closed
 
     @property

@@ -34,6 +34,7 @@ from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
     BatchDone,
+    BatchEmpty,
     BatchFailed,
     DropSlot,
     EpochStarted,
@@ -48,7 +49,7 @@ from shmloader.messages import (
 )
 from shmloader.workers.board import Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
-from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
 from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.seeding import seed_worker
@@ -94,7 +95,7 @@ def worker_main(
     """Run a worker. The target of its process.
 
     Args:
-        payload: ``load()`` gives (dataset, collate_fn, worker_init_fn).
+        payload: ``load()`` gives (dataset, collate_fn, worker_init_fn, on_error).
         channel: This worker's end of its socket pair.
         start: See there.
         close_inherited: In a forked worker, closes what other workers and loaders use.
@@ -142,6 +143,7 @@ class _Worker:
         self._writer = SlotWriter(self._room)
         self._dataset: Any = None
         self._collate: SlotCollate | None = None
+        self._on_error: OnError = "raise"
         self._fetcher: Any = None
         self._by_value = False
         # Raised while getting ready; the answer to every task, at its place in the order.
@@ -205,7 +207,7 @@ class _Worker:
         install(self._writer)
         try:
             try:
-                self._dataset, collate_fn, init_fn = payload.load()
+                self._dataset, collate_fn, init_fn, self._on_error = payload.load()
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
@@ -228,7 +230,9 @@ class _Worker:
         self._fetcher_error = self._prepare_error
         if self._collate is not None and self._fetcher_error is None:
             try:
-                self._fetcher = self._start.plan.make_fetcher(self._dataset, self._collate)
+                self._fetcher = self._start.plan.make_fetcher(
+                    self._dataset, self._collate, self._on_error, self._where
+                )
             except BaseException:  # noqa: BLE001 - as above
                 self._fetcher_error = RemoteError.caught(self._where).dumps()
 
@@ -251,9 +255,12 @@ class _Worker:
         )
         error = self._fetcher_error
         layout: bytes | Spilled | None = None
+        is_empty = False
         if error is None:
             try:
                 layout = self._load(self._skip_given(pickle.loads(data)))
+            except EmptyBatchError:
+                is_empty = True
             except StopIteration:
                 if self._start.plan.is_iterable:
                     self._stream_ended = True
@@ -263,15 +270,18 @@ class _Worker:
                 error = RemoteError.caught(self._where).dumps()
         kept = self._is_kept()
         if error is not None:
-            error_sent = self._spill_error(error, kept)
-            answer: BatchDone | BatchFailed = BatchFailed(
-                seq, epoch, error_sent, kept, writer.touched_bytes
+            sent, report = self._spill_error(error, kept), self._take_report()
+            answer: BatchDone | BatchFailed | BatchEmpty = BatchFailed(
+                seq, epoch, sent, kept, writer.touched_bytes, report
             )
+        elif is_empty:
+            answer = BatchEmpty(seq, epoch, kept, self._take_report())
         else:
+            report = self._take_report()
             if self._room is not None:
                 self._room.note_batch(writer.used_bytes)
             check = checksum(slot, writer.used_bytes) if self._start.is_debugging else None
-            answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept, check)
+            answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept, check, report)
         writer.close()
         return pack(answer)
 
@@ -338,6 +348,19 @@ class _Worker:
             return Spilled(*self._writer.put(error))
         except SharedMemoryError:
             return RemoteError.loads(error).shortened(INLINE_BYTES // 4).dumps()
+
+    def _take_report(self) -> bytes | Spilled | None:
+        """What became of the samples, where that is counted; in the slot if it is long."""
+        if not isinstance(self._fetcher, TolerantFetcher):
+            return None
+        report = self._fetcher.take_report()
+        data = report.dumps()
+        if len(data) <= INLINE_BYTES // 4:
+            return data
+        try:
+            return Spilled(*self._writer.put(data))
+        except SharedMemoryError:
+            return report.shortened().dumps()
 
     def _add_slot(self, message: NewSlot, ancillary: list[Any], flags: int) -> None:
         if flags & socket.MSG_CTRUNC or not ancillary:

@@ -114,7 +114,7 @@ class ProcessPool:
         Args:
             context: The user's multiprocessing context; None for the default one.
             worker_count: How many.
-            objects: (dataset, collate_fn, worker_init_fn).
+            objects: (dataset, collate_fn, worker_init_fn, on_error).
             plan: How batches are made.
             base_seed: For the workers' random streams.
             may_replace: Whether ``replace`` will be called; keeps what it takes to start a worker.

@@ -12,6 +12,7 @@ from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
     BatchDone,
+    BatchEmpty,
     BatchFailed,
     DropSlot,
     EpochStarted,
@@ -40,8 +41,13 @@ MESSAGES = [
     BatchDone(1, 2, pickle.dumps(PICKLED), 640, kept=False),
     BatchDone(1, 2, Spilled(128, 50_000), 640, kept=False),
     BatchDone(1, 2, None, 640, kept=False, checksum=0xFFFFFFFF),
-    BatchFailed(1, 2, b"error", kept=True),
     BatchFailed(1, 2, Spilled(64, 20_000), kept=False, touched_bytes=20_064),
+    BatchDone(1, 2, None, 640, kept=False, report=b"report"),
+    BatchFailed(1, 2, b"error", kept=True),
+    BatchFailed(1, 2, Spilled(64, 20_000), kept=False),
+    BatchFailed(1, 2, b"error", kept=False, report=Spilled(64, 20_000)),
+    BatchEmpty(1, 2, kept=True, report=b"report"),
+    BatchEmpty(1, 2, kept=False, report=Spilled(0, 20_000)),
     StreamEnded(1, 2, True),
     EpochStarted(4),
     SkipBatches(3),
@@ -78,7 +84,11 @@ def test_a_message_with_the_longest_body_is_received_whole():
     padding = INLINE_BYTES - len(pack(Task(0, 0, 0, bytes(INLINE_BYTES)))) + INLINE_BYTES
     message = pack(Task(0, 0, 0, bytes(padding)))
     assert len(message) == INLINE_BYTES
-    assert len(pack(BatchFailed(10**9, 10**9, bytes(INLINE_BYTES // 2), kept=True))) < INLINE_BYTES
+    report = bytes(INLINE_BYTES // 4)
+    assert (
+        len(pack(BatchFailed(10**9, 10**9, bytes(INLINE_BYTES // 2), kept=True, report=report)))
+        < INLINE_BYTES
+    )
     assert INLINE_BYTES < RECEIVE_BYTES
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:

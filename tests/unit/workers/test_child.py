@@ -12,15 +12,19 @@ from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.slot import Slot
 from shmloader.messages import (
     INLINE_BYTES,
+    RECEIVE_BYTES,
     BatchDone,
+    BatchEmpty,
     BatchFailed,
     Spilled,
     StreamEnded,
     Task,
+    pack,
     unpack,
 )
+from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.child import WorkerStart, _Worker
-from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.fetch import FetchPlan, TolerantFetcher
 from shmloader.workers.remote_error import RemoteError
 from tests.unit.memory.support import MIB
 
@@ -244,3 +248,83 @@ def test_a_batch_carries_a_checksum_only_where_that_is_asked_for(make_bench):
     answer = bench.serve([torch.arange(3)])
     assert answer.checksum == zlib.crc32(bench.slot.mapping[: answer.used_bytes])
     assert answer.used_bytes == 64
+
+
+class Fails:
+    """A dataset that raises a long text for each key but good ones."""
+
+    def __init__(self, length, good=()):
+        self.length = length
+        self.good = good
+
+    def __getitem__(self, key):
+        if key in self.good:
+            return torch.zeros(self.length, dtype=torch.uint8)
+        raise LookupError("€" * self.length)
+
+
+def report_of(bench: Bench, answer: BatchDone | BatchFailed | BatchEmpty) -> SampleReport:
+    data = answer.report
+    return SampleReport.loads(data if isinstance(data, bytes) else bench.spilled(data))
+
+
+def tolerate(bench: Bench, dataset: object, collate_fn=list) -> None:
+    fetcher = TolerantFetcher(bench.worker._start.plan, dataset, collate_fn, "skip", "here")
+    bench.worker._fetcher = fetcher
+
+
+def test_an_answer_reports_on_its_own_samples_only(make_bench):
+    bench = make_bench()
+    tolerate(bench, Fails(10, good=(2, 3)))
+    for indices, kind, bad in [
+        ([1, 2], BatchDone, [1]),
+        ([2, 3], BatchDone, []),
+        ([4, 5], BatchEmpty, [4, 5]),
+        ([3], BatchDone, []),
+    ]:
+        answer = bench.serve(None, indices=indices)
+        assert type(answer) is kind
+        assert [one.index for one in report_of(bench, answer).newest] == bad
+        assert report_of(bench, answer).sample_count == len(indices)
+
+
+def test_an_answer_without_a_fetcher_of_ours_has_no_report(make_bench):
+    bench = make_bench()
+    assert bench.serve(None).report is None
+    assert bench.serve(ValueError()).report is None
+
+
+def test_a_batch_whose_indices_cannot_be_read_reports_nothing(make_bench):
+    bench = make_bench()
+    tolerate(bench, Fails(10))
+    bench.serve(None, indices=[1])
+    data = b"no pickle"
+    bench.slot.mapping[: len(data)] = data
+    answer = bench.serve(None, indices=Spilled(0, len(data)))
+    assert type(answer) is BatchFailed
+    assert report_of(bench, answer) == SampleReport()
+
+
+@pytest.mark.parametrize("fails_in_collate", [False, True])
+@pytest.mark.parametrize("good", [(), ("good",)])
+@pytest.mark.parametrize("slot_bytes", [64 * 1024, 8 * MIB])
+def test_a_report_goes_into_the_slot_or_is_shortened_to_a_message(
+    make_bench, slot_bytes, good, fails_in_collate
+):
+    def collate(samples):
+        if fails_in_collate:
+            raise ValueError("€" * 10_000_000)
+        return samples
+
+    bench = make_bench(slot_bytes=slot_bytes)
+    tolerate(bench, Fails(63_000, good), collate)
+    answer = bench.serve(None, indices=["€" * 1300 + str(n) for n in range(120)] + list(good))
+    assert len(pack(answer)) <= RECEIVE_BYTES
+    report = report_of(bench, answer)
+    assert (report.sample_count, report.failed_count) == (120 + len(good), 120)
+    is_whole = type(answer.report) is Spilled
+    assert is_whole is (slot_bytes == 8 * MIB)
+    assert len(report.newest) == (100 if is_whole else 1)
+    assert report.newest[-1].index.endswith("119" if is_whole else "119'")
+    if good and not fails_in_collate:
+        assert decode(bench.layout_of(answer), bench.slot, None)[0].tolist() == [0] * 63_000

@@ -1,0 +1,785 @@
+"""Samples that fail: left out, replaced, counted, and too many of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import sys
+import threading
+import types
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, get_worker_info
+
+from shmloader import ClosedLoaderError, DataLoader, TooManyFailures, empty
+from tests.process.support import Calls, Gate, Streams, Switch
+
+pytestmark = pytest.mark.timeout(40)
+
+# How samples are loaded: the number of workers.
+BOTH = pytest.mark.parametrize("workers", [0, 2])
+
+
+class Bad(LookupError):  # noqa: N818 - as users name theirs
+    """What the datasets here raise."""
+
+
+class Numbers:
+    """Gives each number as it is, and raises for bad ones."""
+
+    def __init__(self, length: int, *bad: int) -> None:
+        self.length = length
+        self.bad = frozenset(bad)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise Bad(f"no {index}")
+        return index
+
+
+class Lists(Numbers):
+    """The same by ``__getitems__`` only; a batch without bad ones carries a mark."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        samples = [Numbers.__getitem__(self, index) for index in indices]
+        return [sample + 1000 for sample in samples] if len(samples) > 1 else samples
+
+    def __getitem__(self, index: int) -> int:
+        raise NotImplementedError
+
+
+def failing(*bad: int, make: Any = Bad, length: int = 10) -> Calls:
+    """A dataset of numbers that raises what ``make`` makes for bad ones."""
+
+    def sample(index: int) -> int:
+        if index in bad:
+            raise make()
+        return index
+
+    return Calls(sample, length)
+
+
+def load(dataset: Any, workers: int = 2, **options: Any) -> DataLoader:
+    options = {"batch_size": 4, "collate_fn": list, "on_error": "skip", **options}
+    return DataLoader(dataset, num_workers=workers, **options)
+
+
+def steps(batches: Any, most: int = 50) -> list[Any]:
+    """What comes out, an exception as itself; ends where it ends."""
+    batches, seen = iter(batches), []
+    while len(seen) < most:
+        try:
+            seen.append(next(batches))
+        except (StopIteration, ClosedLoaderError):
+            return seen
+        except Exception as error:
+            seen.append(error)
+    raise AssertionError(f"no end after {most}: {seen}")
+
+
+def listed(loader: DataLoader) -> list[Any]:
+    return [failed.index for failed in loader.failures]
+
+
+# ---------------------------------------------------------------- skipping
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("bad", "batches"),
+    [
+        ((), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+        ((0,), [[1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+        ((3, 4, 9), [[0, 1, 2], [5, 6, 7], [8]]),
+        ((4, 5, 6, 7), [[0, 1, 2, 3], [8, 9]]),
+        ((0, 1, 2, 3, 8, 9), [[4, 5, 6, 7]]),
+        ((0, 1, 2, 3, 4, 5, 6, 7, 9), [[8]]),
+    ],
+)
+def test_a_batch_comes_without_what_failed_and_an_empty_one_not_at_all(workers, bad, batches):
+    loader = load(Numbers(10, *bad), workers)
+    assert list(loader) == batches
+    assert (listed(loader), loader.failures.total) == (list(bad), len(bad))
+
+
+def test_a_batch_of_tensors_comes_without_what_failed_in_shared_memory():
+    def sample(index: int) -> torch.Tensor:
+        if index % 3 == 1:
+            raise Bad
+        return torch.full((50_000,), float(index))
+
+    loader = load(Calls(sample, 12), collate_fn=None)
+    kept = list(loader)
+    assert [batch[:, 7].tolist() for batch in kept] == [[0, 2, 3], [5, 6], [8, 9, 11]]
+    assert all(torch.equal(batch, batch[:, :1].expand(-1, 50_000)) for batch in kept)
+
+
+def test_workers_that_are_spawned_skip_and_replace():
+    options = {"multiprocessing_context": "spawn"}
+    # A function that pickles by value.
+    on_error = lambda index, error: (index, type(error).__name__, get_worker_info().id)  # noqa: E731
+    loader = load(Numbers(8, 1, 6), on_error=on_error, **options)
+    assert list(loader) == [[0, (1, "Bad", 0), 2, 3], [4, 5, (6, "Bad", 1), 7]]
+    assert [type(failed.error) for failed in loader.failures] == [Bad, Bad]
+
+
+@BOTH
+def test_a_sampler_of_batches_of_any_length(workers):
+    loader = load(
+        Numbers(10, 2, 7), workers, batch_size=1, batch_sampler=[(7, 2), (2,), (1, 2, 3), (2, 0)]
+    )
+    assert list(loader) == [[1, 3], [0]]
+    assert listed(loader) == [7, 2, 2, 2, 2]
+
+
+@BOTH
+def test_more_empty_batches_than_may_be_in_flight(workers):
+    loader = load(Numbers(100, *range(2, 97)), workers, batch_size=1)
+    assert list(loader) == [[0], [1], [97], [98], [99]]
+    assert loader.failures.total == 95
+
+
+@BOTH
+def test_in_any_order_the_same_batches_come(workers):
+    loader = load(Numbers(40, *range(3, 40, 7), *range(8, 12)), workers, in_order=False)
+    expected = [[n for n in range(k, k + 4) if n % 7 != 3 and n not in range(8, 12)]
+                for k in range(0, 40, 4)]  # fmt: skip
+    assert sorted(loader) == [batch for batch in expected if batch]
+    assert sorted(listed(loader)) == sorted({*range(3, 40, 7), *range(8, 12)})
+
+
+@BOTH
+def test_lists_are_tried_again_one_by_one_where_they_fail(workers):
+    loader = load(Lists(10, 4, 6, 8, 9), workers)
+    assert list(loader) == [[1000, 1001, 1002, 1003], [5, 7]]
+    assert listed(loader) == [4, 6, 8, 9]
+
+
+@BOTH
+def test_without_batching_what_fails_is_left_out(workers):
+    loader = load(Numbers(8, 0, 3, 4), workers, batch_size=None, collate_fn=None)
+    assert list(loader) == [1, 2, 5, 6, 7]
+    assert listed(loader) == [0, 3, 4]
+
+
+@BOTH
+def test_without_batching_a_sample_may_be_a_batch_of_the_datasets_own(workers):
+    dataset = Calls(lambda keys: torch.tensor([10 // (key - 5) for key in keys]), 10)
+    sampler = BatchSampler(SequentialSampler(range(10)), 4, drop_last=False)
+    loader = load(dataset, workers, batch_size=None, sampler=sampler, collate_fn=None)
+    assert [batch.tolist() for batch in loader] == [[-2, -3, -4, -5], [3, 2]]
+    assert listed(loader) == [[4, 5, 6, 7]]
+
+
+@BOTH
+def test_an_epoch_counts_in_tickets_whether_they_gave_a_batch_or_not(workers):
+    """The number in an error's note is the sampler's, not that of what came before."""
+
+    def collate(samples: list[int]) -> list[int]:
+        if 9 in samples:
+            raise ZeroDivisionError
+        return samples
+
+    loader = load(Numbers(10, 0, 1, 2, 3, 8), workers, batch_size=2, collate_fn=collate)
+    assert len(loader) == 5
+    first, second, error = steps(loader)
+    assert (first, second, type(error)) == ([4, 5], [6, 7], ZeroDivisionError)
+    if workers:
+        assert "batch 4 (indices 8 to 9)" in error.__notes__[0]
+    assert [failed.error.__notes__[0].rpartition(" of ")[2] for failed in loader.failures] == [
+        "batch 0.", "batch 0.", "batch 1.", "batch 1.", "batch 4.",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- replacing
+
+
+@BOTH
+def test_a_function_gives_a_sample_in_its_place(workers):
+    def instead(index: int, error: Exception) -> tuple[Any, ...]:
+        assert type(error) is Bad
+        return -index, str(error)
+
+    loader = load(Numbers(8, 1, 4, 5, 6, 7), workers, on_error=instead)
+    assert list(loader) == [
+        [0, (-1, "no 1"), 2, 3],
+        [(-4, "no 4"), (-5, "no 5"), (-6, "no 6"), (-7, "no 7")],
+    ]
+    assert listed(loader) == [1, 4, 5, 6, 7]
+
+
+@BOTH
+def test_an_epoch_of_nothing_but_replaced_samples_is_one(workers):
+    loader = load(Numbers(4, 0, 1, 2, 3), workers, on_error=lambda index, error: -index)
+    assert list(loader) == [[0, -1, -2, -3]]
+
+
+@BOTH
+def test_what_the_function_raises_is_raised_and_the_epoch_goes_on(workers):
+    def instead(index: int, error: Exception) -> int:
+        if index == 5:
+            raise ZeroDivisionError("in place of 5")
+        return -index
+
+    loader = load(Numbers(10, 1, 5, 9), workers, on_error=instead)
+    first, error, last = steps(loader)
+    assert (first, last) == ([0, -1, 2, 3], [8, -9])
+    assert type(error) is ZeroDivisionError
+    assert "in place of 5" in str(error)
+    assert listed(loader) == [1, 5, 9]
+
+
+@BOTH
+def test_without_batching_a_function_gives_a_sample_too(workers):
+    options = {"batch_size": None, "collate_fn": None, "on_error": lambda index, error: -index}
+    assert list(load(Numbers(4, 0, 2), workers, **options)) == [0, 1, -2, 3]
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def in_ranks(dataset: Any, kind: str, replicas: int = 2) -> dict[str, Any]:
+    sampler = DistributedSampler(dataset, num_replicas=replicas, rank=0, shuffle=False)
+    if kind == "sampler":
+        return {"sampler": sampler}
+    return {"batch_size": 1, "batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("numbers", [Numbers, Lists])
+def test_in_ranks_the_first_good_sample_takes_the_place_of_a_bad_one(workers, kind, numbers):
+    dataset = numbers(20, 0, 2, 12)
+    loader = load(dataset, workers, **in_ranks(dataset, kind))
+    assert list(loader) == [
+        [4, 4, 4, 6],
+        [8, 10, 8, 14],
+        [n + 1000 * (numbers is Lists) for n in (16, 18)],
+    ]
+    assert listed(loader) == [0, 2, 12]
+
+
+@BOTH
+def test_in_ranks_all_give_as_many_batches_of_the_same_sizes(workers):
+    sizes = []
+    for rank in range(3):
+        dataset = Numbers(29, 0, 3, 10, 11, 28)
+        sampler = DistributedSampler(dataset, num_replicas=3, rank=rank, shuffle=False)
+        sizes.append([len(batch) for batch in load(dataset, workers, sampler=sampler)])
+    assert sizes == [[4, 4, 2]] * 3
+
+
+@BOTH
+def test_one_rank_alone_need_not_be_equal_to_others(workers):
+    dataset = Numbers(8, 0, 2)
+    loader = load(dataset, workers, **in_ranks(dataset, "sampler", replicas=1))
+    assert list(loader) == [[1, 3], [4, 5, 6, 7]]
+
+
+@BOTH
+def test_in_ranks_a_batch_of_which_nothing_is_left_raises(workers):
+    dataset = Numbers(24, 8, 10, 12, 14)
+    loader = load(dataset, workers, **in_ranks(dataset, "sampler"))
+    first, error = steps(loader)
+    assert first == [0, 2, 4, 6]
+    assert type(error) is TooManyFailures
+    assert "all samples of batch 1 (indices 8, 10, 12, 14) failed" in str(error)
+    assert error.__cause__ is loader.failures[-1].error
+    assert listed(loader) == [8, 10, 12, 14]
+
+
+@BOTH
+def test_in_ranks_without_batching_a_bad_sample_raises(workers):
+    dataset = Numbers(8, 2)
+    options = {"batch_size": None, "collate_fn": None, **in_ranks(dataset, "sampler")}
+    first, error = steps(load(dataset, workers, **options))
+    assert (first, type(error)) == (0, TooManyFailures)
+
+
+@BOTH
+def test_in_ranks_collate_may_take_samples_apart(workers):
+    dataset = Calls(lambda n: {"n": torch.full((2,), 8 // (n - 2))}, 8)
+    loader = load(
+        dataset,
+        workers,
+        **in_ranks(dataset, "sampler"),
+        collate_fn=lambda samples: [sample.pop("n").add_(1).tolist() for sample in samples],
+    )
+    assert list(loader) == [[[-3, -3], [-3, -3], [5, 5], [3, 3]]]
+
+
+# ---------------------------------------------------------------- what is raised as ever
+
+
+@BOTH
+def test_what_collate_raises_is_raised(workers):
+    def collate(samples: list[int]) -> list[int]:
+        if 4 in samples:
+            raise Bad("collate's own")
+        return samples
+
+    loader = load(Numbers(12, 1, 5), workers, collate_fn=collate)
+    first, error, last = steps(loader)
+    assert (first, last) == ([0, 2, 3], [8, 9, 10, 11])
+    assert type(error) is Bad
+    assert "collate's own" in str(error)
+    assert listed(loader) == [1, 5]
+
+
+@BOTH
+@pytest.mark.parametrize("who", ["collate", "on_error"])
+def test_a_stop_out_of_the_users_functions_does_not_end_the_epoch(workers, who):
+    def stop(*_: object) -> Any:
+        raise StopIteration
+
+    options = {"on_error": stop} if who == "on_error" else {"collate_fn": stop}
+    seen = steps(load(Numbers(8, 0, 4), workers, **options))
+    assert [type(step) for step in seen] == [RuntimeError, RuntimeError]
+    assert all("StopIteration" in str(step) for step in seen)
+
+
+@BOTH
+@pytest.mark.parametrize("on_error", ["skip", lambda index, error: 0])
+def test_what_the_iterator_of_an_iterable_dataset_raises_is_raised(workers, on_error):
+    def stream() -> Any:
+        yield 0
+        raise Bad("in the stream")
+
+    loader = load(Streams(stream), min(workers, 1), batch_size=1, on_error=on_error)
+    first, error = steps(loader)
+    assert (first, type(error)) == ([0], Bad)
+    assert loader.failures.total == 0
+
+
+@BOTH
+def test_a_good_iterable_dataset_ends_well(workers):
+    loader = load(Streams(lambda: iter(range(4))), min(workers, 1), batch_size=2, max_failures=0)
+    assert list(loader) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_is_no_exception_is_raised(kind):
+    loader = load(failing(5, make=kind))
+    first, error, last = steps(loader)
+    assert (first, last) == ([0, 1, 2, 3], [8, 9])
+    assert type(error) is RuntimeError
+    assert f"Caught {kind.__name__} in DataLoader worker process 1" in str(error)
+    assert loader.failures.total == 0
+    with pytest.raises(kind):
+        list(load(failing(5, make=kind), 0))
+
+
+@BOTH
+def test_by_default_bad_samples_are_raised_and_not_counted(workers):
+    loader = load(Numbers(10, 5), workers, on_error="raise")
+    first, error, last = steps(loader)
+    assert (first, type(error), last) == ([0, 1, 2, 3], Bad, [8, 9])
+    assert loader.failures.total == 0
+
+
+@BOTH
+def test_an_empty_dataset_has_not_failed(workers):
+    assert list(load(Numbers(0), workers, max_failures=0)) == []
+
+
+# ---------------------------------------------------------------- the list
+
+
+def test_failures_are_named_in_the_order_of_their_batches_whoever_is_first():
+    gate = Gate()
+
+    def sample(index: int) -> int:
+        if index == 0:
+            gate.pass_through()  # until batch 1 is done
+        if index == 3:
+            gate.open()
+        raise Bad(f"no {index}")
+
+    loader = load(Calls(sample, 4), batch_size=2)
+    (error,) = steps(loader)
+    assert type(error) is TooManyFailures
+    assert [(failed.index, failed.worker) for failed in loader.failures] == [
+        (0, 0), (1, 0), (2, 1), (3, 1),
+    ]  # fmt: skip
+    gate.close()
+
+
+@BOTH
+def test_an_error_in_the_list_is_as_it_would_be_raised(workers):
+    loader = load(Numbers(4, 2), workers)
+    list(loader)
+    (failed,) = loader.failures
+    assert failed.worker == (0 if workers else None)
+    where = "in DataLoader worker process 0" if workers else "in the main process"
+    assert str(failed.error).startswith(f"Caught Bad {where}.\nOriginal Traceback (most recent")
+    assert "in __getitem__" in str(failed.error)
+    assert "Bad: no 2" in str(failed.error)
+    assert "was loading index 2 of batch 0." in failed.error.__notes__[0]
+    assert failed.error.__traceback__ is None
+    with pytest.raises(Bad, match="no 2"):
+        raise failed.error
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_the_list_is_kept_over_epochs_and_after_close(workers, persistent):
+    loader = load(Numbers(10, 3, 8), workers, persistent_workers=persistent)
+    for epoch in range(3):
+        assert list(loader) == [[0, 1, 2], [4, 5, 6, 7], [9]]
+        assert (listed(loader), loader.failures.total) == ([3, 8] * (epoch + 1), 2 * (epoch + 1))
+    loader.close()
+    assert listed(loader) == [3, 8] * 3
+
+
+@BOTH
+def test_the_newest_100_are_listed_and_all_are_counted(workers):
+    loader = load(Numbers(400, *range(1, 400)), workers, batch_size=150)
+    assert list(loader) == [[0]]
+    assert (listed(loader), loader.failures.total) == (list(range(300, 400)), 399)
+
+
+def test_an_epoch_left_early_counts_what_was_handed_over():
+    loader = load(Numbers(100, *range(1, 100, 2)), persistent_workers=True)
+    for batch in loader:
+        assert batch == [0, 2]
+        break
+    assert listed(loader) == [1, 3]
+    assert next(iter(loader)) == [0, 2]
+    assert listed(loader) == [1, 3, 1, 3]
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "other", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_of_a_loader_starts_with_none(other):
+    loader = load(Numbers(4, 1), max_failures=Fraction(1, 2))
+    list(loader)
+    twin = other(loader)
+    assert (list(twin.failures), twin.failures.total) == ([], 0)
+    assert (twin.on_error, twin.max_failures) == ("skip", Fraction(1, 2))
+    assert list(twin) == [[0, 2, 3]]
+    assert (twin.failures.total, loader.failures.total) == (1, 1)
+
+
+class Locks:
+    """A sampler that pickles; one of its indices does not."""
+
+    def __iter__(self) -> Any:
+        return iter([1, threading.Lock(), 0])
+
+
+def test_a_loader_pickles_whatever_has_failed():
+    loader = load([10, 20], 0, sampler=Locks())
+    assert list(loader) == [[20, 10]]
+    assert loader.failures.total == 1
+    assert list(pickle.loads(pickle.dumps(loader))) == [[20, 10]]
+
+
+class NotBack:
+    """A key that the worker can read and cannot send back."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        if get_worker_info() is not None:
+            raise ZeroDivisionError("cannot be sent back")
+        return type(self), (self.number,)
+
+    def __repr__(self) -> str:
+        return f"key {self.number}"
+
+
+def refuse(number: int) -> NotBack:
+    if get_worker_info() is None:
+        raise ZeroDivisionError("cannot be read in the main process")
+    return NotHere(number)
+
+
+class NotHere(NotBack):
+    """A key that the worker sends back, and the main process cannot read."""
+
+    def __reduce__(self) -> Any:
+        return refuse, (self.number,)
+
+
+class Shy(NotBack):
+    """A key that does not even show itself."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError("do not look at me")
+
+
+@pytest.mark.parametrize(("key", "text"), [(NotBack, "key 1"), (NotHere, "key 1"), (Shy, "Shy")])
+def test_an_index_that_cannot_be_read_breaks_nothing(key, text):
+    def sample(key: NotBack) -> int:
+        if key.number == 1:
+            raise Bad
+        return key.number
+
+    loader = load(Calls(sample, 3), sampler=[key(n) for n in range(3)], batch_size=2)
+    assert list(loader) == [[0], [2]]
+    (failed,) = loader.failures
+    assert type(failed.index) is str
+    assert text in failed.index
+
+
+@BOTH
+def test_an_index_of_any_kind_is_listed_as_it_is(workers):
+    def sample(key: Any) -> Any:
+        if key != ("a", 1):
+            raise Bad
+        return key
+
+    keys = ["text", ("a", 1), ("a", (2, None)), 1.5]
+    loader = load(Calls(sample, 4), workers, sampler=keys)
+    assert list(loader) == [[("a", 1)]]
+    assert listed(loader) == [keys[0], *keys[2:]]
+
+
+class TwoArguments(Exception):  # noqa: N818 - as users name theirs
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a, b)
+
+
+class HoldsALock(Exception):  # noqa: N818 - as users name theirs
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class FailsToSpeak(Exception):  # noqa: N818 - as users name theirs
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def known_here_only() -> Exception:
+    module = types.ModuleType("known_where_it_is_raised_only")
+    sys.modules[module.__name__] = module
+    exec("class Strange(Exception): pass", module.__dict__)
+    error: Exception = module.Strange("unheard of")
+    return error
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: ValueError("m" * 10_000_000), ValueError, "mmm"),
+        (lambda: TwoArguments(1, 2), RuntimeError, "TwoArguments"),
+        (lambda: HoldsALock("locked"), HoldsALock, "locked"),
+        (lambda: KeyError("missing"), KeyError, "missing"),
+        (lambda: StopIteration(1), RuntimeError, "StopIteration"),
+        (lambda: ExceptionGroup("several", [Bad("one")]), Exception, "several"),
+        (known_here_only, Exception, "unheard of"),
+    ],
+    ids=["ten megabytes", "two arguments", "a lock", "KeyError", "a stop", "a group", "unknown"],
+)
+def test_any_exception_is_listed(workers, make, kind, text):
+    loader = load(failing(1, 6, make=make), workers)
+    assert list(loader) == [[0, 2, 3], [4, 5, 7], [8, 9]]
+    assert listed(loader) == [1, 6]
+    for failed in loader.failures:
+        assert isinstance(failed.error, kind)
+        assert text in str(failed.error)
+        assert len(str(failed.error)) < 10_000
+    sys.modules.pop("known_where_it_is_raised_only", None)
+
+
+@BOTH
+def test_an_exception_that_fails_to_speak_is_listed(workers):
+    loader = load(failing(1, make=FailsToSpeak), workers)
+    list(loader)
+    assert type(loader.failures[0].error) is FailsToSpeak
+
+
+@pytest.mark.parametrize("size", [8, 200])
+def test_failures_that_do_not_fit_beside_the_batch_are_counted_all_the_same(size):
+    """A slot of 64 KiB that the batch fills nearly."""
+    nbytes = 64_000
+
+    def sample(index: int) -> torch.Tensor:
+        if index % size:
+            raise Bad("m" * 10_000)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    loader = load(
+        Calls(sample, 2 * size), batch_size=size, collate_fn=None, prefetch_factor=1,
+        shm_size=6 * 64 * 1024,
+    )  # fmt: skip
+    assert [batch.shape for batch in loader] == [(1, nbytes)] * 2
+    assert loader.failures.total == 2 * (size - 1)
+    assert listed(loader)[-1] == 2 * size - 1
+    assert 1 <= len(loader.failures) <= 100
+    assert "m" * 100 in str(loader.failures[-1].error)
+
+
+def test_memory_of_a_slot_that_a_bad_sample_leaves_behind_is_not_filled_again():
+    kept: list[tuple[int, torch.Tensor]] = []
+
+    def batch(index: int) -> torch.Tensor:
+        if any((tensor != n).any() for n, tensor in kept):
+            raise ZeroDivisionError(f"batch {index} lies where another was kept")
+        made = empty((20_000,)).fill_(index)
+        if index % 5 == 1:
+            kept.append((index, made))
+            raise Bad
+        return made
+
+    loader = load(Calls(batch, 40), 1, batch_size=None, collate_fn=None)
+    assert [int(batch[9]) for batch in loader] == [n for n in range(40) if n % 5 != 1]
+    assert {type(failed.error) for failed in loader.failures} == {Bad}
+
+
+def test_the_first_failure_of_an_epoch_is_logged_and_no_other(caplog):
+    loader = load(Numbers(20, 5, 6, 17), persistent_workers=True)
+    with caplog.at_level(logging.DEBUG, "shmloader"):
+        for _ in range(2):
+            list(loader)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "index 5 failed and is left out (worker 1" in caplog.text
+    assert "Bad: no 5" in caplog.text
+    loader.close()
+
+
+# ---------------------------------------------------------------- too many
+
+
+@BOTH
+@pytest.mark.parametrize("on_error", ["skip", lambda index, error: -1])
+def test_more_failures_than_max_failures_end_the_iterator(workers, on_error):
+    loader = load(Numbers(16, 1, 6, 8, 13), workers, max_failures=2, on_error=on_error)
+    batches = iter(loader)
+    assert [len(next(batches)) for _ in range(2)] == ([3, 3] if on_error == "skip" else [4, 4])
+    with pytest.raises(TooManyFailures, match=r"3 of the 12 samples .* max_failures=2") as caught:
+        next(batches)
+    assert type(caught.value.__cause__) is Bad
+    assert "no 8" in str(caught.value.__cause__)
+    assert caught.value.__cause__ is loader.failures[-1].error
+    with pytest.raises(ClosedLoaderError, match=r"3 of the 12 samples"):
+        next(batches)
+
+
+@BOTH
+def test_as_many_failures_as_max_failures_are_well_in_each_epoch(workers):
+    loader = load(Numbers(16, 1, 6), workers, max_failures=2)
+    for _ in range(2):
+        assert sum(map(len, loader)) == 14
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_after_too_many_failures_a_new_epoch_starts_anew(workers, persistent):
+    is_bad = Switch(is_on=False)
+
+    def sample(index: int) -> int:
+        if is_bad or index == 3:
+            raise Bad
+        return index
+
+    loader = load(Calls(sample, 8), workers, max_failures=1, persistent_workers=persistent)
+    good = [[0, 1, 2], [4, 5, 6, 7]]
+    assert list(loader) == good
+    is_bad.turn(on=True)
+    for _ in range(2):
+        with pytest.raises(TooManyFailures, match="4 of the 4"):
+            list(loader)
+    is_bad.turn(on=False)
+    assert list(loader) == good
+    assert list(loader) == good
+    assert loader.failures.total == 1 + 4 + 4 + 1 + 1
+    loader.close()
+
+
+@BOTH
+def test_a_share_is_judged_from_the_hundredth_sample_on(workers):
+    loader = load(Numbers(200, *range(24)), workers, batch_size=25, max_failures=Fraction(1, 5))
+    batches = iter(loader)
+    assert [len(next(batches)) for _ in range(3)] == [1, 25, 25]
+    with pytest.raises(TooManyFailures, match=r"24 of the 100 .* max_failures=1/5"):
+        next(batches)
+
+
+@BOTH
+def test_a_share_is_judged_at_the_end_of_a_short_epoch(workers):
+    loader = load(Numbers(8, 0, 1), workers, max_failures=Fraction(1, 5))
+    *batches, error = steps(loader)
+    assert batches == [[2, 3], [4, 5, 6, 7]]
+    assert type(error) is TooManyFailures
+    assert "2 of the 8" in str(error)
+    assert list(load(Numbers(8, 0, 1), workers, max_failures=Fraction(1, 4))) == batches
+
+
+@BOTH
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("most", [None, 1000, Fraction(1)])
+def test_an_epoch_in_which_all_failed_raises(workers, in_order, batch_size, most):
+    loader = load(
+        Numbers(30, *range(30)),
+        workers,
+        batch_size=batch_size,
+        max_failures=most,
+        in_order=in_order,
+    )
+    with pytest.raises(TooManyFailures, match="all 30 samples of the epoch failed") as caught:
+        list(loader)
+    assert type(caught.value.__cause__) is Bad
+    if in_order:
+        assert "no 29" in str(caught.value.__cause__)
+    assert loader.failures.total == 30
+
+
+@BOTH
+def test_an_epoch_whose_good_samples_were_lost_in_collate_has_not_all_failed(workers):
+    def collate(samples: list[int]) -> None:
+        raise ZeroDivisionError
+
+    loader = load(Numbers(4, 0, 1, 2), workers, collate_fn=collate)
+    assert [type(step) for step in steps(loader)] == [ZeroDivisionError]
+
+
+def test_failures_of_a_batch_that_cannot_be_sent_are_counted():
+    loader = load(Numbers(8, 1), collate_fn=lambda samples: [threading.Lock(), samples])
+    assert [type(step) for step in steps(loader)] == [TypeError, TypeError]
+    assert listed(loader) == [1]
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_the_options_are_attributes_under_their_names():
+    loader = DataLoader(Numbers(4))
+    assert (loader.on_error, loader.max_failures, len(loader.failures)) == ("raise", None, 0)
+    loader = DataLoader(Numbers(4), on_error=print, max_failures=3)
+    assert (loader.on_error, loader.max_failures) == (print, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"on_error": "ignore"}, ValueError),
+        ({"on_error": None}, TypeError),
+        ({"max_failures": 3}, ValueError),
+        ({"on_error": "skip", "max_failures": -1}, ValueError),
+        ({"on_error": "skip", "max_failures": True}, TypeError),
+        ({"on_error": "skip", "max_failures": 0.1}, TypeError),
+        ({"on_error": "skip", "max_failures": Fraction(2)}, ValueError),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_at_construction(options, kind):
+    with pytest.raises(kind, match=next(reversed(options))):
+        DataLoader(Numbers(4), **options)
+
+
+def test_a_map_style_data_pipe_which_torch_loads_takes_no_on_error():
+    from torch.utils.data.datapipes.map import SequenceWrapper
+
+    with pytest.raises(ValueError, match="MapDataPipe"):
+        DataLoader(SequenceWrapper([1, 2]), on_error="skip")
