@@ -127,7 +127,7 @@ def test_what_this_process_writes_is_asked_for_only_beyond_what_was_touched():
         def grow(self, slot, backed, end):
             asked.append((slot, backed, end))
 
-    arena = Arena(MIB, Room())
+    arena = Arena(MIB, room=Room())
     arena.grow(0, 1000)
     arena.note_use(0, 1000)
     arena.grow(0, 1000)
