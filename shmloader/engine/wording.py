@@ -74,7 +74,7 @@ def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
 
 
 def _describe_oom(death: Death) -> str:
-    if death.oom_kills == 0:
+    if death.oom_kills <= 0:
         return ""
     processes = f"{death.oom_kills} process{'' if death.oom_kills == 1 else 'es'}"
     return (
