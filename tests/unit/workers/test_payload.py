@@ -58,6 +58,12 @@ def worker(received, channel):
     channel.close()
 
 
+@pytest.fixture(autouse=True)
+def main_is_a_file(monkeypatch):
+    """As in most programs, however these tests are run."""
+    monkeypatch.setattr(payload_module, "_main_is_importable", lambda: True)
+
+
 def started(context, payload):
     """What a worker finds in the payload."""
     ours, theirs = context.Pipe(duplex=False)
