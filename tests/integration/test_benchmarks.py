@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 THROUGHPUT = Path(__file__).parents[2] / "benchmarks" / "throughput.py"
 DEADLINE_S = 170
@@ -33,3 +34,18 @@ def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_pa
         )
         assert re.search(agreement, done.stdout, re.MULTILINE), done.stdout
     assert result_file.stat().st_size > 0
+
+
+def test_the_device_benchmark_says_what_it_lacks_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run(
+        [sys.executable, str(THROUGHPUT.with_name("device.py"))],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"This benchmark needs a CUDA device, and torch \S+ .+\.\n", done.stdout)
+    assert done.stderr == ""
