@@ -266,8 +266,8 @@ def test_a_second_loader_does_not_hold_the_memory_of_the_first(slots) -> None:
     assert foreign
     second = DataLoader(Calls(large, 40), num_workers=2)
     others = iter(second)
-    next(others)
     for worker in others._workers:
+        next(others)  # this worker's: it has come to its loop
         assert not foreign & set(slots.maps(worker.pid))
     first.close()
     second.close()
