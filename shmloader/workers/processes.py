@@ -89,6 +89,19 @@ class _Worker:
         self.is_lost = False
 
 
+class _Waker:
+    """What ``wake`` writes to. Closed with the last reference: not while anybody uses it."""
+
+    fd = -1
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class ProcessPool:
     """A fixed number of worker processes, some of which may be replaced.
 
@@ -134,9 +147,9 @@ class ProcessPool:
         self._is_closed = False
         self._is_exiting = False
         self.is_waiting = False
-        self._wake_fd = -1
         self._groups = control_groups(Path("/" if demand is None else demand.root))
         self._oom_kills_before = oom_kills(self._groups)
+        self._waker: _Waker | None = None
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _Pools.live.add(self)
@@ -276,13 +289,15 @@ class ProcessPool:
 
     def enable_wake(self) -> None:
         """Make :meth:`wake` work. Before any other thread uses the pool."""
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll.register(self._wake_fd, select.POLLIN)
+        self._waker = _Waker()
+        self._poll.register(self._waker.fd, select.POLLIN)
 
     def wake(self) -> None:
         """Let ``wait`` return, now or the next time. From any thread; nothing after ``close``."""
-        with contextlib.suppress(OSError, ValueError):
-            os.eventfd_write(self._wake_fd, 1)
+        waker = self._waker
+        if waker is not None:
+            with contextlib.suppress(BlockingIOError):  # it is full: nobody has looked for long
+                os.eventfd_write(waker.fd, 1)
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
         """Wait until something has happened.
@@ -294,6 +309,7 @@ class ProcessPool:
             Pairs of a worker's number and its message; None instead of a message: the worker
             is dead, and reaped. Empty when the time is over.
         """
+        waker = self._waker  # stays open for as long as we look at it
         if self._is_closed:
             return []
         self.is_waiting = True
@@ -306,7 +322,7 @@ class ProcessPool:
             return []
         happened: list[tuple[int, bytes | None]] = []
         for fd, event in events:
-            if fd == self._wake_fd:
+            if waker is not None and fd == waker.fd:
                 os.eventfd_read(fd)
                 continue
             worker_id = self._by_fd[fd]
@@ -403,9 +419,7 @@ class ProcessPool:
         self._close_shared()
 
     def _close_shared(self) -> None:
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        if wake_fd >= 0:
-            os.close(wake_fd)
+        self._waker = None
         for part in (self._payload, self._lifeline, self._board):
             if part is not None:
                 part.close()
