@@ -1,20 +1,53 @@
-"""Threads of ours stand still while this process forks.
+"""Threads of ours stand still while this process forks, and when it ends.
 
 A fork copies the forking thread alone, and all locks as they are. A thread that is inside torch
 or the GPU's driver just then leaves their locks held for ever in the child. So each thread of
 ours registers here, and waits at a point where it holds none for as long as a worker is forked.
+
+At the interpreter's exit they stand still for good: a daemon thread that wants the GIL then is
+ended wherever it is, inside torch's C++ as well, which aborts the process.
 """
 
 import contextlib
+import multiprocessing.util
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import ClassVar
 
 # Longest wait for one thread to come to such a point: it may be in the user's own transform.
 _PARK_S = 5.0
+
+
+class _Parkables:
+    """The threads of this process.
+
+    Attributes:
+        lock: Held while threads are asked to stand still, until they may go on: none begins or
+            ends meanwhile.
+        live: Those that run.
+        unwilling: Idents of threads that must not wait for one of ours: those themselves, and
+            the one that forks.
+        is_exiting: Whether they stand still for good.
+    """
+
+    lock = threading.Lock()
+    live: ClassVar["set[Parkable]"] = set()
+    unwilling: ClassVar[set[int]] = set()
+    is_exiting = False
+    is_watching_exit = False
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked child, where none of them runs."""
+        cls.lock = threading.Lock()
+        cls.live = set()
+        cls.unwilling = set()
+        cls.is_watching_exit = False
+
+
+os.register_at_fork(after_in_child=_Parkables.forget)
 
 
 class Parkable:
@@ -28,10 +61,18 @@ class Parkable:
         self._changed = threading.Condition()
         self._requests = 0
         self._is_still = True
+        self._ident = 0
 
     def enter(self) -> None:
         """The thread begins."""
-        _Parkables.live.add(self)
+        self._ident = threading.get_ident()
+        with _Parkables.lock:
+            _Parkables.live.add(self)
+            _Parkables.unwilling.add(self._ident)
+            if not _Parkables.is_watching_exit:
+                _Parkables.is_watching_exit = True
+                # Before the pools are closed.
+                multiprocessing.util.Finalize(None, _stand_still_for_good, exitpriority=110)
         with self._changed:
             self._wait_for_go()
 
@@ -40,7 +81,9 @@ class Parkable:
         with self._changed:
             self._is_still = True
             self._changed.notify_all()
-        _Parkables.live.discard(self)
+        with _Parkables.lock:
+            _Parkables.live.discard(self)
+            _Parkables.unwilling.discard(self._ident)
 
     def pause(self) -> None:
         """Stand still if somebody forks."""
@@ -86,28 +129,48 @@ class Parkable:
             self._requests -= 1
             self._changed.notify_all()
 
-
-class _Parkables:
-    """The threads of this process."""
-
-    live: ClassVar["weakref.WeakSet[Parkable]"] = weakref.WeakSet()
+    @property
+    def stands_for_good(self) -> bool:
+        """Whether the interpreter ends, and the thread will not go on."""
+        return _Parkables.is_exiting and self._is_still
 
 
 @contextlib.contextmanager
 def all_parked() -> Iterator[None]:
     """Fork inside: all threads of ours stand still, or have been waited for for five seconds."""
-    parked = list(_Parkables.live)
-    for thread in parked:
+    ident = threading.get_ident()
+    with _Parkables.lock:
+        was_unwilling = ident in _Parkables.unwilling
+        _Parkables.unwilling.add(ident)
+        parked = [thread for thread in _Parkables.live if thread._ident != ident]
+        try:
+            _ask(parked)
+            yield
+        finally:
+            for thread in parked:
+                thread.release()
+            if not was_unwilling:
+                _Parkables.unwilling.discard(ident)
+
+
+def may_wait_here() -> bool:
+    """Whether the calling thread may wait for one of ours to end.
+
+    Not so if it is one of them, or forks just now: the other one may stand still for its sake.
+    The garbage collector may have us called anywhere.
+    """
+    return threading.get_ident() not in _Parkables.unwilling
+
+
+def _ask(threads: list[Parkable]) -> None:
+    for thread in threads:
         thread.request()
-    try:
-        deadline = time.monotonic() + _PARK_S
-        for thread in parked:
-            thread.await_still(deadline)
-        yield
-    finally:
-        for thread in parked:
-            thread.release()
+    deadline = time.monotonic() + _PARK_S
+    for thread in threads:
+        thread.await_still(deadline)
 
 
-# In a forked child none of them runs.
-os.register_at_fork(after_in_child=_Parkables.live.clear)
+def _stand_still_for_good() -> None:
+    with _Parkables.lock:
+        _ask(list(_Parkables.live))
+    _Parkables.is_exiting = True
