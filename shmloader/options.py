@@ -36,7 +36,6 @@ class Options:
 
     Attributes:
         shm_bytes: Cap on one iterator's shared memory, in bytes; None for no cap.
-        lend_limit: Batches lent to the user at once without a copy.
         worker_restarts: Dead workers that may be replaced in an epoch.
         device_prefetch: Batches that may be ready on the device.
         transform: Called with each batch on the device.
@@ -44,11 +43,15 @@ class Options:
     """
 
     shm_bytes: int | None = None
-    lend_limit: int = LEND_LIMIT
     worker_restarts: int = 0
     device_prefetch: int = DEVICE_PREFETCH
     transform: Callable[[Any], Any] | None = None
     root: str = "/"
+
+
+def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
+    """Batches out at once: with a device, those being copied and the next one."""
+    return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
 
 
 def check_worker_restarts(value: object, num_workers: int) -> None:
@@ -138,9 +141,9 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
     if share < MINIMUM_SLOT_BYTES:
         raise ValueError(
             f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "
-            f"(prefetch_factor * num_workers + {LEND_LIMIT}); a slot needs at least "
-            f"{MINIMUM_SLOT_BYTES}. Raise shm_size to {slot_count * MINIMUM_SLOT_BYTES} or more, "
-            "or lower num_workers or prefetch_factor."
+            f"(prefetch_factor * num_workers + {LEND_LIMIT}, or + device_prefetch + 2 if that is "
+            f"more); a slot needs at least {MINIMUM_SLOT_BYTES}. Raise shm_size to "
+            f"{slot_count * MINIMUM_SLOT_BYTES} or more, or lower num_workers or prefetch_factor."
         )
     return share
 

@@ -16,12 +16,12 @@ from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
     DEVICE_PREFETCH,
-    LEND_LIMIT,
     Options,
     check_device_options,
     check_max_failures,
     check_on_error,
     check_worker_restarts,
+    lend_limit,
     parse_size,
     slot_share,
 )
@@ -147,14 +147,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if shm_size is not None:
-            shm_bytes = parse_size(shm_size, "shm_size")
-            slot_share(shm_bytes, self.num_workers * (self.prefetch_factor or 0) + LEND_LIMIT)
         check_worker_restarts(worker_restarts, self.num_workers)
         self.shm_size = shm_size
         self.worker_restarts = worker_restarts
-        parse_device(device)  # raises
+        has_device = parse_device(device) is not None
         check_device_options(device, transform, device_prefetch)
+        if shm_size is not None:
+            lent = lend_limit(has_device=has_device, device_prefetch=device_prefetch)
+            window = self.num_workers * (self.prefetch_factor or 0)
+            slot_share(parse_size(shm_size, "shm_size"), window + lent)
         self.device = device
         self.transform = transform
         self.device_prefetch = device_prefetch

@@ -28,7 +28,7 @@ from shmloader.errors import ClosedLoaderError, TooManyFailures
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
-from shmloader.options import Options, slot_share
+from shmloader.options import Options, lend_limit, slot_share
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.pin import PinStage, pin_batch
 from shmloader.stages.structure import map_tensors
@@ -181,25 +181,22 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._transform = here or _no_transform
         backend = None if device is None else open_backend(device)
         stage: Stage | None = None
-        lend_limit = options.lend_limit
         if backend is not None:
             stage = DeviceStage(backend, options.device_prefetch, options.transform)
-            # Those that are being copied, and the one that is next.
-            lend_limit = max(lend_limit, options.device_prefetch + 2)
         elif self._pin_memory:
             index = torch.accelerator.current_device_index()
             stage = PinStage(self._pin_memory_device, index)
         window = worker_count * prefetch_factor
-        slot_count = window + lend_limit
+        lent = lend_limit(has_device=backend is not None, device_prefetch=options.device_prefetch)
         if options.shm_bytes is None:
             slot_bytes = uncapped_slot_bytes()
         else:
-            slot_bytes = slot_share(options.shm_bytes, slot_count)
+            slot_bytes = slot_share(options.shm_bytes, window + lent)
         root = Path(options.root)
         demand = Demand(
             worker_count,
             prefetch_factor,
-            lend_limit,
+            lent,
             _count_batches(self._index_sampler),
             free_memory(root, control_groups(root)),
             options.root,
@@ -218,7 +215,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._pool,
             worker_count=worker_count,
             window=window,
-            lend_limit=lend_limit,
+            lend_limit=lent,
             slot_bytes=slot_bytes,
             in_order=loader.in_order,
             timeout_s=loader.timeout,

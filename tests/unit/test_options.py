@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.options import (
-    LEND_LIMIT,
     MINIMUM_SLOT_BYTES,
     Options,
     check_max_failures,
@@ -109,7 +108,7 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
 
 def test_options_have_defaults_and_cannot_be_changed():
     options = Options()
-    assert (options.shm_bytes, options.lend_limit) == (None, LEND_LIMIT)
+    assert options.shm_bytes is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.shm_bytes = 1
 
