@@ -590,6 +590,9 @@ class SimulatedBackend:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.copy(tensor)
 
+    def move(self, batch: Any) -> Any:
+        return batch.to(self.device)
+
     def record(self) -> Event:
         return self.device.record()
 

@@ -57,6 +57,14 @@ class _Driver:
         return (name.value or b"").decode() or f"CUDA error {error}"
 
 
+def move_to(batch: Any, device: Any) -> Any:
+    """Call an object's own ``to``, which may know nothing of ``non_blocking``."""
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:
+        return batch.to(device)
+
+
 class CudaBackend:
     """One CUDA device, seen by one loader's thread. See :class:`shmloader.stages.device.Backend`.
 
@@ -123,6 +131,10 @@ class CudaBackend:
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
+    def move(self, batch: Any) -> Any:
+        """Copy an object to the device."""
+        return move_to(batch, self._device)
+
     def record(self) -> torch.cuda.Event:
         """An event on our stream, waited for without turning a core."""
         event = torch.cuda.Event(blocking=True)
@@ -165,6 +177,10 @@ class OtherBackend:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device."""
         return tensor.to(self._device)
+
+    def move(self, batch: Any) -> Any:
+        """Copy an object to the device."""
+        return move_to(batch, self._device)
 
     def record(self) -> "_Done":
         """All is done."""

@@ -3,10 +3,12 @@
 The copy is asynchronous: it reads the slot after the call has returned. So each batch's views of
 its slot are held here until the event after its copy is done; when they are dropped, the lease
 dies, and the slot may be filled again. The user is never handed a view of such a slot: a copy of
-the user's own would be one of which nobody knows when it is done.
+the user's own would be one of which nobody knows when it is done. Objects of types that we cannot
+look into are copied to memory of their own first, and so are arrays.
 """
 
 import collections
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +46,9 @@ class Backend(Protocol):
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device; asynchronous where its memory is page-locked."""
+
+    def move(self, batch: Any) -> Any:
+        """Copy an object that has a ``to`` of its own to the device, by that."""
 
     def record(self) -> Event:
         """An event on our stream."""
@@ -105,15 +110,21 @@ class DeviceStage:
             reading.popleft()
         with self._backend.stream():
             try:
-                copied = map_tensors(self._backend.copy, batch)
+                copied = map_tensors(self._backend.copy, batch, self._copy_other)
             finally:
                 # Even where a part failed: others may be under way.
-                reading.append((self._backend.record(), batch))
-            event = reading[-1][0]
+                event = self._backend.record()
+                reading.append((event, batch))
+                del batch  # an exception's traceback holds this frame, and must not hold the slot
             if self._transform is not None:
                 copied = self._transform(copied)
                 event = self._backend.record()
         return _Copied(copied, tensors_of(copied), event)
+
+    def _copy_other(self, part: Any) -> Any:
+        """Of what is no tensor, nor holds any that we know of."""
+        own = copy.deepcopy(part)
+        return self._backend.move(own) if callable(getattr(own, "to", None)) else own
 
     def hand_over(self, result: _Copied) -> object:
         """Give the batch to the user, whose current stream waits for it."""

@@ -2,46 +2,47 @@
 
 import collections.abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+# What holds no memory of a slot, and is the same for ever.
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    batch: Any,
+    other: Callable[[Any], Any] | None = None,
+) -> Any:
     """A batch of the same structure whose tensors are ``function`` of those of ``batch``.
 
     Mappings, sequences and named tuples are looked into, and keep their type where it can be
-    built; any other object stays as it is.
+    built, but for named tuples that move themselves (torch's packed sequence).
+
+    Args:
+        function: Of a tensor.
+        batch: Any value.
+        other: Of any other object, but for numbers, texts and the like; None leaves them.
     """
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, str | bytes):
-        return batch
-    if isinstance(batch, collections.abc.Mapping):
-        return _map_mapping(function, batch)
-    if isinstance(batch, tuple):
-        parts = [map_tensors(function, part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, collections.abc.Sequence):
-        return _map_sequence(function, batch)
-    return batch
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return function(part)
+        if isinstance(part, _ATOMS):
+            return part
+        if isinstance(part, collections.abc.Mapping):
+            return _map_mapping(walk, part)
+        if isinstance(part, collections.abc.Sequence) and not _moves_itself(part):
+            return _map_sequence(walk, part)
+        return part if other is None else other(part)
+
+    return walk(batch)
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """The tensors that :func:`map_tensors` finds."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    return found
-
-
-def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    mapped = {key: map_tensors(function, value) for key, value in batch.items()}
+def _map_mapping(walk: Callable[[Any], Any], batch: Any) -> Any:
+    mapped = {key: walk(value) for key, value in batch.items()}
     try:
         if isinstance(batch, collections.abc.MutableMapping):
             clone = copy.copy(batch)  # keeps what the type has beside its items
@@ -52,8 +53,14 @@ def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -
         return mapped
 
 
-def _map_sequence(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    mapped = [map_tensors(function, part) for part in batch]
+def _moves_itself(part: Any) -> bool:
+    return hasattr(part, "_fields") and hasattr(part, "to")
+
+
+def _map_sequence(walk: Callable[[Any], Any], batch: Any) -> Any:
+    mapped = [walk(part) for part in batch]
+    if isinstance(batch, tuple):
+        return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
     try:
         if isinstance(batch, collections.abc.MutableSequence):
             clone = copy.copy(batch)
@@ -63,3 +70,38 @@ def _map_sequence(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) 
         return type(batch)(mapped)
     except TypeError:
         return mapped
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """All tensors of a batch, in containers and as attributes of objects, each once."""
+    return list(_find(batch, {}))
+
+
+# By the number of an object, which is not another one's as long as the object is kept here.
+_Seen = dict[int, object]
+
+
+def _find(part: Any, seen: _Seen) -> Iterator[torch.Tensor]:
+    if isinstance(part, (*_ATOMS, range, type)) or id(part) in seen:
+        return
+    seen[id(part)] = part
+    if isinstance(part, torch.Tensor):
+        yield part
+        return
+    if isinstance(part, collections.abc.Mapping):
+        yield from _find_in(part.values(), seen)
+    elif isinstance(part, collections.abc.Sequence | collections.abc.Set):
+        yield from _find_in(part, seen)
+    yield from _find_in(getattr(part, "__dict__", {}).values(), seen)
+    names = [name for kind in type(part).__mro__ for name in _slot_names(kind)]
+    yield from _find_in([getattr(part, name, None) for name in names], seen)
+
+
+def _slot_names(kind: type) -> tuple[str, ...]:
+    names = kind.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _find_in(parts: Iterable[Any], seen: _Seen) -> Iterator[torch.Tensor]:
+    for part in parts:
+        yield from _find(part, seen)
