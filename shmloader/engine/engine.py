@@ -357,8 +357,12 @@ class Engine:
         if answer.check is not None:
             self._check(ticket, slot, *answer.check)
         if reader.lends and self._scheduler.may_lend:
+            try:
+                self.arena.lock(slot_id)
+            except BaseException:
+                self._settle(ticket, is_kept=answer.is_kept)
+                raise
             self._scheduler.delivered(ticket, SlotState.LENT)
-            self.arena.lock(slot_id)
             lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
             return reader.read(slot, lease)
         try:
@@ -410,9 +414,10 @@ class Engine:
 
     def _replace_ticket(self) -> None:
         """Offer a ticket in place of one that gives the user nothing."""
-        if self._inbox is not None and not self._inbox:
+        if self._inbox is None:
+            self._offer()
+        else:
             self._inbox.ask()
-        self._offer()
 
     def _offer_indices(self, indices: object) -> None:
         ticket = self._scheduler.offer(indices)
@@ -627,6 +632,11 @@ class Engine:
         self._readers = [None] * self._worker_count
         self._draw = iter(()).__next__
         self.arena.close()
+
+    def end_workers(self) -> None:
+        """End the workers alone, where another thread looks at the slots; from any thread."""
+        self._is_closed = True
+        self._pool.close()
 
     @property
     def is_closed(self) -> bool:

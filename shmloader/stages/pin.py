@@ -109,10 +109,11 @@ class PinStage:
         """
         try:
             return pin_batch(batch, self._device)
-        except Exception:
-            where = f"in pin memory thread for device {self._index}"
-            ExceptionWrapper(where=where).reraise()
-            raise
+        except Exception:  # noqa: BLE001 - whatever an object's own pin_memory raises
+            error = ExceptionWrapper(where=f"in pin memory thread for device {self._index}")
+        del batch  # who keeps the exception keeps this frame, and must not keep the slot
+        error.reraise()
+        raise AssertionError("it returned")
 
     def hand_over(self, result: object) -> object:
         """The batch."""

@@ -14,21 +14,22 @@ there as well: a fork copies the thread that makes it, and the user's is the one
 others.
 """
 
+import collections
+import contextlib
 import enum
 import functools
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
-from shmloader.workers.parking import Parkable
+from shmloader.workers.parking import Parkable, may_wait_here
 
 # How long close() waits for the thread: it may be in the user's own transform.
 _JOIN_S = 5.0
@@ -66,7 +67,15 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
+    """An exception for the user.
+
+    Attributes:
+        error: It.
+        is_last: Whether nothing comes after it.
+    """
+
     error: BaseException
+    is_last: bool
 
 
 class _Wish(enum.Enum):
@@ -75,20 +84,104 @@ class _Wish(enum.Enum):
     TICKET = enum.auto()
 
 
+class _Bell:
+    """One thread waits, others ring. Rung before, it need not wait.
+
+    Holds no lock of Python's own while it is used, since the garbage collector may end the
+    iterator anywhere: on the thread itself, even inside of these lines.
+    """
+
+    def __init__(self) -> None:
+        self._silence = threading.Lock()
+        self._silence.acquire()
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._silence.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for it; whether it has rung."""
+        if timeout_s is None:
+            return self._silence.acquire()
+        return self._silence.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+
+
 class _Call:
     """Something that the user's thread does for this one, which waits."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
-        self.error: BaseException | None = None
-        self.is_over = threading.Event()
+        self._error: BaseException | None = None
+        self.over = _Bell()
 
     def make(self) -> None:
         try:
             self._function()
         except BaseException as error:  # noqa: BLE001 - handed on to the thread that asked
-            self.error = error
-        self.is_over.set()
+            self._error = error
+        self.over.ring()
+
+    def raise_error(self) -> None:
+        """Raise what it raised; once, since the traceback holds us."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+
+
+class _Results:
+    """What the thread has for the user's, in order."""
+
+    def __init__(self) -> None:
+        self._items: collections.deque[_Ready | _Raised | _Wish | _Call] = collections.deque()
+        self._bell = _Bell()
+
+    def put(self, item: _Ready | _Raised | _Wish | _Call) -> None:
+        """From any thread."""
+        self._items.append(item)
+        self._bell.ring()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for an item, for a time or until the bell rings; whether one is there."""
+        return bool(self._items) or (self._bell.wait(timeout_s) and bool(self._items))
+
+    @property
+    def first(self) -> _Ready | _Raised | _Wish | _Call:
+        """The first one, which stays: an interruption takes nothing."""
+        return self._items[0]
+
+    def drop_first(self) -> None:
+        """Take it away."""
+        self._items.popleft()
+
+    def clear(self) -> None:
+        """Take all away."""
+        self._items.clear()
+
+    def __bool__(self) -> bool:
+        """Whether one is there."""
+        return bool(self._items)
+
+
+class _Room:
+    """Places for results that are ready and not taken."""
+
+    def __init__(self, count: int) -> None:
+        self._places = collections.deque([None] * count)
+        self._bell = _Bell()
+
+    def take(self) -> None:
+        """Take one; waits."""
+        while not self._places:
+            self._bell.wait()
+        self._places.pop()
+
+    def give(self) -> None:
+        """Give one back; from any thread."""
+        self._places.append(None)
+        self._bell.ring()
 
 
 class _Thread(Parkable):
@@ -99,12 +192,14 @@ class _Thread(Parkable):
         self._engine = engine
         self._stage = stage
         self._call: _Call | None = None
-        self.results: queue.SimpleQueue[_Ready | _Raised | _Wish | _Call] = queue.SimpleQueue()
-        self.room = threading.Semaphore(stage.ahead) if stage.ahead else None
+        self.results = _Results()
+        self.room = _Room(stage.ahead) if stage.ahead else None
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
         self.inbox = Inbox(engine.wake, functools.partial(self.results.put, _Wish.TICKET))
         self._thread = threading.Thread(target=self._run, name=stage.name, daemon=True)
+        # Who is the last to look at the engine and the stage, and closes them.
+        self._last: dict[str, str] = {}
 
     def start(self) -> None:
         self._thread.start()
@@ -112,20 +207,21 @@ class _Thread(Parkable):
     def wake(self) -> None:
         self._engine.wake()
 
-    def stop(self) -> bool:
-        """End it. Whether it has ended; not so if it is the thread that calls."""
+    def stop(self, timeout_s: float | None) -> bool:
+        """End it. Whether it has ended: not so if it takes longer, or if we must not wait."""
         self.is_stopping = True
         # For a user's thread that waits.
-        self.results.put(_Raised(ClosedLoaderError("the iterator is closed")))
-        if self._call is not None:
-            self._call.is_over.set()
+        self.results.put(_Raised(ClosedLoaderError("the iterator is closed"), is_last=True))
+        call = self._call
+        if call is not None:
+            call.over.ring()
         if self.room is not None:
-            self.room.release()
+            self.room.give()
         self.wake()
-        if self._thread is threading.current_thread():
-            return False
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
+        if self._thread.ident is None or self.stands_for_good:
+            return True
+        if may_wait_here():
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -137,43 +233,50 @@ class _Thread(Parkable):
         except _Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread's outermost line
-            self.results.put(_Raised(error))
+            self.results.put(_Raised(error, is_last=True))
         finally:
-            self.leave()
-            if self._ends_all:
-                end(self._engine, self._stage)
+            try:
+                if self._last.setdefault("is", "the thread") == "the closer":
+                    self.results.clear()
+                    end(self._engine, self._stage)
+            finally:
+                self.leave()
 
-    #: Whether nobody else is left to close the engine and the stage.
-    _ends_all = False
-
-    def end_all_afterwards(self) -> None:
-        """Close the engine and the stage when the thread ends, which it is about to."""
-        self._ends_all = True
+    def ends_all_afterwards(self) -> bool:
+        """Have the thread close the engine and the stage when it ends; not so if it has ended."""
+        return self._last.setdefault("is", "the closer") == "the closer"
 
     def _take_one(self) -> bool:
         """One batch; whether there may be a further one."""
         if self.room is not None:
             with self.resting():
-                self.room.acquire()
+                self.room.take()
         self._pause()
+        result = self._next_result()
+        self.results.put(result)
+        is_last = type(result) is _Raised and result.is_last
+        del result  # an exception's traceback holds this frame
+        return not is_last
+
+    def _next_result(self) -> _Ready | _Raised:
         try:
             batch = self._engine.next_batch()
         except _Stop:
             raise
         except StopIteration:
-            self.results.put(_Raised(StopIteration()))  # a new one, whose traceback holds nothing
-            return False
+            # A new one, whose traceback holds nothing.
+            return _Raised(StopIteration(), is_last=True)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
-            self.results.put(_Raised(error))
-            return not self._engine.is_closed
+            is_last = self._engine.is_closed or isinstance(error, InternalError)
+            return _Raised(error, is_last=is_last)
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
-            result: _Ready | _Raised = _Ready(self._stage.run(batch))
+            return _Ready(self._stage.run(batch))
         except BaseException as error:  # noqa: BLE001 - as above
-            result = _Raised(error)
-        self.results.put(result)
-        return True
+            return _Raised(error, is_last=False)
+        finally:
+            del batch  # who keeps the exception keeps this frame, and must not keep the slot
 
     def attach(self) -> None:
         """Have the engine work for this thread from now on."""
@@ -191,19 +294,20 @@ class _Thread(Parkable):
         self.results.put(call)
         with self.resting():
             if not self.is_stopping:
-                call.is_over.wait()
+                call.over.wait()
         self._call = None
         if self.is_stopping:
             raise _Stop
-        if call.error is not None:
-            raise call.error
+        call.raise_error()
 
 
 def end(engine: Engine, stage: Stage) -> None:
     """Close a stage, then its engine, whose slots the stage may read."""
-    stage.close()
-    engine.close()
-    engine.detach()  # it need not wait for the collector of cycles
+    try:
+        stage.close()
+    finally:
+        engine.close()
+        engine.detach()  # it need not wait for the collector of cycles
 
 
 class Running:
@@ -217,7 +321,7 @@ class Running:
     def __init__(self, engine: Engine, stage: Stage) -> None:
         self._engine = engine
         self._stage = stage
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.thread: _Thread | None = None
 
     def begin(self) -> _Thread:
@@ -227,24 +331,33 @@ class Running:
         return thread
 
     def end_epoch(self) -> None:
-        """End the thread, if there is one. The engine belongs to the calling thread afterwards."""
-        thread, self.thread = self.thread, None
+        """End the thread, if there is one. The engine belongs to the calling thread afterwards.
+
+        Waits for as long as the stage takes for its batch: the user's transform may be compiled
+        just then.
+        """
+        thread = self.thread
         if thread is not None:
-            thread.stop()
+            thread.stop(None)
+            self.thread = None
+            thread.results.clear()
             self._engine.detach()
 
     def end(self) -> None:
         """End the thread, close the stage and the engine. May be called again."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             self._engine.close()  # a forked child: neither the thread nor the device is its own
             return
         thread = self.thread
-        if thread is not None and not thread.stop():
+        if thread is not None and not thread.stop(_JOIN_S) and thread.ends_all_afterwards():
             # We are on that thread, by way of the garbage collector; or it is stuck in the user's
-            # transform. It looks at what we would close.
-            thread.end_all_afterwards()
+            # transform. It looks at what we would close, but for the workers.
+            if may_wait_here():
+                self._engine.end_workers()
             return
         self.thread = None
+        if thread is not None:
+            thread.results.clear()
         end(self._engine, self._stage)
 
 
@@ -268,15 +381,26 @@ class StageThread:
         self._window = window
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
+        # Drawn in this epoch, less those that were answered.
+        self._tickets_out = 0
+        # Whether an interruption now may lose a batch, or a ticket.
+        self._is_taking = False
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
+        self._tickets_out = 0
         thread = self.running.begin()
-        for _ in range(self._window):
-            if not self._draw_one(thread):
-                break
-        thread.start()
+        try:
+            for _ in range(self._window):
+                if not self._draw_one(thread):
+                    break
+        finally:
+            try:
+                thread.start()
+            except BaseException:
+                self.close()
+                raise
 
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers; see :meth:`Engine.restart`."""
@@ -292,45 +416,95 @@ class StageThread:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
         result = self._wait_for_result(thread)
+        self._is_taking = True
+        try:
+            return self._take(thread, result)
+        except BaseException:
+            if self._is_taking:
+                # A Ctrl-C has come in between: a batch is lost, or a ticket.
+                self.close()
+            raise
+        finally:
+            self._is_taking = False
+            del result  # an exception's traceback holds this frame
+
+    def _take(self, thread: _Thread, result: "_Ready | _Raised") -> object:
+        if isinstance(result, _Raised) and result.is_last:
+            self._is_taking = False
+            self._raise_last(result.error)
+        thread.results.drop_first()
         if thread.room is not None:
-            thread.room.release()
+            thread.room.give()
+        self._tickets_out -= 1
+        self._draw_one(thread)
         if isinstance(result, _Ready):
-            self._draw_one(thread)
             return self._stage.hand_over(result.result)
+        self._is_taking = False
         error = result.error
-        if isinstance(error, StopIteration):
-            thread.results.put(result)  # for a user who asks again
-            raise StopIteration
-        if self._engine.is_closed:
-            self.running.end_epoch()
-        else:
-            self._draw_one(thread)
         try:
             raise error
         finally:
             del error, result  # the traceback holds this frame
 
+    def _raise_last(self, error: BaseException) -> NoReturn:
+        if isinstance(error, StopIteration):
+            raise StopIteration  # the result stays, for a user who asks again
+        self.close()
+        try:
+            raise error
+        finally:
+            del error
+
     def _wait_for_result(self, thread: _Thread) -> "_Ready | _Raised":
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
+        results = thread.results
         while True:
-            try:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                result = thread.results.get(timeout=left)
-            except queue.Empty:
-                raise self._engine.late() from None
+            if not results:
+                if os.getpid() != self.running.pid:
+                    raise ClosedLoaderError("the iterator belongs to the process that made it")
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    self._raise_late(results)
+                if not results.wait(left):
+                    continue
+            result = results.first
             if result is _Wish.TICKET:
-                self._draw_one(thread)
+                try:
+                    self._draw_one(thread)
+                finally:
+                    results.drop_first()
             elif isinstance(result, _Call):
+                results.drop_first()
                 result.make()
             elif isinstance(result, _Ready | _Raised):
                 return result
 
+    def _raise_late(self, results: _Results) -> None:
+        """Raise that no batch has come in time; unless one has, while workers were asked."""
+        try:
+            error = self._engine.late()
+        except (OSError, ValueError):  # the engine's thread closes what we look at
+            if not results:
+                raise
+            return
+        if not results:
+            raise error
+
     def _draw_one(self, thread: _Thread) -> bool:
+        was_taking, self._is_taking = self._is_taking, False
         try:
             indices = self._draw()
         except StopIteration:
+            self._is_taking = was_taking
             thread.inbox.end()
             return False
+        except BaseException:
+            # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
+            if self._tickets_out == 0:
+                thread.inbox.end()
+            raise
+        self._is_taking = was_taking
+        self._tickets_out += 1
         thread.inbox.put(indices)
         return True
 
