@@ -68,6 +68,7 @@ import torch
 import shmloader.fronts.dataloader
 import shmloader.fronts.iterator
 from shmloader.memory.slot import Slot
+from shmloader.stages.device import DeviceStage
 
 # Steps that an operation waits for at most, once those before it on its stream have run.
 LONGEST_DELAY = 12
@@ -169,10 +170,13 @@ class _Devices:
 
     @classmethod
     def look_before_fork(cls) -> None:
+        """A thread of the user's may be in there; a stage's may not."""
+        ours = {
+            thread.ident for thread in threading.enumerate() if thread.name == DeviceStage.name
+        } - {threading.get_ident()}
         for device in list(cls.live):
-            others = device.inside - {threading.get_ident()}
-            if others:
-                device.faults.append(f"forked while threads {others} were inside the device")
+            if device.inside & ours:
+                device.faults.append("forked while a stage's thread was inside the device")
 
 
 os.register_at_fork(before=_Devices.look_before_fork)

@@ -179,6 +179,11 @@ class Engine:
         self._inbox, self._draw = None, iter(()).__next__
         self._pause, self._have_done = _do_nothing, _do_it
 
+    def take_tickets(self) -> None:
+        """Send what has been drawn by the user's thread to workers."""
+        for indices in self._inbox or ():
+            self._offer_indices(indices)
+
     def wake(self) -> None:
         """Get the engine's thread out of its wait; from any thread."""
         self._pool.wake()
@@ -267,8 +272,7 @@ class Engine:
         deadline: float | None = None
         while True:
             if self._inbox:
-                for indices in self._inbox:
-                    self._offer_indices(indices)
+                self.take_tickets()
             ticket = scheduler.take_next()
             if ticket is not None:
                 if self._watch is not None and self._note_samples(self._watch, ticket):

@@ -65,7 +65,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, options: Options) -> None:
         super().__init__(loader)
         self._device = parse_device(loader.device)
-        self._transform = options.transform or _no_transform
+        self._transform = _guarded(options.transform)
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = _plan_and_watch(self, loader)
@@ -160,6 +160,20 @@ def _no_transform(batch: object) -> object:
     return batch
 
 
+def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """The user's transform, whose StopIteration must not end the epoch in silence."""
+    if transform is None:
+        return _no_transform
+
+    def guarded(batch: Any) -> Any:
+        try:
+            return transform(batch)
+        except StopIteration as error:
+            raise RuntimeError("the transform raised StopIteration") from error
+
+    return guarded
+
+
 class WorkerIterator(_BaseDataLoaderIter):
     """Batches out of worker processes, through shared memory.
 
@@ -177,8 +191,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             )
         device = parse_device(loader.device)
         # Without a device (or "cpu") it runs here.
-        here = options.transform if device is None else None
-        self._transform = here or _no_transform
+        self._transform = _guarded(options.transform if device is None else None)
         backend = None if device is None else open_backend(device)
         stage: Stage | None = None
         if backend is not None:

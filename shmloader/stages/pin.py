@@ -112,7 +112,11 @@ class PinStage:
         except Exception:  # noqa: BLE001 - whatever an object's own pin_memory raises
             error = ExceptionWrapper(where=f"in pin memory thread for device {self._index}")
         del batch  # who keeps the exception keeps this frame, and must not keep the slot
-        error.reraise()
+        try:
+            error.reraise()
+        except Exception as raised:
+            raised.__traceback__ = None  # the frame that it comes from holds it
+            raise
         raise AssertionError("it returned")
 
     def hand_over(self, result: object) -> object:

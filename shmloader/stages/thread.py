@@ -15,7 +15,6 @@ others.
 """
 
 import collections
-import contextlib
 import enum
 import functools
 import os
@@ -96,14 +95,17 @@ class _Bell:
         self._silence.acquire()
 
     def ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it rings already
+        try:  # noqa: SIM105 - once or twice a batch
             self._silence.release()
+        except RuntimeError:
+            pass  # it rings already
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for it; whether it has rung."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it has rung, or for a time."""
         if timeout_s is None:
-            return self._silence.acquire()
-        return self._silence.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+            self._silence.acquire()
+        else:
+            self._silence.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
 
 
 class _Call:
@@ -131,24 +133,27 @@ class _Call:
                 del error
 
 
+_Result = _Ready | _Raised | _Wish | _Call
+
+
 class _Results:
     """What the thread has for the user's, in order."""
 
     def __init__(self) -> None:
-        self._items: collections.deque[_Ready | _Raised | _Wish | _Call] = collections.deque()
+        self._items: collections.deque[_Result] = collections.deque()
         self._bell = _Bell()
 
-    def put(self, item: _Ready | _Raised | _Wish | _Call) -> None:
+    def put(self, item: _Result) -> None:
         """From any thread."""
         self._items.append(item)
         self._bell.ring()
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait for an item, for a time or until the bell rings; whether one is there."""
-        return bool(self._items) or (self._bell.wait(timeout_s) and bool(self._items))
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait for the bell, which rings for each item, and may ring for one taken before."""
+        self._bell.wait(timeout_s)
 
     @property
-    def first(self) -> _Ready | _Raised | _Wish | _Call:
+    def first(self) -> _Result:
         """The first one, which stays: an interruption takes nothing."""
         return self._items[0]
 
@@ -182,6 +187,12 @@ class _Room:
         """Give one back; from any thread."""
         self._places.append(None)
         self._bell.ring()
+
+
+def _explained(error: StopIteration) -> RuntimeError:
+    explained = RuntimeError("a batch's transform raised StopIteration, or what pins it did")
+    explained.__cause__ = error
+    return explained
 
 
 class _Thread(Parkable):
@@ -273,6 +284,9 @@ class _Thread(Parkable):
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
             return _Ready(self._stage.run(batch))
+        except StopIteration as error:
+            # Else it would end the epoch, in silence.
+            return _Raised(_explained(error), is_last=False)
         except BaseException as error:  # noqa: BLE001 - as above
             return _Raised(error, is_last=False)
         finally:
@@ -333,6 +347,7 @@ class Running:
     def end_epoch(self) -> None:
         """End the thread, if there is one. The engine belongs to the calling thread afterwards.
 
+        What was drawn is loaded all the same: the workers' random streams go on as torch's do.
         Waits for as long as the stage takes for its batch: the user's transform may be compiled
         just then.
         """
@@ -341,7 +356,11 @@ class Running:
             thread.stop(None)
             self.thread = None
             thread.results.clear()
-            self._engine.detach()
+            try:
+                if not self._engine.is_closed:
+                    self._engine.take_tickets()
+            finally:
+                self._engine.detach()
 
     def end(self) -> None:
         """End the thread, close the stage and the engine. May be called again."""
@@ -415,20 +434,31 @@ class StageThread:
         if thread is None:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
-        result = self._wait_for_result(thread)
-        self._is_taking = True
-        try:
-            return self._take(thread, result)
-        except BaseException:
-            if self._is_taking:
-                # A Ctrl-C has come in between: a batch is lost, or a ticket.
-                self.close()
-            raise
-        finally:
-            self._is_taking = False
-            del result  # an exception's traceback holds this frame
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
+        while True:
+            # Interrupted here, nothing is lost.
+            result = self._wait_for_result(thread, deadline)
+            self._is_taking = True
+            try:
+                if isinstance(result, _Ready | _Raised):
+                    return self._take(thread, result)
+                self._serve(thread, result)
+            except BaseException:
+                del result  # an exception's traceback holds this frame
+                if self._is_taking:
+                    # A Ctrl-C has come in between: a batch is lost, or a ticket.
+                    self.close()
+                raise
 
-    def _take(self, thread: _Thread, result: "_Ready | _Raised") -> object:
+    def _serve(self, thread: _Thread, wish: _Wish | _Call) -> None:
+        """Do what the thread asks for."""
+        thread.results.drop_first()
+        if isinstance(wish, _Call):
+            wish.make()
+        else:
+            self._draw_one(thread)
+
+    def _take(self, thread: _Thread, result: _Ready | _Raised) -> object:
         if isinstance(result, _Raised) and result.is_last:
             self._is_taking = False
             self._raise_last(result.error)
@@ -455,29 +485,18 @@ class StageThread:
         finally:
             del error
 
-    def _wait_for_result(self, thread: _Thread) -> "_Ready | _Raised":
-        deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
+    def _wait_for_result(self, thread: _Thread, deadline: float | None) -> _Result:
+        """The first of the thread's results, which stays with them."""
         results = thread.results
-        while True:
-            if not results:
-                if os.getpid() != self.running.pid:
-                    raise ClosedLoaderError("the iterator belongs to the process that made it")
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    self._raise_late(results)
-                if not results.wait(left):
-                    continue
-            result = results.first
-            if result is _Wish.TICKET:
-                try:
-                    self._draw_one(thread)
-                finally:
-                    results.drop_first()
-            elif isinstance(result, _Call):
-                results.drop_first()
-                result.make()
-            elif isinstance(result, _Ready | _Raised):
-                return result
+        while not results:
+            if os.getpid() != self.running.pid:
+                raise ClosedLoaderError("the iterator belongs to the process that made it")
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._raise_late(results)
+            else:
+                results.wait(left)
+        return results.first
 
     def _raise_late(self, results: _Results) -> None:
         """Raise that no batch has come in time; unless one has, while workers were asked."""
@@ -491,19 +510,18 @@ class StageThread:
             raise error
 
     def _draw_one(self, thread: _Thread) -> bool:
-        was_taking, self._is_taking = self._is_taking, False
         try:
             indices = self._draw()
         except StopIteration:
-            self._is_taking = was_taking
             thread.inbox.end()
             return False
-        except BaseException:
-            # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
+        except BaseException as error:
             if self._tickets_out == 0:
                 thread.inbox.end()
+            if isinstance(error, Exception):
+                # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
+                self._is_taking = False
             raise
-        self._is_taking = was_taking
         self._tickets_out += 1
         thread.inbox.put(indices)
         return True

@@ -1,0 +1,853 @@
+"""Both stages, pinning and copying to a device: order, errors, ends. Beside torch where it pins."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.data
+
+import shmloader.stages.thread
+from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader.stages.device import DeviceStage
+from shmloader.stages.pin import PinStage
+from shmloader.workers import parking
+from tests.process.support import Calls, Gate, Program, Streams, Switch, only, wait_until
+
+# Elements of int32 in a sample: above 64 KiB, so that a batch of one is lent.
+LENGTH = 17_000
+
+
+def sample(index):
+    return torch.full((LENGTH,), index, dtype=torch.int32)
+
+
+def make(kind, dataset=24, **options):
+    if isinstance(dataset, int):
+        dataset = Calls(sample, dataset)
+    return DataLoader(dataset, **{"num_workers": 2, "collate_fn": only, **kind.options, **options})
+
+
+def number(kind, batch) -> int:
+    """What a batch of one sample is filled with."""
+    (found,) = set(kind.read(batch).flatten().tolist())
+    return found
+
+
+def numbers(kind, batches) -> list[int]:
+    return [number(kind, batch) for batch in batches]
+
+
+def stage_threads() -> list[str]:
+    ours = {"pt_data_pin", "shmloader_device"}
+    return [thread.name for thread in threading.enumerate() if thread.name in ours]
+
+
+@contextlib.contextmanager
+def in_thread(function):
+    """Run a function on another thread meanwhile."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+# Order and random state, next by next -----------------------------------------------------
+
+
+class Drawn(torch.utils.data.Sampler):
+    """Draws each index from torch's global stream when it is asked for it."""
+
+    def __init__(self, length) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self):
+        for _ in range(self.length):
+            yield int(torch.randint(1000, ()))
+
+
+def noisy(index):
+    return torch.tensor([index, int(torch.randint(10**6, ()))])
+
+
+def trace(kind, loader_type, *, epochs, take, **options):
+    """What each next() gives, and torch's random state after it."""
+    torch.manual_seed(5)
+    loader = loader_type(Calls(noisy, 1000), num_workers=2, **options)
+    found = []
+    for _ in range(epochs):
+        batches = iter(loader)
+        found.append(torch.get_rng_state().tolist())
+        for _ in range(take):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                found.append("end")
+            else:
+                batch = kind.read(batch) if loader_type is DataLoader else batch
+                found.append((batch.tolist(), torch.get_rng_state().tolist()))
+        del batches
+    del loader
+    return found
+
+
+@pytest.mark.parametrize("take", [4, 40], ids=["left", "to the end"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_each_next_gives_and_draws_what_torch_does(kind, take, persistent) -> None:
+    how = {
+        "epochs": 3,
+        "take": take,
+        "batch_size": 2,
+        "persistent_workers": persistent,
+        "sampler": Drawn(30),
+    }
+    ours = trace(kind, DataLoader, **how, **kind.options)
+    theirs = trace(kind, torch.utils.data.DataLoader, **how)
+    assert ours == theirs
+
+
+def test_out_of_order_each_next_draws_what_torch_does(kind) -> None:
+    how = {"epochs": 1, "take": 40, "batch_size": 2, "in_order": False, "sampler": Drawn(30)}
+    ours = trace(kind, DataLoader, **how, **kind.options)
+    theirs = trace(kind, torch.utils.data.DataLoader, **how)
+    states = [[part[1] for part in found if type(part) is tuple] for found in (ours, theirs)]
+    assert states[0] == states[1]
+    drawn = [
+        sorted(row[0] for part in found if type(part) is tuple for row in part[0])
+        for found in (ours, theirs)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def uneven_stream():
+    worker_id = torch.utils.data.get_worker_info().id
+    return (torch.tensor([worker_id, place]) for place in range([3, 40, 0, 11][worker_id]))
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_streams_of_several_lengths_come_whole(kind, prefetch_factor, persistent) -> None:
+    loader = make(
+        kind,
+        Streams(uneven_stream),
+        num_workers=4,
+        collate_fn=None,
+        batch_size=None,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent,
+    )
+    for _ in range(2):
+        found = [tuple(kind.read(batch).tolist()) for batch in loader]
+        assert sorted(found) == sorted(
+            (worker, place) for worker, end in enumerate([3, 40, 0, 11]) for place in range(end)
+        )
+        for worker in range(4):
+            places = [place for one, place in found if one == worker]
+            assert places == sorted(places)
+    loader.close()
+
+
+def test_after_the_end_it_stays_at_its_end(kind) -> None:
+    for persistent in (False, True):
+        loader = make(kind, 3, persistent_workers=persistent)
+        batches = iter(loader)
+        assert numbers(kind, batches) == [0, 1, 2]
+        for _ in range(3):
+            with pytest.raises(StopIteration):
+                next(batches)
+        loader.close()
+
+
+def test_epochs_that_are_left_begin_anew(kind) -> None:
+    loader = make(kind, 12, persistent_workers=True)
+    for stop in (0, 1, 5, 11, 12):
+        batches = iter(loader)
+        assert [number(kind, next(batches)) for _ in range(stop)] == list(range(stop))
+        assert len(stage_threads()) <= 1
+    assert numbers(kind, loader) == list(range(12))
+    assert stage_threads() == []
+    loader.close()
+
+
+# Errors in their places ------------------------------------------------------------------
+
+
+def outcomes(kind, batches) -> list[object]:
+    """The number of each batch, or the last line of its error's text."""
+    found: list[object] = []
+    while True:
+        try:
+            found.append(number(kind, next(batches)))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(f"{type(error).__name__} {str(error).strip().splitlines()[-1]}")
+
+
+def failing(index):
+    if index in (3, 4, 9):
+        raise ValueError(f"sample {index}")
+    return sample(index)
+
+
+class FailsToCollate:
+    def __call__(self, samples):
+        if samples[0][0] == 5:
+            raise KeyError("collate")
+        return samples[0]
+
+
+def test_errors_of_dataset_and_collate_come_in_their_places(kind) -> None:
+    for in_order in (True, False):
+        loader = make(kind, Calls(failing, 12), collate_fn=FailsToCollate(), in_order=in_order)
+        found = outcomes(kind, iter(loader))
+        want = [
+            *range(3),
+            "ValueError ValueError: sample 3",
+            "ValueError ValueError: sample 4",
+            "KeyError KeyError: 'collate'",
+            *range(6, 9),
+            "ValueError ValueError: sample 9",
+            10,
+            11,
+        ]
+        if in_order:
+            assert found == want
+        assert sorted(map(str, found)) == sorted(map(str, want))
+
+
+class Stubborn:
+    """Pins itself, or does not."""
+
+    def __init__(self, index) -> None:
+        self.index = index
+
+    def pin_memory(self):
+        if self.index == 2:
+            raise ValueError("it does not pin")
+        return self
+
+
+def test_an_error_of_pinning_comes_in_its_place_and_in_torch_s_words() -> None:
+    from tests.simulated import pinning
+
+    texts = []
+    with pinning():
+        for loader_type in (DataLoader, torch.utils.data.DataLoader):
+            loader = loader_type(
+                Calls(Stubborn, 6), num_workers=2, collate_fn=only, pin_memory=True
+            )
+            batches = iter(loader)
+            assert [next(batches).index, next(batches).index] == [0, 1]
+            with pytest.raises(ValueError, match="it does not pin") as caught:
+                next(batches)
+            texts.append(str(caught.value).splitlines()[0])
+            assert [batch.index for batch in batches] == [3, 4, 5]
+            del batches
+    assert texts == ["Caught ValueError in pin memory thread for device 0."] * 2
+
+
+def test_an_error_of_the_transform_comes_in_its_place(sim) -> None:
+    def check(batch):
+        if sim.read(batch)[0] in (1, 2):
+            raise ValueError("not this one")
+        return batch
+
+    loader = DataLoader(
+        Calls(sample, 6), num_workers=2, collate_fn=only, device="sim", transform=check
+    )
+    batches = iter(loader)
+    found = []
+    for _ in range(6):
+        try:
+            found.append(int(sim.read(next(batches))[0]))
+        except ValueError as error:
+            found.append(str(error))
+    assert found == [0, "not this one", "not this one", 3, 4, 5]
+
+
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt])
+def test_what_a_transform_raises_arrives_as_it_is(sim, error) -> None:
+    loader = DataLoader(
+        Calls(sample, 6),
+        num_workers=2,
+        collate_fn=only,
+        device="sim",
+        transform=lambda batch: raise_it(error),
+    )
+    batches = iter(loader)
+    expected = RuntimeError if error is StopIteration else error
+    for _ in range(6):
+        with pytest.raises(expected):
+            next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_a_transform_on_the_cpu_does_not_end_the_epoch(workers) -> None:
+    loader = DataLoader(
+        Calls(sample, 2),
+        num_workers=workers,
+        device="cpu",
+        transform=lambda batch: raise_it(StopIteration),
+    )
+    batches = iter(loader)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="transform raised StopIteration"):
+            next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def raise_it(error):
+    raise error("from the transform")
+
+
+class FailingSampler(torch.utils.data.Sampler):
+    def __init__(self, at, length) -> None:
+        self.at = at
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self):
+        for place in range(self.length):
+            if place == self.at:
+                raise ValueError("sampler")
+            yield place
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 2])
+@pytest.mark.parametrize("at", [4, 7])
+def test_a_sampler_that_raises_ends_the_epoch_as_with_torch(kind, at, prefetch_factor) -> None:
+    found = []
+    for loader_type, options in (
+        (DataLoader, kind.options),
+        (torch.utils.data.DataLoader, {}),
+    ):
+        loader = loader_type(
+            Calls(sample, 12),
+            sampler=FailingSampler(at, 12),
+            num_workers=1,
+            prefetch_factor=prefetch_factor,
+            collate_fn=only,
+            **options,
+        )
+        batches = iter(loader)
+        this = []
+        while True:
+            try:
+                batch = next(batches)
+                this.append(int((kind.read(batch) if options else batch)[0]))
+            except StopIteration:
+                break
+            except ValueError as error:
+                this.append(str(error))
+        found.append(this)
+        del batches
+    assert found[0] == found[1]
+
+
+def test_a_sampler_that_raises_at_an_epoch_s_start_leaves_nothing_waiting(kind) -> None:
+    sampler = FailingSampler(99, 8)
+    loader = make(kind, 8, sampler=sampler, persistent_workers=True)
+    batches = iter(loader)
+    assert numbers(kind, batches) == list(range(8))
+    sampler.at = 2
+    with pytest.raises(ValueError, match="sampler"):
+        iter(loader)
+    # Two were drawn. Whoever has kept the iterator gets these, and the end.
+    assert numbers(kind, batches) == [0, 1]
+    sampler.at = 99
+    assert numbers(kind, loader) == list(range(8))
+    loader.close()
+
+
+@pytest.mark.parametrize("where", ["start", "hand_over"])
+def test_a_stage_that_fails_for_good_says_so_and_closes(kind, monkeypatch, where) -> None:
+    def fail(*_):
+        raise OSError("the device is gone")
+
+    for stage in (PinStage, DeviceStage):
+        monkeypatch.setattr(stage, where, fail)
+    batches = iter(make(kind))
+    with pytest.raises(OSError, match="the device is gone"):
+        next(batches)
+    for _ in range(2):
+        with pytest.raises(ClosedLoaderError):
+            next(batches)
+    assert stage_threads() == []
+
+
+# Deaths ----------------------------------------------------------------------------------
+
+
+def killed_at_five(index):
+    if index == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample(index)
+
+
+def test_a_death_is_told_after_the_batches_before_it(kind) -> None:
+    loader = make(kind, Calls(killed_at_five, 12), num_workers=1, prefetch_factor=8)
+    batches = iter(loader)
+    assert [number(kind, next(batches)) for _ in range(5)] == list(range(5))
+    with pytest.raises(WorkerDiedError, match="batch 5"):
+        next(batches)
+    with pytest.raises(ClosedLoaderError, match="killed by signal"):
+        next(batches)
+    assert stage_threads() == []
+    assert numbers(kind, make(kind, 3)) == [0, 1, 2]
+
+
+class DiesOnce:
+    def __init__(self, at) -> None:
+        self.at = at
+        self.armed = Switch(is_on=True)
+
+    def __call__(self, index):
+        if index == self.at and self.armed:
+            self.armed.turn(on=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample(index)
+
+
+@pytest.mark.parametrize("at", [0, 5, 23])
+def test_a_dead_worker_is_replaced_while_the_stage_works(kind, at) -> None:
+    loader = make(kind, Calls(DiesOnce(at), 24), worker_restarts=1)
+    batches = iter(loader)
+    pids = {worker.pid for worker in batches._workers}
+    assert numbers(kind, batches) == list(range(24))
+    assert len(pids) == 2
+
+
+def test_a_worker_that_cannot_be_replaced_is_told(kind, monkeypatch) -> None:
+    loader = make(kind, Calls(DiesOnce(5), 24), worker_restarts=1)
+    batches = iter(loader)
+
+    def refuse(self, worker_id):
+        raise OSError("no process left")
+
+    monkeypatch.setattr("shmloader.workers.processes.ProcessPool.replace", refuse)
+    with pytest.raises(OSError, match="no process left"):
+        numbers(kind, batches)
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+
+
+# Time and interruptions ------------------------------------------------------------------
+
+
+class Late:
+    """The sample of this index waits at a gate."""
+
+    def __init__(self, gate, *late) -> None:
+        self.gate = gate
+        self.late = late
+
+    def __call__(self, index):
+        if index in self.late:
+            self.gate.pass_through()
+        return sample(index)
+
+
+@pytest.fixture
+def gate():
+    made = Gate()
+    yield made
+    made.close()
+
+
+def test_a_batch_that_is_late_is_told_and_not_lost(kind, gate) -> None:
+    loader = make(kind, Calls(Late(gate, 2), 8), num_workers=1, timeout=0.3)
+    batches = iter(loader)
+    assert [number(kind, next(batches)) for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(LoaderTimeoutError, match=r"DataLoader timed out after 0\.3 seconds"):
+            next(batches)
+    gate.open()
+    found = []
+    deadline = time.monotonic() + 20
+    while len(found) < 6 and time.monotonic() < deadline:
+        with contextlib.suppress(LoaderTimeoutError):
+            found.append(number(kind, next(batches)))
+    assert found == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate) -> None:
+    batches = iter(make(kind, Calls(Late(gate, 1), 8), num_workers=1))
+    assert number(kind, next(batches)) == 0
+
+    def interrupt():
+        wait_until(lambda: "_wait_for_result" in stack_of(main))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.main_thread().ident
+    with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
+        next(batches)
+    gate.open()
+    assert numbers(kind, batches) == list(range(1, 8))
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the nth line that this thread runs in the stages' thread."""
+
+    def __init__(self, nth) -> None:
+        self.left = nth
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code.co_filename != shmloader.stages.thread.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted_next(batches, nth) -> list[object]:
+    """What next() gives, and how many lines were left to be run, if it is not interrupted."""
+    found: list[object] = []
+
+    def run():
+        interrupter = Interrupter(nth)
+        sys.settrace(interrupter)
+        try:
+            batch = next(batches)
+        except KeyboardInterrupt:
+            return
+        finally:
+            sys.settrace(None)
+        found.extend([batch, interrupter.left])
+
+    # On a thread of its own, which has no handlers around it for the interruption to confuse.
+    with in_thread(run):
+        pass
+    return found
+
+
+def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
+    nth, closed, went_on = 0, 0, 0
+    while True:
+        nth += 1
+        loader = make(kind, 8, num_workers=1)
+        batches = iter(loader)
+        assert number(kind, next(batches)) == 0
+        found = interrupted_next(batches, nth)
+        if found:
+            assert number(kind, found[0]) == 1
+            assert found[1] > 0
+            break
+        try:
+            assert numbers(kind, batches) == list(range(1, 8))
+            went_on += 1
+        except ClosedLoaderError:
+            closed += 1
+        loader.close()
+    loader.close()
+    assert closed > 5
+    assert went_on > 3
+
+
+# Closing ---------------------------------------------------------------------------------
+
+
+def test_closing_ends_the_thread(kind) -> None:
+    loader = make(kind)
+    batches = iter(loader)
+    assert number(kind, next(batches)) == 0
+    assert stage_threads() == [kind.thread]
+    loader.close()
+    assert stage_threads() == []
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+
+
+def test_closing_from_another_thread_ends_a_next_that_waits(kind, gate) -> None:
+    loader = make(kind, Calls(Late(gate, 1), 8), num_workers=1)
+    batches = iter(loader)
+    assert number(kind, next(batches)) == 0
+    main = threading.main_thread().ident
+
+    def close():
+        wait_until(lambda: "_wait_for_result" in stack_of(main))
+        loader.close()
+
+    with in_thread(close), pytest.raises(ClosedLoaderError):
+        next(batches)
+    assert stage_threads() == []
+
+
+def test_closing_in_the_middle_of_a_copy_waits_for_it(sim, slots) -> None:
+    loader = DataLoader(Calls(sample, 24), num_workers=2, collate_fn=only, device="sim")
+    batches = iter(loader)
+    with sim.held():
+        held = next(batches)
+        with in_thread(loader.close):
+            assert sim.waiting.wait(10)
+            assert slots.maps()  # not unmapped while a copy reads it
+            assert sim.locked
+            with sim._changed:
+                sim._is_held = False
+                sim._changed.notify_all()
+    assert slots.maps() == {}
+    assert int(sim.read(held)[0]) == 0
+
+
+def test_dropping_the_iterator_ends_all(kind, slots) -> None:
+    batches = iter(make(kind))
+    assert number(kind, next(batches)) == 0
+    gc.disable()
+    try:
+        del batches
+        wait_until(lambda: not stage_threads())
+        assert slots.maps() == {}
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_was_not_taken_delays_no_end(kind, slots) -> None:
+    batches = iter(make(kind, Calls(failing, 12)))
+    assert [number(kind, next(batches)) for _ in range(2)] == [0, 1]
+    gc.collect()
+    gc.disable()
+    try:
+        results = weakref.ref(batches._source.running.thread.results)
+        wait_until(lambda: any("ValueError" in repr(one) for one in list(results()._items)))
+        engine = weakref.ref(batches._engine)
+        del batches
+        assert engine() is None
+        assert slots.maps() == {}
+    finally:
+        gc.enable()
+
+
+class Collects:
+    """Waits, and then collects garbage, where the stage runs."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.go = threading.Event()
+        self.is_over = threading.Event()
+
+    def __call__(self, batch):
+        self.entered.set()
+        assert self.go.wait(10)
+        gc.collect()
+        self.is_over.set()
+        return batch
+
+
+def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch, slots) -> None:
+    collects = Collects()
+    for stage in (PinStage, DeviceStage):
+        run = stage.run
+        monkeypatch.setattr(stage, "run", lambda self, batch, run=run: run(self, collects(batch)))
+    batches = iter(make(kind))
+    cycle = [batches]
+    cycle.append(cycle)
+    assert collects.entered.wait(10)
+    gc.disable()
+    try:
+        del batches, cycle
+        collects.go.set()
+        assert collects.is_over.wait(10)
+        wait_until(lambda: not stage_threads())
+        assert slots.maps() == {}
+    finally:
+        gc.enable()
+
+
+def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(sim, monkeypatch) -> None:
+    monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.2)
+    collects = Collects()
+    loader = DataLoader(
+        Calls(sample, 8), num_workers=2, collate_fn=only, device="sim", transform=collects
+    )
+    batches = iter(loader)
+    workers = batches._workers
+    assert collects.entered.wait(10)
+    loader.close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert stage_threads() == ["shmloader_device"]
+    assert sim.locked  # the thread may look at it
+    collects.go.set()
+    wait_until(lambda: not stage_threads())
+    assert sim.locked == {}
+
+
+def test_a_further_epoch_waits_for_a_transform_that_takes_long(sim, monkeypatch) -> None:
+    monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.1)
+    collects = Collects()
+    loader = DataLoader(
+        Calls(sample, 8),
+        num_workers=2,
+        collate_fn=only,
+        device="sim",
+        transform=collects,
+        persistent_workers=True,
+    )
+    iter(loader)
+    assert collects.entered.wait(10)
+    main = threading.main_thread().ident
+
+    def release():
+        wait_until(lambda: "join" in stack_of(main))
+        collects.go.set()
+
+    with in_thread(release):
+        batches = iter(loader)
+    assert [int(sim.read(batch)[0]) for batch in batches] == list(range(8))
+    loader.close()
+
+
+def stack_of(ident: int) -> list[str]:
+    frame = sys._current_frames().get(ident)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+# Forks -----------------------------------------------------------------------------------
+
+
+def test_threads_stand_still_while_another_loader_forks(kind) -> None:
+    """The simulated device notes a fault where a thread is inside of it at a fork."""
+    loader = make(kind, 400, prefetch_factor=4)
+    if "device" in kind.options:
+        sim = kind.read.__self__
+        loader.transform = lambda batch: [sim.record() for _ in range(200)] and batch
+    stop = threading.Event()
+
+    def consume():
+        while not stop.is_set():
+            for place, batch in enumerate(loader):
+                assert number(kind, batch) == place
+                if stop.is_set():
+                    break
+
+    with in_thread(consume):
+        try:
+            for _ in range(6):
+                assert numbers(kind, make(kind, 3, num_workers=3)) == [0, 1, 2]
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize("what", ["drop", "close", "next", "exit"])
+def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
+    loader = make(kind)
+    batches = iter(loader)
+    assert number(kind, next(batches)) == 0
+    # The user's own forks park nobody: here, the fork is not to meet the thread in a call.
+    with parking.all_parked():
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if what == "drop":
+                    del batches
+                elif what == "close":
+                    loader.close()
+                elif what == "next":
+                    with pytest.raises(ClosedLoaderError, match="process that made it"):
+                        list(batches)
+                code = 0
+            finally:
+                os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert numbers(kind, batches) == list(range(1, 24))
+
+
+# Names, and the interpreter's exit -------------------------------------------------------
+
+
+def test_the_thread_has_a_name_for_python_and_for_the_system(kind) -> None:
+    batches = iter(make(kind))
+    assert number(kind, next(batches)) == 0
+    assert stage_threads() == [kind.thread]
+    (ident,) = [thread.native_id for thread in threading.enumerate() if thread.name == kind.thread]
+    assert Path(f"/proc/self/task/{ident}/comm").read_text().strip() == kind.thread[:15]
+    del batches
+
+
+_LIVE = """
+    import sys, threading
+    import torch
+    from shmloader import DataLoader
+    from tests.simulated import install, install_pinning, SimulatedDevice
+    from tests.process.support import Calls, only
+
+    def sample(index):
+        return torch.full((17_000,), index, dtype=torch.int32)
+
+    if __name__ == "__main__":
+        sim = install(SimulatedDevice(seed=1))
+        options = dict(device="sim", device_prefetch=3)
+        if {pins}:
+            install_pinning()
+            options = dict(pin_memory=True)
+        loader = DataLoader(
+            Calls(sample, 10_000), num_workers=2, collate_fn=only, prefetch_factor=4, **options
+        )
+        batches = iter(loader)
+        for _ in range({taken}):
+            next(batches)
+        print("over", flush=True)
+        {end}
+"""
+
+
+@pytest.mark.parametrize("pins", [False, True], ids=["device", "pin"])
+@pytest.mark.parametrize(
+    ("taken", "end"),
+    [
+        (0, "pass"),
+        (40, "pass"),
+        (40, "sys.exit(0)"),
+        (40, "threading.Thread(target=lambda: [0 for _ in batches], daemon=True).start()"),
+    ],
+    ids=["at once", "soon", "sys.exit", "in use"],
+)
+def test_an_interpreter_ends_quietly_with_a_live_iterator(pins, taken, end) -> None:
+    program = Program(_LIVE.format(pins=pins, taken=taken, end=end))
+    assert program.read_line() == "over"
+    began = time.monotonic()
+    program.finish().assert_quiet()
+    assert time.monotonic() - began < 8
+
+
+# Without an accelerator ------------------------------------------------------------------
+
+
+def test_without_an_accelerator_pin_memory_warns_as_torch_does_and_has_no_thread() -> None:
+    texts = []
+    for loader_type in (DataLoader, torch.utils.data.DataLoader):
+        loader = loader_type(Calls(sample, 4), num_workers=1, collate_fn=only, pin_memory=True)
+        with pytest.warns(UserWarning, match="no accelerator is found") as warned:
+            batches = iter(loader)
+        texts.append([str(one.message) for one in warned])
+        assert stage_threads() == []
+        assert [int(batch[0]) for batch in batches] == [0, 1, 2, 3]
+    assert texts[0] == texts[1]
