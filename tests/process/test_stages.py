@@ -736,7 +736,13 @@ def test_threads_stand_still_while_another_loader_forks(kind) -> None:
     loader = make(kind, 400, prefetch_factor=4)
     if "device" in kind.options:
         sim = kind.read.__self__
-        loader.transform = lambda batch: [sim.record() for _ in range(200)] and batch
+
+        def take_long(batch):
+            with sim.call():
+                time.sleep(0.005)  # a long call of the driver's
+            return batch
+
+        loader.transform = take_long
     stop = threading.Event()
 
     def consume():
