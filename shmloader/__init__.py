@@ -5,9 +5,9 @@
 The layers; imports run downward only::
 
     fronts      what users see: loaders and their iterators
-    stages      what happens to a batch after the engine: pinning
+    stages      what happens to a batch after the engine, on a thread: pinning, copying to a device
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
-    workers     processes that load, and how they start and end
+    workers     processes that load, and how they start and end; threads that stand still meanwhile
     memory      shared-memory slots, and how batches get in and out
     messages    what crosses between processes
     options, errors

@@ -18,7 +18,18 @@ The way of one batch::
     batch ◀─────────────────────────
     drops it: the lease dies, the slot is FREE
 
-Two small messages and one copy a batch. The words:
+Two small messages and one copy a batch.
+
+With a stage (``pin_memory=True``, ``device=``) the engine belongs to a thread of its own, one for
+each epoch (:mod:`shmloader.stages.thread`). The user's thread goes on drawing the sampler, one
+ticket for each batch that it takes, and hands the tickets over by an ``inbox``; the thread runs the
+engine, and then the stage: it copies a batch out of its slot into page-locked memory, or has the
+device read the slot, which is free when the copy is done. What comes out, batches and exceptions,
+waits in order for the user's thread. While any loader of the process forks a worker, such threads
+stand still where they hold no lock (:mod:`shmloader.workers.parking`); a dead worker is replaced by
+the user's thread.
+
+The words:
 
 ticket
     A unit of work with its ``seq`` (its number in the epoch) and the epoch it belongs to.
@@ -35,6 +46,7 @@ window
 
 Modules, each with one concern: ``slots`` (states of slots, pure), ``routing`` (which worker
 gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
-themselves, in the main process), ``answers`` (what may come back), ``failures`` (bad samples,
-counted and listed), ``wording`` (texts of errors) and ``engine`` (the only one that acts).
+themselves, in the main process, and their page locks), ``answers`` (what may come back),
+``failures`` (bad samples, counted and listed), ``wording`` (texts of errors), ``inbox`` (tickets
+from another thread) and ``engine`` (the only one that acts).
 """
