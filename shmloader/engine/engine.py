@@ -137,6 +137,7 @@ class Engine:
         self._draw: Callable[[], object] = iter(()).__next__
         # Those that have left the epoch before.
         self._ready_workers: set[int] = set()
+        self._is_leaving_epoch = False
         # The text alone: the error's traceback holds us.
         self._closed_because = ""
         self._is_closed = False
@@ -200,11 +201,13 @@ class Engine:
         """
         self.check_open()
         self._draw = iter(()).__next__
+        self._is_leaving_epoch = True
         try:
             self._finish_epoch()
         except BaseException:
             self.close()
             raise
+        self._is_leaving_epoch = False
         self._draw = tickets.__next__
         self._prime()
 
@@ -533,7 +536,9 @@ class Engine:
         tickets = scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
         if tickets is None:
             return
-        skipped = scheduler.answer_count(worker_id) if self._is_iterable else 0
+        # A worker that is new to an epoch is asked for all of it.
+        is_amid = self._is_iterable and not self._is_leaving_epoch
+        skipped = scheduler.answer_count(worker_id) if is_amid else 0
         _log.warning(
             describe_restart(worker_id, death, [ticket.seq for ticket in tickets], skipped)
         )
@@ -656,4 +661,7 @@ class Engine:
         """Close, and raise."""
         self._closed_because = f" since: {error}"
         self.close()
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and would wait for the garbage collector

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import get_worker_info
 
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from tests.process.support import (
@@ -23,6 +24,7 @@ from tests.process.support import (
     Gate,
     Streams,
     Switch,
+    descriptor_count,
     only,
     run_program,
     wait_for_end,
@@ -568,3 +570,34 @@ def test_a_death_is_told_in_a_thread_too() -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert "batch 2" in str(told[0])
+
+
+def test_a_worker_replaced_between_epochs_gives_all_of_the_next_one() -> None:
+    def stream() -> Any:
+        worker = get_worker_info().id
+        return (worker * 10 + n for n in range(3))
+
+    loader = DataLoader(
+        Streams(stream), batch_size=None, num_workers=2, persistent_workers=True, worker_restarts=1
+    )
+    for _ in range(3):
+        batches = iter(loader)
+        assert list(batches) == [0, 10, 1, 11, 2, 12]
+        pid = batches._workers[1].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+    loader.close()
+
+
+def test_a_death_that_was_told_leaves_nothing_to_the_garbage_collector() -> None:
+    gc.collect()
+    before = descriptor_count()
+    gc.disable()
+    try:
+        loader = DataLoader(Calls(lambda n: os._exit(3), 4), num_workers=1)
+        with pytest.raises(WorkerDiedError):
+            next(iter(loader))
+        del loader
+        assert descriptor_count() == before
+    finally:
+        gc.enable()
