@@ -5,121 +5,24 @@ remains. `nothing_remains` compares what the test process holds before and after
 """
 
 import gc
-import os
-import re
-import threading
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, fields
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import settings
+
+from tests.holdings import Holdings
 
 # Processes are reaped and threads end a little after what they served.
 GRACE_S = 5.0
 POLL_S = 0.01
-
-# Descriptors that others open once and keep for the life of the process.
-KEPT_BY_OTHERS = re.compile(
-    r"/pym-\d+-"  # the memory that multiprocessing.Value and Array are cut from
-    r"|^/dev/nvidia"  # the CUDA driver
-)
 
 OUTCOME = pytest.StashKey[bool]()
 
 # A machine busy with worker processes says nothing about the speed of one example.
 settings.register_profile("shmloader", deadline=None)
 settings.load_profile("shmloader")
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What the test process holds: each thing by its identity, with words to name it."""
-
-    process: dict[object, str]
-    thread: dict[object, str]
-    descriptor: dict[object, str]
-    mapping: dict[object, str]
-    file: dict[object, str]
-
-    @classmethod
-    def now(cls) -> "Holdings":
-        return cls(_processes(), _threads(), _descriptors(), _mappings(), _shm_files())
-
-    def beyond(self, earlier: "Holdings") -> list[str]:
-        """Name what is held now and was not earlier, one line each."""
-        return [
-            f"{field.name} {words}"
-            for field in fields(self)
-            for key, words in getattr(self, field.name).items()
-            if key not in getattr(earlier, field.name)
-        ]
-
-
-def _processes() -> dict[object, str]:
-    found: dict[object, str] = {}
-    for child in psutil.Process().children(recursive=True):
-        try:
-            words = f"{child.pid} ({child.status()}, parent {child.ppid()}): {child.cmdline()}"
-        except psutil.ZombieProcess:
-            words = f"{child.pid} (ended, not reaped)"
-        except psutil.NoSuchProcess:
-            continue
-        found[child] = words
-    return found
-
-
-def _threads() -> dict[object, str]:
-    return {thread: repr(thread) for thread in threading.enumerate()}
-
-
-def _descriptors() -> dict[object, str]:
-    """By number, target and inode: a number that is used again is another descriptor."""
-    found: dict[object, str] = {}
-    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers, not paths
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115 - may be no path
-            inode = os.fstat(number).st_ino
-        except OSError:
-            continue  # the listing's own
-        if not KEPT_BY_OTHERS.search(target):
-            found[number, target, inode] = f"{number} -> {target}"
-    return found
-
-
-def _mappings() -> dict[object, str]:
-    """Mappings of our memfds, by name and inode: a changed length or flag splits their lines."""
-    found: dict[object, str] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:" in line and "shmloader" in line:
-            span, _flags, _offset, _device, inode, name = line.split(maxsplit=5)
-            found[name, inode] = f"{name} at {span}"
-    return found
-
-
-def _shm_files() -> dict[object, str]:
-    """Files in /dev/shm, but for those that other programs of this machine put there."""
-    found: dict[object, str] = {}
-    for path in Path("/dev/shm").iterdir():
-        if path.name.startswith("sem."):
-            continue  # a multiprocessing lock: nobody's but the test's, and gone with it
-        of_torch = re.match(r"torch_(\d+)_", path.name)
-        if of_torch and _is_a_stranger(int(of_torch[1])):
-            continue
-        found[path] = str(path)
-    return found
-
-
-def _is_a_stranger(pid: int) -> bool:
-    """Whether the process runs, and neither is this one nor descends from it."""
-    try:
-        process = psutil.Process(pid)
-        return os.getpid() not in {pid, *(parent.pid for parent in process.parents())}
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="session", autouse=True)
