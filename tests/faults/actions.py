@@ -1,0 +1,209 @@
+"""The faults themselves: functions that ``SHMLOADER_FAULT`` names.
+
+Each is taken once in a trial, by the process that is the first to reach its point, which notes
+who it hits, and when, in the trial's directory. Importable before anything of shmloader is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import multiprocessing.process
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = "SHMLOADER_TRIAL"
+MAIN_PID = "SHMLOADER_TRIAL_MAIN"
+
+GIL_S = 1.2
+
+#: What the consumer is to do from now on.
+consumer = {"keeps": False, "slow": False}
+
+_descriptors: list[int] = []
+
+
+def taken() -> tuple[int, int] | None:
+    """Whom the fault has hit, and at which ``time.monotonic_ns()``; None: nobody yet."""
+    try:
+        words = (Path(os.environ[DIRECTORY]) / "taken").read_text().split()
+    except FileNotFoundError:
+        return None
+    return (int(words[0]), int(words[1])) if len(words) == 2 else None
+
+
+def await_taken() -> None:
+    """Wait until it has hit somebody; for a while, lest a trial that goes wrong hangs."""
+    deadline = time.monotonic() + 10
+    while taken() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _claim(victim: int) -> bool:
+    """Note that the fault is taken; whether nobody has taken it before."""
+    path = Path(os.environ[DIRECTORY])
+    ours = path / f"taken-{os.getpid()}"
+    ours.write_text(f"{victim} {time.monotonic_ns()}")
+    try:
+        os.link(ours, path / "taken")
+    except FileExistsError:
+        return False
+    finally:
+        ours.unlink()
+    return True
+
+
+def _once(action: Callable[[], Any]) -> Callable[[], None]:
+    @functools.wraps(action)
+    def take() -> None:
+        if _claim(os.getpid()):
+            action()
+
+    return take
+
+
+# Ends ------------------------------------------------------------------------------------------
+
+
+def _signal_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+    if number != signal.SIGSTOP:
+        signal.pause()  # a thread may take it: nothing is done meanwhile
+
+
+sigkill = _once(lambda: _signal_self(signal.SIGKILL))
+sigsegv = _once(lambda: _signal_self(signal.SIGSEGV))
+sigbus = _once(lambda: _signal_self(signal.SIGBUS))
+sigterm = _once(lambda: _signal_self(signal.SIGTERM))
+sigstop = _once(lambda: _signal_self(signal.SIGSTOP))
+os_exit = _once(lambda: os._exit(3))
+
+
+@_once
+def fork_exit() -> None:
+    """Leave a child behind, with all that this process holds; it ends with the main process."""
+    main = os.pidfd_open(int(os.environ[MAIN_PID]))
+    if os.fork() == 0:
+        try:
+            poll = select.poll()
+            poll.register(main, select.POLLIN)
+            poll.poll(120_000)
+        finally:
+            os._exit(0)
+    os._exit(7)
+
+
+# Delays and interrupts -------------------------------------------------------------------------
+
+
+@_once
+def gil() -> None:
+    """Hold the interpreter's lock in a call that sleeps."""
+    ctypes.PyDLL(None).usleep(int(GIL_S * 1e6))
+
+
+sigint = _once(lambda: os.killpg(0, signal.SIGINT))
+ctrl_c = _once(lambda: os.killpg(0, signal.SIGINT))
+
+
+# Exceptions ------------------------------------------------------------------------------------
+
+
+class TwoArgumentsError(Exception):
+    """Cannot be built from a text."""
+
+    def __init__(self, first: object, second: object) -> None:
+        super().__init__(first, second)
+
+
+class UnpicklableError(Exception):
+    """Its class can be pickled, it cannot."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class FailingStrError(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError("in __str__")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@_once
+def local() -> None:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("of the trial")
+
+
+memory = _once(lambda: _raise(MemoryError("of the trial")))
+plain = _once(lambda: _raise(ValueError("of the trial")))
+two_arguments = _once(lambda: _raise(TwoArgumentsError("of", "the trial")))
+unpicklable = _once(lambda: _raise(UnpicklableError("of the trial")))
+failing_str = _once(lambda: _raise(FailingStrError("of the trial")))
+long = _once(lambda: _raise(ValueError("of the trial" + "x" * 10_000_000)))
+stop_iteration = _once(lambda: _raise(StopIteration("of the trial")))
+keyboard_interrupt = _once(lambda: _raise(KeyboardInterrupt("of the trial")))
+generator_exit = _once(lambda: _raise(GeneratorExit("of the trial")))
+sys_exit = _once(lambda: sys.exit(4))
+
+
+# No descriptors --------------------------------------------------------------------------------
+
+
+@_once
+def emfile() -> None:
+    """Leave this process no descriptor."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        while True:
+            _descriptors.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        pass
+
+
+def relieve() -> None:
+    """Give them back."""
+    while _descriptors:
+        os.close(_descriptors.pop())
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+# In the main process, to a worker --------------------------------------------------------------
+
+
+def _signal_worker(number: int) -> None:
+    # Not active_children(), which reaps.
+    workers = [process.pid or 0 for process in multiprocessing.process._children]
+    if workers and _claim(max(workers)):
+        os.kill(max(workers), number)
+
+
+def kill_worker() -> None:
+    _signal_worker(signal.SIGKILL)
+
+
+def stop_worker() -> None:
+    _signal_worker(signal.SIGSTOP)
+
+
+# The consumer ----------------------------------------------------------------------------------
+
+keeps = _once(lambda: consumer.update(keeps=True))
+slow = _once(lambda: consumer.update(slow=True))

@@ -1,0 +1,112 @@
+"""Runs cells two at a time, shows how they go, and counts."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+from tests.faults.cells import Cell, all_cells, pairwise
+from tests.faults.harness import Starter, Verdict, run_trial
+
+# What trials cost, roughly, in seconds of a processor: for the choice of the sample.
+COST = {"fork": 1, "spawn": 8, "forkserver": 5}
+
+
+def run_cells(
+    cells: Iterable[Cell], *, jobs: int, is_fresh: bool, stopping: threading.Event | None = None
+) -> Iterator[Verdict]:
+    """Run cells, several at a time; verdicts come as they are ready.
+
+    Args:
+        cells: Which.
+        jobs: How many at a time.
+        is_fresh: Whether each trial is a new interpreter.
+        stopping: Set by whoever wants no further cell to begin.
+    """
+    stopping = stopping or threading.Event()
+    waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
+    for cell in cells:
+        waiting.put(cell)
+    # None: a job has ended.
+    verdicts: queue.SimpleQueue[Verdict | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        starter = Starter(is_fresh=is_fresh)
+        try:
+            while not stopping.is_set():
+                cell = waiting.get_nowait()
+                try:
+                    verdicts.put(run_trial(cell, starter))
+                except Exception as error:
+                    verdicts.put(Verdict(cell, [f"the harness failed: {error!r}"], 0, {}))
+        except queue.Empty:
+            pass
+        finally:
+            starter.close()
+            verdicts.put(None)
+
+    threads = [threading.Thread(target=work) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    try:
+        running = jobs
+        while running:
+            verdict = verdicts.get()
+            if verdict is None:
+                running -= 1
+            else:
+                yield verdict
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("patterns", nargs="*", metavar="CELL", help="ids, * allowed; all if none")
+    parser.add_argument("--sample", action="store_true", help="the pairwise sample")
+    parser.add_argument("--list", action="store_true", help="the ids alone")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each cell N times")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="trials at a time")
+    parser.add_argument("--template", action="store_true", help="fork trials, torch imported")
+    parser.add_argument("--minutes", type=float, default=0, help="start none after so long")
+    parser.add_argument("-x", action="store_true", help="stop at the first that fails")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what the command line names; exit code 1 if anything fails."""
+    options = _arguments()
+    cells = all_cells()
+    if options.sample:
+        cells = list(pairwise(cells, COST))
+    if options.patterns:
+        cells = [c for c in cells if any(fnmatch.fnmatch(c.id, p) for p in options.patterns)]
+    cells *= options.repeat
+    if options.list:
+        print(*[cell.id for cell in cells], sep="\n")
+        return
+    began = time.monotonic()
+    failed = 0
+    for number, verdict in enumerate(
+        run_cells(cells, jobs=options.jobs, is_fresh=not options.template), 1
+    ):
+        failed += bool(verdict.problems)
+        mark = "FAILED" if verdict.problems else "right"
+        print(
+            f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {verdict.cell.id}: {mark} "
+            f"in {verdict.elapsed_s:.1f} s {verdict.measured or ''}",
+            flush=True,
+        )
+        for problem in verdict.problems:
+            print("   ", problem.replace("\n", "\n      "), flush=True)
+        if failed and options.x:
+            break
+    print(f"{failed} failed")
+    sys.exit(bool(failed))

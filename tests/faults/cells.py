@@ -1,0 +1,425 @@
+"""Which faults the campaign places, where, how, and what is to come of each: as data.
+
+A cell is one fault at one point, under one start method, in one mode. :func:`effect_of` says what
+must be seen of it; the trial (:mod:`tests.faults.trial`) sees to it that it is placed, and judges.
+A further point is a line of ``POINTS``, a further mode one of ``MODES``.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import re
+import signal
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+METHODS = ("fork", "spawn", "forkserver")
+
+
+class Kind(enum.Enum):
+    """What a fault does to the process, or the call, that takes it."""
+
+    ENDS = "ends the process"
+    RAISES = "raises"
+    STOPS = "stops the process, or keeps its interpreter"
+    INTERRUPTS = "sends SIGINT to the group"
+    STARVES = "leaves no descriptors"
+    KILLS_WORKER = "main kills a worker"
+    STOPS_WORKER = "main stops a worker"
+    CONSUMES = "the consumer's manners"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        name: In tables, and of its function in :mod:`tests.faults.actions` (``_`` for ``-``).
+        kind: What it does.
+        code: Exit code of a process that it ends; negative for a signal.
+        raises: Name of the exception's class, for one that raises.
+        arrives_as: Name of the class that a worker's exception has in the main process.
+        only_user_code: Whether only the user's own code can raise it.
+        noise: What a process that it ends may say on stderr: a regular expression.
+    """
+
+    name: str
+    kind: Kind
+    code: int = 0
+    raises: str = ""
+    arrives_as: str = ""
+    only_user_code: bool = False
+    noise: str = ""
+
+
+def _torch_says(what: str) -> str:
+    """torch's own handler of signals in workers says this."""
+    return rf"ERROR: Unexpected {what} encountered in worker\.[^\n]*\n?"
+
+
+_FAULTS = [
+    Fault("sigkill", Kind.ENDS, -signal.SIGKILL),
+    Fault("sigsegv", Kind.ENDS, -signal.SIGSEGV, noise=_torch_says("segmentation fault")),
+    Fault("sigbus", Kind.ENDS, -signal.SIGBUS, noise=_torch_says("bus error")),
+    Fault("sigterm", Kind.ENDS, -signal.SIGTERM),
+    Fault("os-exit", Kind.ENDS, 3),
+    Fault("fork-exit", Kind.ENDS, 7),
+    Fault("sigstop", Kind.STOPS),
+    Fault("gil", Kind.STOPS),
+    Fault("sigint", Kind.INTERRUPTS),
+    Fault("ctrl-c", Kind.INTERRUPTS),
+    Fault("emfile", Kind.STARVES),
+    Fault("memory", Kind.RAISES, 1, "MemoryError", "MemoryError"),
+    Fault("sys-exit", Kind.RAISES, 4, "SystemExit", "RuntimeError", only_user_code=True),
+    *(
+        Fault(name, Kind.RAISES, 1, raised, arrives_as, only_user_code=True)
+        for name, raised, arrives_as in [
+            ("plain", "ValueError", "ValueError"),
+            ("two-arguments", "TwoArgumentsError", "RuntimeError"),
+            ("unpicklable", "UnpicklableError", "UnpicklableError"),
+            ("failing-str", "FailingStrError", "FailingStrError"),
+            ("local", "LocalError", "LocalError"),
+            ("long", "ValueError", "ValueError"),
+            ("stop-iteration", "StopIteration", "RuntimeError"),
+            ("keyboard-interrupt", "KeyboardInterrupt", "RuntimeError"),
+            ("generator-exit", "GeneratorExit", "RuntimeError"),
+        ]
+    ),
+    Fault("kill-worker", Kind.KILLS_WORKER, -signal.SIGKILL),
+    Fault("stop-worker", Kind.STOPS_WORKER),
+    Fault("keeps", Kind.CONSUMES),
+    Fault("slow", Kind.CONSUMES),
+]
+FAULTS = {fault.name: fault for fault in _FAULTS}
+
+
+class Place(enum.Enum):
+    """Whose code a point is in."""
+
+    WORKER = "ours, in a worker"
+    USER = "the user's, in a worker"
+    MAIN = "ours, in the main process"
+    CONSUMER = "the user's, in the main process"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point.
+
+    Attributes:
+        name: In tables.
+        place: Whose code it is in.
+        env: The point in ``SHMLOADER_FAULT``.
+        nth: Which time counts.
+        per_epoch: How often an epoch reaches it, in the one worker or in main; 0: only once.
+        scenario: What the trial's main process does meanwhile.
+    """
+
+    name: str
+    place: Place
+    env: str
+    nth: int = 1
+    per_epoch: int = 0
+    scenario: str = "epoch"
+
+
+# An epoch is twelve batches of four samples, by two workers; worker 1 takes the fault.
+BATCHES = 12
+BATCH_SIZE = 4
+WORKERS = 2
+
+_POINTS = [
+    Point("start", Place.WORKER, "worker.start/1"),
+    Point("init", Place.USER, "worker.init/1"),
+    Point("idle", Place.WORKER, "worker.idle/1", 4),
+    Point("task", Place.WORKER, "worker.task/1", 2, 6),
+    Point("getitem", Place.USER, "worker.getitem/1", 6, 24),
+    Point("collate", Place.USER, "worker.collate/1", 2, 6),
+    Point("write", Place.WORKER, "worker.write/1", 3, 6),
+    Point("answer", Place.WORKER, "worker.answer/1", 2, 6),
+    Point("during", Place.WORKER, "worker.answer/1", 2, 6),
+    Point("answered", Place.WORKER, "worker.answered/1", 2, 6),
+    Point("stop", Place.WORKER, "worker.stop/1", 1, 0, "drained"),
+    Point("main-start", Place.MAIN, "main.start", 2),
+    Point("main-dispatch", Place.MAIN, "main.dispatch", 6, 12),
+    Point("main-next", Place.MAIN, "main.next"),
+    Point("main-stage", Place.MAIN, "main.stage", 3, 12),
+    Point("main-close", Place.MAIN, "main.close", 1, 0, "close"),
+    Point("main-exit", Place.MAIN, "main.exit", 1, 0, "exit"),
+    Point("main-thread", Place.CONSUMER, "main.thread", 3, 0, "thread"),
+    Point("main-abandoned", Place.CONSUMER, "main.abandoned", 1, 0, "abandoned"),
+    Point("main-held", Place.CONSUMER, "main.held", 1, 0, "held"),
+    Point("consumer", Place.CONSUMER, "main.consume", 1, 12),
+]
+POINTS = {point.name: point for point in _POINTS}
+
+# Points that the trial's own code reaches between two calls of ours.
+_BETWEEN = {"main-thread", "main-abandoned", "main-held"}
+# Where nobody waits for a batch any more.
+_AFTERWARDS = {"stop", "main-close", "main-exit", "main-abandoned", "main-held"}
+
+
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """A way to use the loader.
+
+    Attributes:
+        name: In tables.
+        options: Keyword arguments of the loader.
+        prepare: Name of a function of the trial, called before the loader is made; "" for none.
+        has_thread: Whether batches pass through a thread of ours.
+        restarts: Whether a dead worker is replaced.
+        epoch: Which epoch takes the fault, where the point is reached in each.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: str = ""
+    has_thread: bool = False
+    restarts: bool = False
+    epoch: int = 0
+
+
+_MODES = [
+    Mode("plain"),
+    Mode("pin_memory", {"pin_memory": True}, "simulate_pinning", has_thread=True),
+    Mode("device", {"device": "simulated"}, "simulate_device", has_thread=True),
+    Mode("restarts", {"worker_restarts": 2}, restarts=True),
+    Mode(
+        "pin_restarts",
+        {"pin_memory": True, "worker_restarts": 2},
+        "simulate_pinning",
+        has_thread=True,
+        restarts=True,
+    ),
+    Mode("persistent", {"persistent_workers": True}, epoch=1),
+]
+MODES = {mode.name: mode for mode in _MODES}
+
+
+class Effect(enum.Enum):
+    """What must be seen of a fault. In every case: right batches, nothing left, a next epoch."""
+
+    TOLD = "WorkerDiedError at its place, with all its words; or, with restarts, a right epoch"
+    FAILED = "the worker's exception in place of its batch, and all other batches"
+    LATE = "LoaderTimeoutError, then the whole epoch"
+    DELAYED = "the whole epoch, later"
+    INTERRUPTED = "one KeyboardInterrupt; then the whole epoch, or a closed iterator"
+    RAISED = "the exception out of the call of ours; then the rest, or a closed iterator"
+    LEFT = "the exception leaves the user's loop, and the iterator with it"
+    STARVED = "the whole epoch, or an error that names the limit"
+    UNSEEN = "nothing but the whole epoch"
+    ENDED = "the main process ends with the right code, quietly"
+
+
+def effect_of(fault: Fault, point: Point, mode: Mode) -> Effect | None:
+    """What must come of a cell; None if its parts do not combine."""
+    if point.name == "main-stage" and not mode.has_thread:
+        return None
+    if mode.name == "persistent" and point.name in {"main-abandoned", "main-held"}:
+        return None  # the loader has the iterator
+    if mode.name == "persistent" and point.name == "init" and fault.kind is Kind.RAISES:
+        return None  # the worker never gets ready: each epoch fails
+    match point.place:
+        case Place.WORKER | Place.USER:
+            return _effect_in_worker(fault, point)
+        case Place.MAIN:
+            return _effect_in_main(fault, point)
+        case Place.CONSUMER:
+            return _effect_in_consumer(fault, point)
+
+
+def _effect_in_worker(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR0911 - a table
+    is_users = point.place is Place.USER
+    match fault.kind:
+        case Kind.ENDS:
+            return Effect.UNSEEN if point.name == "stop" else Effect.TOLD
+        case Kind.RAISES:
+            if point.name == "during" or (fault.only_user_code and not is_users):
+                return None
+            if is_users or point.name == "write":
+                return Effect.FAILED
+            return Effect.UNSEEN if point.name == "stop" else Effect.TOLD
+        case Kind.STOPS:
+            if fault.name == "gil" and point.name == "during":
+                return None
+            if point.name == "stop":
+                return Effect.UNSEEN
+            return Effect.LATE if fault.name == "sigstop" else Effect.DELAYED
+        case Kind.INTERRUPTS:
+            return Effect.ENDED if fault.name == "ctrl-c" else Effect.INTERRUPTED
+        case Kind.STARVES:
+            return None if point.name in {"during", "stop"} else Effect.STARVED
+        case _:
+            return None
+
+
+def _effect_in_main(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR0911 - a table
+    match fault.kind:
+        case Kind.ENDS:
+            return None if fault.name == "fork-exit" else Effect.ENDED
+        case Kind.RAISES:
+            if point.name == "main-exit":
+                return None
+            if fault.name == "sys-exit":
+                return Effect.ENDED
+            return Effect.RAISED if fault.name in {"memory", "plain"} else None
+        case Kind.INTERRUPTS:
+            return Effect.ENDED if fault.name == "ctrl-c" else Effect.INTERRUPTED
+        case Kind.STARVES:
+            return Effect.UNSEEN if point.name in _AFTERWARDS else Effect.STARVED
+        case Kind.KILLS_WORKER:
+            return Effect.UNSEEN if point.name in _AFTERWARDS else Effect.TOLD
+        case Kind.STOPS_WORKER:
+            return Effect.UNSEEN if point.name in _AFTERWARDS else Effect.LATE
+        case _:
+            return None
+
+
+def _effect_in_consumer(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR0911 - a table
+    if fault.kind is Kind.CONSUMES:
+        return Effect.UNSEEN if point.name == "consumer" else None
+    if point.name == "consumer":
+        return None
+    if fault.kind is Kind.RAISES:
+        if fault.name not in {"memory", "sys-exit"}:
+            return None
+        if point.name == "main-thread":
+            return Effect.LEFT
+        return Effect.ENDED if fault.name == "sys-exit" else None
+    if fault.kind is Kind.INTERRUPTS and fault.name == "ctrl-c":
+        return Effect.ENDED
+    return _effect_in_main(fault, point)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One trial: a fault at a point, under a start method, in a mode."""
+
+    fault: Fault
+    point: Point
+    method: str
+    mode: Mode
+
+    @property
+    def id(self) -> str:
+        """As it is named on command lines and in tests."""
+        return f"{self.fault.name}@{self.point.name}-{self.method}-{self.mode.name}"
+
+    @property
+    def effect(self) -> Effect:
+        """What must be seen."""
+        effect = effect_of(self.fault, self.point, self.mode)
+        assert effect is not None
+        return effect
+
+    @property
+    def nth(self) -> int:
+        """Which time at the point counts."""
+        return self.point.nth + self.mode.epoch * self.point.per_epoch
+
+    @property
+    def fault_epoch(self) -> int:
+        """Which epoch of the loader takes the fault."""
+        return self.mode.epoch if self.point.per_epoch else 0
+
+    @property
+    def variable(self) -> str:
+        """``SHMLOADER_FAULT``."""
+        module = "during" if self.point.name == "during" else "actions"
+        action = f"tests.faults.{module}.{self.fault.name.replace('-', '_')}"
+        return f"{self.point.env}:{self.nth}:{action}"
+
+    @property
+    def exit_code(self) -> int:
+        """How the trial's main process must end."""
+        if self.effect is not Effect.ENDED:
+            return 0
+        return -signal.SIGINT if self.fault.name == "ctrl-c" else self.fault.code
+
+    @property
+    def is_told_by_python(self) -> bool:
+        """Whether a process may end with a traceback of the fault, which is meant for the user."""
+        fault, point = self.fault, self.point
+        if fault.name == "ctrl-c" or fault.kind is Kind.STARVES:
+            return True
+        return fault.kind is Kind.RAISES and point.place is Place.WORKER and point.name != "write"
+
+
+def cell_of(text: str) -> Cell:
+    """The cell of an id.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    match = re.fullmatch(r"([\w-]+)@([\w-]+)-(\w+)-(\w+)", text)
+    try:
+        if match is None:
+            raise KeyError(text)
+        cell = Cell(FAULTS[match[1]], POINTS[match[2]], match[3], MODES[match[4]])
+    except KeyError:
+        raise ValueError(f"there is no cell {text!r}") from None
+    if cell.method not in METHODS or effect_of(cell.fault, cell.point, cell.mode) is None:
+        raise ValueError(f"there is no cell {text!r}")
+    return cell
+
+
+def all_cells() -> list[Cell]:
+    """Every cell whose parts combine."""
+    return [
+        Cell(fault, point, method, mode)
+        for method, mode, fault, point in itertools.product(
+            METHODS, MODES.values(), FAULTS.values(), POINTS.values()
+        )
+        if effect_of(fault, point, mode) is not None
+    ]
+
+
+Pair = tuple[str, str, str]
+
+
+def pairs_of(cell: Cell) -> list[Pair]:
+    """The pairs of parts that the sample is to cover.
+
+    Three minutes do not hold every fault at every point. So a pair has a fault or a point in full,
+    and of the other what it is like: each fault in each kind of place, and each kind of fault at
+    each point; both with each start method and mode.
+    """
+    fault, point = cell.fault, cell.point
+    kind, place = fault.kind.name, point.place.name
+    return [
+        ("fault and place", fault.name, place),
+        ("kind and point", kind, point.name),
+        ("kind and method", kind, cell.method),
+        ("place and method", place, cell.method),
+        ("kind and mode", kind, cell.mode.name),
+        ("place and mode", place, cell.mode.name),
+        ("effect and mode", cell.effect.name, cell.mode.name),
+        ("effect and method", cell.effect.name, cell.method),
+    ]
+
+
+def pairwise(cells: Iterable[Cell], cost: dict[str, int]) -> Iterator[Cell]:
+    """Cells that together cover every pair that any covers; the same each time.
+
+    Args:
+        cells: To choose from.
+        cost: Of each start method: a pair is covered by the cheaper one where both can.
+    """
+    left = list(cells)
+    pairs = {cell: pairs_of(cell) for cell in left}
+    open_pairs = {pair for covered in pairs.values() for pair in covered}
+    while open_pairs:
+        best = max(
+            left,
+            key=lambda cell: (
+                len(open_pairs.intersection(pairs[cell])) / cost[cell.method],
+                zlib.crc32(cell.id.encode()),  # of equals, some of all sorts
+            ),
+        )
+        open_pairs.difference_update(pairs[best])
+        left.remove(best)
+        yield best

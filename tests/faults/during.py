@@ -1,0 +1,17 @@
+"""The same faults, taken by a thread while the one that reached the point goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tests.faults import actions
+
+
+def __getattr__(name: str) -> Callable[[], None]:
+    action = getattr(actions, name)
+
+    def take() -> None:
+        threading.Thread(target=action, daemon=True).start()
+
+    return take

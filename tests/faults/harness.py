@@ -1,0 +1,350 @@
+"""Runs trials, and judges from the outside: how they end, what they say, what they leave.
+
+Each trial is a process in a session of its own, with a hard time limit. When that is over, every
+process of the session dumps its stacks, and is killed by its number.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults import actions
+from tests.faults.cells import Cell, Effect
+
+ROOT = Path(__file__).parents[2]
+TRIAL = Path(__file__).with_name("trial.py")
+
+# How long a trial may take before it is a hang.
+LIMIT_S = {"fork": 40.0, "spawn": 120.0, "forkserver": 120.0}
+# What a trial started must have ended so long after it.
+LEFT_S = 2.0
+SERVERS_S = 15.0
+# After a request for stacks.
+_DUMP_S = 1.0
+
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    # A machine with one core; Python 3.12 and later where threads run.
+    "PYTHONWARNINGS": "ignore:This DataLoader will create:UserWarning,"
+    "ignore:This process:DeprecationWarning",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def session_of(leader: int) -> list[int]:
+    """Processes of a session that run, whoever their parent is."""
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208 - numbers, not paths
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(name)) == leader and _state(int(name)) not in "ZX":
+                    found.append(int(name))
+    return found
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def describe_process(pid: int) -> str:
+    """A process in a line: number, state, what it waits in, command."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        wait = Path(f"/proc/{pid}/wchan").read_text()
+        return f"{pid} ({_state(pid)}, in {wait}): {command[:120]}"
+    return f"{pid} (gone)"
+
+
+def _answers_to(pid: int, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _is_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"multiprocessing.forkserver import" in command or b"resource_tracker" in command
+    return True
+
+
+def stacks_of(session: int, directory: Path) -> str:
+    """What all processes of a session are in, in words."""
+    texts = []
+    for pid in session_of(session):
+        texts.append(describe_process(pid))
+        stacks = directory / "stacks"
+        size = stacks.stat().st_size if stacks.exists() else 0
+        if not _answers_to(pid, signal.SIGUSR1):
+            texts.append("  (does not tell its stacks)")
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_S
+        while stacks.stat().st_size == size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.05)  # the rest of it
+        texts.append(stacks.read_text(errors="replace")[size:])
+    return "\n".join(texts)
+
+
+def end_session(leader: int) -> list[str]:
+    """Kill what is left of a session; what there was."""
+    began = time.monotonic()
+    while left := session_of(leader):
+        elapsed_s = time.monotonic() - began
+        # multiprocessing's own servers end by themselves, when they are done importing torch.
+        if elapsed_s > LEFT_S and (elapsed_s > SERVERS_S or not all(map(_is_server, left))):
+            break
+        time.sleep(0.01)
+    words = [describe_process(pid) for pid in left]
+    for _ in range(5):  # a killed one may have just started another
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left:
+            time.sleep(0.05)
+        left = session_of(leader)
+    return words
+
+
+@dataclass
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        code: Its exit code; None if it had to be killed.
+        out: What it printed.
+        err: What it said on stderr.
+        left: Processes of its session that lived on for two seconds, in words.
+        stacks: Of all its processes, if it had to be killed.
+        files: What it left in ``/dev/shm``.
+    """
+
+    code: int | None
+    out: str
+    err: str
+    left: list[str]
+    stacks: str = ""
+    files: list[str] = field(default_factory=list)
+
+
+class Starter:
+    """Starts programs and waits for them; one at a time.
+
+    Args:
+        is_fresh: Whether each is a new interpreter; else it is forked from one that has imported
+            torch and nothing of ours.
+    """
+
+    def __init__(self, *, is_fresh: bool) -> None:
+        self._is_fresh = is_fresh
+        self._template: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def run(
+        self,
+        arguments: list[str],
+        directory: Path,
+        limit_s: float,
+        environment: dict[str, str] | None = None,
+    ) -> Ended:
+        """Run ``trial.py`` with these arguments to its end."""
+        environment = {**_ENVIRONMENT, actions.DIRECTORY: str(directory), **(environment or {})}
+        with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
+            start = self._start_fresh if self._is_fresh else self._start_from_template
+            pid, wait = start(arguments, environment, out.fileno(), err.fileno())
+        code = wait(limit_s)
+        stacks = ""
+        if code is None:
+            stacks = stacks_of(pid, directory)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            wait(10)
+        left = end_session(pid)
+        files = [path.name for path in Path("/dev/shm").iterdir() if f"_{pid}_" in path.name]
+        return Ended(
+            code,
+            (directory / "out").read_text(errors="replace"),
+            (directory / "err").read_text(errors="replace"),
+            left,
+            stacks,
+            files,
+        )
+
+    def _start_fresh(
+        self, arguments: list[str], environment: dict[str, str], out: int, err: int
+    ) -> tuple[int, Callable[[float], int | None]]:
+        process = subprocess.Popen(
+            [sys.executable, str(TRIAL), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**_clean_environment(), **environment},
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+        def wait(limit_s: float) -> int | None:
+            try:
+                return process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return None
+
+        return process.pid, wait
+
+    def _start_from_template(
+        self, arguments: list[str], environment: dict[str, str], out: int, err: int
+    ) -> tuple[int, Callable[[float], int | None]]:
+        control = self._control or self._start_template()
+        request = json.dumps({"arguments": arguments, "environment": environment})
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [out, err]))
+        control.sendmsg([request.encode()], [rights])
+        pid = int(control.recv(100) or b"0")
+        if pid == 0:
+            raise RuntimeError("the template has ended")
+
+        def wait(limit_s: float) -> int | None:
+            ready, _, _ = select.select([control], [], [], limit_s)
+            if not ready:
+                return None
+            return os.waitstatus_to_exitcode(int(control.recv(100)))
+
+        return pid, wait
+
+    def _start_template(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._template = subprocess.Popen(
+                [sys.executable, str(TRIAL), "--template", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**_clean_environment(), **_ENVIRONMENT},
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._control = ours
+        return ours
+
+    def close(self) -> None:
+        """End the template."""
+        if self._control is not None:
+            self._control.close()
+        if self._template is not None:
+            self._template.wait()
+
+
+def _clean_environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    for name in ("PYTHONFAULTHANDLER", "SHMLOADER_FAULT", actions.DIRECTORY):
+        environment.pop(name, None)
+    return environment
+
+
+@dataclass
+class Verdict:
+    """What a trial showed.
+
+    Attributes:
+        cell: Its cell.
+        problems: What is not as it must be; empty if all is.
+        elapsed_s: How long it took.
+        measured: What it measured itself.
+    """
+
+    cell: Cell
+    problems: list[str]
+    elapsed_s: float
+    measured: dict[str, Any]
+
+
+def run_trial(cell: Cell, starter: Starter) -> Verdict:
+    """Run a cell and judge it."""
+    began = time.monotonic()
+    directory = Path(tempfile.mkdtemp(prefix="shmloader-trial-"))
+    try:
+        ended = starter.run([cell.id], directory, LIMIT_S[cell.method])
+        problems, measured = _judge(cell, ended, was_taken=(directory / "taken").exists())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return Verdict(cell, problems, time.monotonic() - began, measured)
+
+
+def _judge(cell: Cell, ended: Ended, *, was_taken: bool) -> tuple[list[str], dict[str, Any]]:
+    problems = []
+    measured: dict[str, Any] = {}
+    if ended.code is None:
+        problems.append(f"a hang: still running after its limit\n{ended.stacks}")
+    else:
+        if not was_taken:
+            problems.append("the fault was not taken")
+        if ended.code not in _codes(cell):
+            problems.append(f"exit code {ended.code}, not {_codes(cell)}")
+        if ended.out:
+            measured = json.loads(ended.out.splitlines()[-1])
+            problems += measured.pop("problems")
+        elif cell.effect is not Effect.ENDED:
+            problems.append("no verdict")
+    if ended.left:
+        problems.append(f"processes left after {LEFT_S:g} s: {ended.left}")
+    if ended.files:
+        problems.append(f"files left in /dev/shm: {ended.files}")
+    noise = _without_what_is_meant(cell, ended.err)
+    if noise:
+        problems.append(f"on stderr: {noise}")
+    return problems, measured
+
+
+def _codes(cell: Cell) -> tuple[int, ...]:
+    if cell.fault.name in {"sigint", "ctrl-c"} and cell.point.name == "main-exit":
+        # The program has come to its end; Python prints the interrupt of an exit function.
+        return (0,)
+    return (cell.exit_code,)
+
+
+_TRACEBACK = re.compile(
+    r"(?:^Process \S+:\n)?^Traceback \(most recent call last\):\n(?:^(?: .*)?\n)+^(.*)\n",
+    re.MULTILINE,
+)
+_IN_EXIT = re.compile(r"^Exception ignored in atexit callback: .*\n", re.MULTILINE)
+
+
+def _without_what_is_meant(cell: Cell, err: str) -> str:
+    """What is said on stderr beyond what the user should see of this fault."""
+    err = err.replace("\0", "")
+    if cell.fault.noise:
+        err = re.sub(cell.fault.noise, "", err)
+    if cell.fault.name in {"sigint", "ctrl-c"} and cell.point.name == "main-exit":
+        err = _IN_EXIT.sub("", err, count=1)
+        err = _without_traceback(err, "KeyboardInterrupt")
+    elif cell.fault.name == "ctrl-c":
+        err = _without_traceback(err, "KeyboardInterrupt")
+    elif cell.is_told_by_python:
+        err = _without_traceback(err, cell.fault.raises or "OSError")
+    return err.strip()
+
+
+def _without_traceback(err: str, name: str) -> str:
+    """Less one traceback that ends with this exception."""
+    found = _TRACEBACK.search(err)
+    if found is None or not found[1].startswith(name):
+        return err
+    return err[: found.start()] + err[found.end() :]

@@ -1,0 +1,817 @@
+"""One trial of the fault campaign: a program that runs a loader, takes a fault, and judges.
+
+``python tests/faults/trial.py CELL`` runs in a fresh interpreter; ``--template SOCKET`` waits for
+trials to be asked for and forks one for each: an interpreter that has imported torch, and nothing
+of ours. Prints one line of JSON: what was found wrong, and what was measured. Where the fault ends
+this very process, it prints nothing, and :mod:`tests.faults.harness` judges alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import torch
+
+from tests.faults import actions
+from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Kind, cell_of
+from tests.holdings import Holdings
+
+# What a death may take to be told, and what may be left after close() for how long.
+TOLD_S = 2.0
+# Starting a worker afresh imports torch.
+START_S = 30.0
+TIMEOUT_S = 0.5
+
+# Large enough to be lent, not copied out (more than 64 KiB a batch).
+_SAMPLE_BYTES = 20_000
+
+
+def dump_stacks_on_signal() -> None:
+    """Have all stacks of this process written into the trial's directory at SIGUSR1."""
+    directory = os.environ.get(actions.DIRECTORY)
+    if directory:
+        fd = os.open(f"{directory}/stacks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
+
+
+if __name__ == "__mp_main__":  # a worker that was started afresh
+    dump_stacks_on_signal()
+
+
+def _reach(point: str) -> None:
+    from shmloader.faults import FAULTS
+
+    if FAULTS is not None:
+        FAULTS.reach(point)
+
+
+# What is loaded --------------------------------------------------------------------------------
+
+
+def make_sample(index: int) -> torch.Tensor:
+    """Bytes that only this index has."""
+    return torch.arange(_SAMPLE_BYTES, dtype=torch.int64).mul_(index * 2 + 1).to(torch.uint8)
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Samples that tell their indices.
+
+    Args:
+        is_late: Whether they wait until the fault is taken: it is, once main waits for them.
+    """
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        self.is_late = is_late
+
+    def __len__(self) -> int:
+        return BATCHES * BATCH_SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        _reach("worker.getitem")
+        if self.is_late:
+            actions.await_taken()
+        return make_sample(index), index
+
+
+def collate(samples: list[Any]) -> Any:
+    """torch's, after the point."""
+    _reach("worker.collate")
+    return torch.utils.data.default_collate(samples)
+
+
+def init(worker_id: int) -> None:
+    """Nothing, after the point."""
+    _reach("worker.init")
+
+
+def hash_of(batch: Any) -> str:
+    """Of all its bytes."""
+    images, labels = batch
+    digest = hashlib.blake2b(images.numpy().tobytes(), digest_size=16)
+    digest.update(labels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def expected_hashes() -> dict[str, int]:
+    """The number of each batch, by its hash, made without any loader."""
+    hashes = {}
+    for number in range(BATCHES):
+        indices = range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)
+        batch = torch.stack([make_sample(index) for index in indices]), torch.tensor([*indices])
+        hashes[hash_of(batch)] = number
+    return hashes
+
+
+# Modes -----------------------------------------------------------------------------------------
+
+
+def simulate_pinning() -> None:
+    """Pin by copying, where torch has no accelerator; the thread is the real one."""
+    if torch.accelerator.is_available():
+        return
+    from shmloader.fronts import iterator
+
+    class CopyingStage(iterator.PinStage):
+        def start(self) -> None:
+            torch.set_num_threads(1)
+
+        def run(self, batch: Any) -> Any:
+            return [part.clone() for part in batch]
+
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
+    iterator.PinStage = CopyingStage
+
+
+def simulate_device() -> None:
+    """A device in this process's memory, whose copies are done one step late."""
+    from shmloader.fronts import dataloader, iterator
+
+    class Event:
+        def __init__(self) -> None:
+            self.is_done = False
+
+        def query(self) -> bool:
+            was_done, self.is_done = self.is_done, True
+            return was_done
+
+        def synchronize(self) -> None:
+            self.is_done = True
+
+    class Device:
+        def start(self) -> None:
+            torch.set_num_threads(1)
+
+        def lock(self, slot: Any, nbytes: int) -> None:
+            pass
+
+        def unlock(self, slot: Any) -> None:
+            pass
+
+        def stream(self) -> Any:
+            return contextlib.nullcontext()
+
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone()
+
+        def record(self) -> Any:
+            return Event()
+
+        def await_here(self, event: Any) -> None:
+            pass
+
+        def use_here(self, tensor: torch.Tensor) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    def parse(value: object) -> torch.device | None:
+        return None if value is None else torch.device("meta")
+
+    dataloader.parse_device = iterator.parse_device = parse
+    iterator.open_backend = lambda _device: Device()
+
+
+# One trial -------------------------------------------------------------------------------------
+
+
+class _Interrupts:
+    """Lets Ctrl-C out of our calls alone, so that the trial does not lose a batch by itself."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._is_pending = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._is_inside:
+            self._is_inside = False
+            raise KeyboardInterrupt
+        self._is_pending = True
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        try:
+            self._is_inside = True
+            if self._is_pending:
+                self._is_pending = self._is_inside = False
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._is_inside = False
+
+
+class _Log(logging.Handler):
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()
+        self._trial = trial
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._trial.log.append(record.getMessage())
+        self._trial.note("log")
+
+
+class Trial:
+    """A cell, run and judged.
+
+    Attributes:
+        problems: What is not as it must be, a line each.
+        log: What shmloader logged.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.problems: list[str] = []
+        self.log: list[str] = []
+        self._hashes = expected_hashes()
+        # (time.monotonic_ns(), what) of each sign of life.
+        self._marks: list[tuple[int, str]] = []
+        self._kept: list[Any] = []
+        # Of the epoch that takes the fault.
+        self._delivered: list[int] = []
+        # Names of the classes, and the texts: an error itself may hold what we look for.
+        self._kinds: list[str] = []
+        self._texts: list[str] = []
+        self._stall_s = self._close_s = 0.0
+        self._interrupts = None if cell.fault.name == "ctrl-c" else _Interrupts()
+
+    # Tools -------------------------------------------------------------------------------
+
+    def note(self, what: str) -> None:
+        """A sign of life."""
+        self._marks.append((time.monotonic_ns(), what))
+
+    def _check(self, is_right: object, text: str) -> None:
+        if not is_right:
+            self.problems.append(text)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call something of ours, from any thread; only there a Ctrl-C may come."""
+        if self._interrupts is None or threading.current_thread() is not threading.main_thread():
+            return function(*arguments)
+        with self._interrupts.allowed():
+            return function(*arguments)
+
+    def _make_loader(self, method: str, **options: Any) -> Any:
+        from shmloader import DataLoader
+
+        return DataLoader(
+            Numbers(is_late=self.cell.point.name == "main-next"),
+            batch_size=BATCH_SIZE,
+            num_workers=WORKERS,
+            collate_fn=collate,
+            worker_init_fn=init,
+            multiprocessing_context=method,
+            **options,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        options = dict(self.cell.mode.options)
+        if self.cell.fault.kind in {Kind.STOPS, Kind.STOPS_WORKER}:
+            options["timeout"] = TIMEOUT_S
+        return options
+
+    # The scenario ------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All of it."""
+        import shmloader  # noqa: F401 - before we look at what is held
+
+        cell = self.cell
+        if cell.mode.prepare:
+            globals()[cell.mode.prepare]()
+        log = logging.getLogger("shmloader")
+        log.addHandler(_Log(self))
+        before = self._holdings_to_begin_with()
+        self._loader: Any = self._make_loader(cell.method, **self._options())
+        for _ in range(cell.fault_epoch):
+            self._whole_epoch("before the fault")
+        getattr(self, f"_run_{cell.point.scenario}")()
+        if cell.point.scenario == "exit":
+            return
+        actions.relieve()
+        self._judge_the_fault()
+        actions.consumer.update(keeps=False, slow=False)
+        self._kept.clear()
+        if cell.point.scenario not in {"close", "drained"}:
+            self._whole_epoch("after the fault")
+        self._close()
+        self._judge_what_is_left(before, "close()")
+        self._close_again(before)
+        self._loader = self._make_loader(cell.method if "fresh" in sys.argv else "fork")
+        self._whole_epoch("of a new loader")
+        self._close()
+        self._judge_what_is_left(before, "a new loader")
+
+    def _holdings_to_begin_with(self) -> Holdings:
+        if self.cell.method != "fork":
+            resource_tracker.ensure_running()
+            if self.cell.method == "forkserver":
+                multiprocessing.set_forkserver_preload(["torch"])
+                # As a pool starts it: a server that somebody else has started does not keep
+                # Ctrl-C from a worker that imports the user's program.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                forkserver.ensure_running()
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return Holdings.now()
+
+    def _iterate(self) -> Any:
+        while True:
+            self.note("start")
+            try:
+                iterator = self._call(iter, self._loader)
+            except Exception as error:
+                self._note_error(error)
+                actions.relieve()
+            except KeyboardInterrupt as error:
+                if self._interrupts is None:
+                    raise
+                self._note_error(error)
+            else:
+                return iterator
+            if len(self._kinds) > BATCHES:
+                raise RuntimeError("iter() fails again and again")
+
+    def _note_error(self, error: BaseException) -> None:
+        self.note(type(error).__name__)
+        self._kinds.append(type(error).__name__)
+        self._texts.append(_text_of(error))
+
+    def _run_epoch(self, between: str = "") -> None:
+        """The epoch that takes the fault."""
+        iterator = self._iterate()
+        while self._next(iterator, self._delivered):
+            if between:
+                _reach(between)
+
+    def _next(self, iterator: Any, delivered: list[int]) -> bool:
+        """One step of an epoch; whether it goes on."""
+        try:
+            batch = self._call(next, iterator)
+        except StopIteration:
+            self.note("end")
+            return False
+        except Exception as error:
+            kind = type(error).__name__
+            self._note_error(error)
+            if kind == "LoaderTimeoutError":
+                self._continue_if_stopped()
+            if kind == "WorkerDiedError":
+                self._expect_closed(iterator)
+            if len(self._kinds) > 100:
+                raise RuntimeError("one error after the other") from error
+            return kind not in {"WorkerDiedError", "ClosedLoaderError"}
+        except KeyboardInterrupt as error:
+            if self._interrupts is None:
+                raise
+            self._note_error(error)
+            return True
+        self._take(batch, delivered)
+        return True
+
+    def _take(self, batch: Any, delivered: list[int]) -> None:
+        self.note("batch")
+        number = self._hashes.get(hash_of(batch))
+        self._check(number is not None, f"a wrong batch came after {delivered}")
+        delivered.append(-1 if number is None else number)
+        _reach("main.consume")
+        if actions.consumer["keeps"]:
+            self._kept.append((batch, number))
+        if actions.consumer["slow"]:
+            time.sleep(0.03)
+        for kept, its_number in self._kept:
+            self._check(
+                self._hashes.get(hash_of(kept)) == its_number, f"batch {its_number} has changed"
+            )
+
+    def _continue_if_stopped(self) -> None:
+        taken = actions.taken()
+        if taken is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(taken[0], signal.SIGCONT)
+
+    def _expect_closed(self, iterator: Any) -> None:
+        from shmloader import ClosedLoaderError
+
+        try:
+            next(iterator)
+        except ClosedLoaderError:
+            return
+        except BaseException as error:
+            self.problems.append(f"after a death, next() raised {error!r}")
+        else:
+            self.problems.append("after a death, next() gave a batch")
+
+    def _run_close(self) -> None:
+        iterator = self._iterate()
+        for _ in range(3):
+            self._next(iterator, self._delivered)
+        self._close()
+        with contextlib.suppress(KeyboardInterrupt):
+            self._call(self.note, "closed")
+
+    def _run_drained(self) -> None:
+        """A whole epoch, after which workers are told to stop: by it, or by close()."""
+        self._run_epoch()
+        self._close()
+        with contextlib.suppress(KeyboardInterrupt):
+            self._call(self.note, "closed")
+
+    def _run_exit(self) -> None:
+        self._at_exit = self._iterate()
+        for _ in range(3):
+            self._next(self._at_exit, self._delivered)
+        self._check(self._delivered == [0, 1, 2], f"batches: {self._delivered}")
+        _ends_at_exit.append(self)
+
+    def _run_thread(self) -> None:
+        """The epoch, in a thread that is not the main one."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._run_in_thread, args=(is_over,), name="user's")
+        thread.start()
+        # Not join(): interrupted, it takes the thread for one that has ended (Python 3.11).
+        while not is_over.is_set():
+            try:
+                self._call(is_over.wait)
+            except KeyboardInterrupt as error:
+                if self._interrupts is None:
+                    raise
+                self._note_error(error)
+
+        thread.join()
+
+    def _run_in_thread(self, is_over: threading.Event) -> None:
+        try:
+            self._run_epoch("main.thread")
+        except (Exception, SystemExit) as error:
+            self._note_error(error)
+        finally:
+            is_over.set()
+
+    def _begin_and_drop(self) -> None:
+        iterator = self._iterate()
+        for _ in range(3):
+            self._next(iterator, self._delivered)
+        iterator.itself = iterator  # only the collector ends it
+
+    def _run_abandoned(self) -> None:
+        gc.disable()
+        self._begin_and_drop()
+        self._take_between("main.abandoned")
+        gc.enable()
+        gc.collect()
+
+    def _run_held(self) -> None:
+        """An exception of the user's holds the frame that holds the iterator."""
+
+        def fail() -> None:
+            iterator = self._iterate()
+            for _ in range(3):
+                self._next(iterator, self._delivered)
+            raise LookupError("of the user")
+
+        try:
+            fail()
+        except LookupError as error:
+            held: Any = error
+        self._take_between("main.held")
+        del held
+        gc.collect()
+
+    def _take_between(self, point: str) -> None:
+        try:
+            self._call(_reach, point)
+        except KeyboardInterrupt as error:
+            if self._interrupts is None:
+                raise
+            self._note_error(error)
+
+    def _whole_epoch(self, which: str) -> None:
+        """An epoch in which nothing is amiss."""
+        delivered: list[int] = []
+        errors = len(self._kinds)
+        iterator = self._iterate()
+        while self._next(iterator, delivered):
+            pass
+        del iterator
+        late = [kind for kind in self._kinds[errors:] if kind == "LoaderTimeoutError"]
+        other = self._texts[errors + len(late) :]
+        del self._kinds[errors:], self._texts[errors:]
+        self._check(not other, f"errors in the epoch {which}: {other}")
+        self._check(delivered == list(range(BATCHES)), f"batches of the epoch {which}: {delivered}")
+
+    def _close(self) -> None:
+        began = time.monotonic()
+        try:
+            self._call(self._loader.close)
+        except (Exception, KeyboardInterrupt) as error:
+            if self._interrupts is None:
+                raise
+            self._note_error(error)
+            self._loader.close()
+        self._close_s = max(self._close_s, time.monotonic() - began)
+        self._check(self._close_s < TOLD_S, f"close() took {self._close_s:.2f} s")
+
+    # Judgement ---------------------------------------------------------------------------
+
+    def _judge_the_fault(self) -> None:
+        cell = self.cell
+        taken = actions.taken()
+        self._check(taken is not None, "the fault was not taken")
+        numbers = self._delivered
+        self._check(
+            all(a < b for a, b in itertools.pairwise(numbers)),
+            f"batches out of order, or twice: {numbers}",
+        )
+        if taken is not None:
+            self._judge_promptness(taken[1])
+        victim = taken[0] if taken is not None else 0
+        effect = cell.effect
+        if effect is Effect.TOLD and cell.mode.restarts:
+            self._judge_restart(victim)
+        else:
+            may_log = effect is Effect.STARVED and cell.mode.restarts
+            self._check(may_log or not self.log, f"logged: {self.log}")
+            getattr(self, f"_judge_{effect.name.lower()}")(victim)
+
+    def _judge_promptness(self, taken_ns: int) -> None:
+        """From the fault on, something happens at least every two seconds."""
+        afresh = self.cell.method != "fork"
+        before, last, is_replaced = taken_ns, "", False
+        for at, what in self._marks:
+            is_replaced = is_replaced or last == "log"
+            if at > taken_ns:
+                # Workers that are started afresh import torch first.
+                is_slow = afresh and (is_replaced or last == "start")
+                gap_s = (at - before) / 1e9
+                self._check(
+                    gap_s < (START_S if is_slow else TOLD_S),
+                    f"nothing happened for {gap_s:.2f} s before: {what}",
+                )
+                if not is_slow:
+                    self._stall_s = max(self._stall_s, gap_s)
+                before = at
+            last = what
+
+    def _epoch_is_whole(self) -> bool:
+        return self._delivered == list(range(BATCHES))
+
+    def _expect_whole(self) -> None:
+        self._check(self._epoch_is_whole(), f"batches: {self._delivered}")
+
+    def _expect_errors(self, *kinds: str) -> None:
+        self._check(self._kinds == list(kinds), f"errors: {self._texts}")
+
+    def _expect_words(self, text: str, *words: str) -> None:
+        for word in words:
+            self._check(word in text, f"{word!r} is not in {text!r}")
+
+    def _judge_told(self, victim: int) -> None:
+        self._expect_errors("WorkerDiedError")
+        self._check(
+            self._delivered == list(range(len(self._delivered))), f"batches: {self._delivered}"
+        )
+        if self._texts:
+            number = len(self._delivered)
+            first = number * BATCH_SIZE
+            self._expect_words(
+                self._texts[0],
+                f"DataLoader worker (pid {victim}) {self._end_in_words()}",
+                f"Worker 1 was loading batch {number} "
+                f"(indices {first} to {first + BATCH_SIZE - 1}).",
+            )
+            self._check(number % WORKERS == 1, f"batch {number} is not worker 1's")
+
+    def _end_in_words(self) -> str:
+        code = self.cell.fault.code
+        if code < 0:
+            return f"is killed by signal: {signal.strsignal(-code)}. "
+        return f"exited unexpectedly with exit code {code}. "
+
+    def _judge_restart(self, victim: int) -> None:
+        self._expect_errors()
+        self._expect_whole()
+        self._check(len(self.log) == 1, f"logged: {self.log}")
+        if self.log:
+            self._expect_words(
+                self.log[0],
+                f"DataLoader worker (pid {victim}) {self._end_in_words()}",
+                "A new process takes the place of worker 1",
+                "Its random streams start anew.",
+            )
+
+    def _judge_failed(self, victim: int) -> None:
+        fault = self.cell.fault
+        missing = sorted(set(range(BATCHES)) - set(self._delivered))
+        if self.cell.point.name == "init":
+            expected = list(range(1, BATCHES, WORKERS))
+            self._check(missing == expected, f"missing: {missing}")
+        else:
+            self._check(len(missing) == 1 and missing[0] % WORKERS == 1, f"missing: {missing}")
+        self._expect_errors(*[fault.arrives_as] * len(missing))
+        for text, number in zip(self._texts, missing, strict=False):
+            first = number * BATCH_SIZE
+            self._expect_words(
+                text,
+                f"Caught {fault.raises} in DataLoader worker process 1.",
+                f"Worker 1 (pid {victim}) was loading batch {number} "
+                f"(indices {first} to {first + BATCH_SIZE - 1}).",
+            )
+            if fault.name not in {"failing-str", "sys-exit", "two-arguments"}:
+                self._expect_words(text, "of the trial")
+
+    def _judge_late(self, victim: int) -> None:
+        self._expect_whole()
+        self._check(set(self._kinds) == {"LoaderTimeoutError"}, f"errors: {self._texts}")
+        self._check(
+            any(
+                re.search(rf"Worker 1 \(pid {victim}\).*the process is stopped \(SIGSTOP\)", text)
+                for text in self._texts
+            ),
+            f"no error says that worker 1 (pid {victim}) is stopped: {self._texts}",
+        )
+
+    def _judge_delayed(self, victim: int) -> None:
+        self._expect_whole()
+        self._check(set(self._kinds) <= {"LoaderTimeoutError"}, f"errors: {self._texts}")
+
+    def _judge_interrupted(self, victim: int) -> None:
+        kinds = self._kinds
+        self._check(kinds.count("KeyboardInterrupt") == 1, f"errors: {self._texts}")
+        self._check(
+            kinds[:1] == ["KeyboardInterrupt"] and set(kinds[1:]) <= {"ClosedLoaderError"},
+            f"errors: {self._texts}",
+        )
+        self._expect_whole_or_closed()
+
+    def _expect_whole_or_closed(self) -> None:
+        if "ClosedLoaderError" in self._kinds or self.cell.point.scenario not in {
+            "epoch",
+            "thread",
+        }:
+            self._check(
+                self._delivered == list(range(len(self._delivered))),
+                f"batches: {self._delivered}",
+            )
+        else:
+            self._expect_whole()
+
+    def _judge_raised(self, victim: int) -> None:
+        kinds = self._kinds
+        self._check(
+            kinds[:1] == [self.cell.fault.raises] and set(kinds[1:]) <= {"ClosedLoaderError"},
+            f"errors: {self._texts}",
+        )
+        if self.cell.point.name == "main-stage":
+            missing = set(range(BATCHES)) - set(self._delivered)
+            self._check(len(missing) == 1, f"missing: {missing}")
+        else:
+            self._expect_whole_or_closed()
+
+    def _judge_left(self, victim: int) -> None:
+        self._expect_errors(self.cell.fault.raises)
+        self._check(
+            self._delivered == list(range(len(self._delivered))), f"batches: {self._delivered}"
+        )
+
+    def _judge_starved(self, victim: int) -> None:
+        if self._kinds == ["WorkerDiedError"] and self.cell.point.name != "main-start":
+            number = len(self._delivered)
+            self._expect_words(self._texts[0], f"(pid {victim})", f"was loading batch {number} ")
+            return
+        self._check(set(self._kinds) <= {"OSError", "ClosedLoaderError"}, f"{self._texts}")
+        for text in self._texts[:1]:
+            self._check(re.search("[Tt]oo many open files", text), f"error: {text}")
+        self._expect_whole_or_closed()
+
+    def _judge_unseen(self, victim: int) -> None:
+        self._expect_errors()
+        if self.cell.point.scenario in {"epoch", "thread"}:
+            self._expect_whole()
+
+    def _judge_what_is_left(self, before: Holdings, after: str) -> None:
+        deadline = time.monotonic() + TOLD_S
+        while True:
+            gc.collect()
+            left = Holdings.now().beyond(before)
+            if not left or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        self._check(not left, f"left after {after}: {left}")
+
+    def _close_again(self, before: Holdings) -> None:
+        began = time.monotonic()
+        held = Holdings.now()
+        self._loader.close()
+        left = Holdings.now().beyond(held)
+        self._check(not left, f"the second close() brought {left}")
+        elapsed_s = time.monotonic() - began
+        self._check(elapsed_s < 1, f"the second close() took {elapsed_s:.2f} s")
+
+    def report(self) -> str:
+        """The line of JSON."""
+        return json.dumps(
+            {
+                "problems": self.problems,
+                "stall_s": round(getattr(self, "_stall_s", 0.0), 3),
+                "close_s": round(self._close_s, 3),
+                "errors": self._kinds,
+            }
+        )
+
+
+# What the end of the interpreter is to find.
+_ends_at_exit: list[Trial] = []
+
+
+def _text_of(error: BaseException) -> str:
+    """Its text and notes, whatever its class makes of it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = " ".join(map(str, error.args))
+    if len(text) > 4000:
+        text = f"{text[:2000]} … {text[-2000:]}"
+    return "\n".join([text, *getattr(error, "__notes__", [])])
+
+
+def run_cell(cell: Cell) -> None:
+    """Run a trial to the end of this program; ``SHMLOADER_FAULT`` is read when ours is imported."""
+    os.environ["SHMLOADER_FAULT"] = cell.variable
+    os.environ[actions.MAIN_PID] = str(os.getpid())
+    torch.set_num_threads(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    dump_stacks_on_signal()
+    trial = Trial(cell)
+    trial.run()
+    print(trial.report(), flush=True)
+
+
+# The template ----------------------------------------------------------------------------------
+
+
+def serve(control: socket.socket) -> dict[str, Any] | None:
+    """Fork a trial for each request; tells its number, then its wait status.
+
+    Returns:
+        In a trial: the request. In the template, at its end: None.
+    """
+    # What every trial imports, but for ours.
+    import cloudpickle  # noqa: F401
+
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)
+        if not data:
+            return None
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            os.setsid()
+            for number, fd in enumerate(fds, 1):
+                os.dup2(fd, number)
+                os.close(fd)
+            return json.loads(data)
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(BrokenPipeError):
+            control.send(str(pid).encode())
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            control.send(str(status).encode())
+
+
+def main() -> None:
+    """Run the cell that the arguments or the template's request name."""
+    if sys.argv[1] == "--template":
+        request = serve(socket.socket(fileno=int(sys.argv[2])))
+        if request is None:
+            return
+        os.environ.update(request["environment"])
+        sys.argv[1:] = request["arguments"]
+    run_cell(cell_of(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
