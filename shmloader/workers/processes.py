@@ -197,6 +197,7 @@ class ProcessPool:
 
     def _start_worker(self, worker_id: int) -> _Worker:
         assert self._board is not None
+        assert self._lifeline is not None
         self._board.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         closer = close_inherited if isinstance(self._payload, ForkedPayload) else None
@@ -209,6 +210,7 @@ class ProcessPool:
         try:
             with _sigint_blocked(), self._others_parked(), unimportable_main_hidden(), theirs:
                 process.start()
+            self._lifeline.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
             ours.setblocking(False)
