@@ -64,6 +64,7 @@ from shmloader.messages import (
 )
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.board import Phase
+from shmloader.workers.finishing import finish
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
 
@@ -86,6 +87,8 @@ class Engine:
 
     Attributes:
         arena: The memory of its slots.
+        has_delivered: Whether the last call of ``next_batch`` came to its end: what interrupts the
+            caller afterwards loses a batch.
 
     Args:
         pool: Its workers; the engine owns it from now on.
@@ -141,8 +144,12 @@ class Engine:
         # The text alone: the error's traceback holds us.
         self._closed_because = ""
         self._is_closed = False
-        # Whether a message may have been taken from a worker and not been noted.
-        self._is_receiving = False
+        self.has_delivered = False
+        # Whether we are between two things that belong together: a message is taken and noted,
+        # indices are drawn and sent.
+        self._is_amid = False
+        # Whether a ticket has left the scheduler, and its batch has not reached our caller.
+        self._is_handing_over = False
         # Of an engine with a thread of its own.
         self._inbox: Inbox | None = None
         self._pause: Callable[[], None] = _do_nothing
@@ -256,19 +263,26 @@ class Engine:
                 call gives the next one.
         """
         self.check_open()
+        self.has_delivered = False
         try:
-            return self._next_batch()
+            batch = self._next_batch()
+            self.has_delivered = True
+            return batch
         except BaseException as error:
-            # A Ctrl-C, or what a signal handler raised, may come between taking a message and
-            # noting what it says. While we only waited, nothing is lost.
-            if self._is_receiving and not self._pool.is_waiting:
+            # A Ctrl-C, or what a signal handler raised, may come between two things that belong
+            # together, and to go on would be to leave out a batch. While we only waited, nothing
+            # is lost.
+            is_interrupt = not isinstance(error, Exception)
+            if (self._is_amid and not self._pool.is_waiting) or (
+                self._is_handing_over and is_interrupt
+            ):
                 self.close()
             if isinstance(error, KeyboardInterrupt):
                 # Without what was being handled just then, which is nothing to the user.
                 raise error from None
             raise
         finally:
-            self._is_receiving = self._pool.is_waiting = False
+            self._is_amid = self._is_handing_over = self._pool.is_waiting = False
 
     def _next_batch(self) -> object:
         scheduler = self._scheduler
@@ -276,20 +290,22 @@ class Engine:
         while True:
             if self._inbox:
                 self.take_tickets()
+            self._is_handing_over = True
             ticket = scheduler.take_next()
             if ticket is not None:
                 if self._watch is not None and self._note_samples(self._watch, ticket):
                     deadline = None
                     continue
                 return self._hand_over(ticket)
+            self._is_handing_over = False
             awaited = scheduler.awaited()
             if awaited is not None:
                 # Most often it is here already, which spares us asking for events.
-                self._is_receiving = True
+                self._is_amid = True
                 data = self._pool.receive(awaited.worker_id)
                 if data is not None:
                     self._take(awaited.worker_id, data)
-                    self._is_receiving = False
+                    self._is_amid = False
                     continue
             elif scheduler.is_exhausted and not self._awaits_tickets():
                 if self._inbox:
@@ -413,11 +429,16 @@ class Engine:
 
     def _offer(self) -> None:
         """Draw one index batch and send it to a worker."""
+        was_amid, self._is_amid = self._is_amid, True
         try:
             indices = self._draw()
-        except StopIteration:
-            return
+        except Exception as error:
+            self._is_amid = was_amid
+            if isinstance(error, StopIteration):
+                return
+            raise  # of the user's sampler, which may go on
         self._offer_indices(indices)
+        self._is_amid = was_amid
 
     def _replace_ticket(self) -> None:
         """Offer a ticket in place of one that gives the user nothing."""
@@ -486,17 +507,17 @@ class Engine:
     def _receive_any(self, deadline: float | None) -> None:
         """Wait for something to happen, and take note of all that has."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
-        self._is_receiving = True
+        self._is_amid = True
         happened = self._pool.wait(timeout_s)
         if not happened and deadline is not None and time.monotonic() >= deadline:
-            self._is_receiving = False
+            self._is_amid = False
             raise self.late()
         for worker_id, data in happened:
             if data is None:
                 self._lose(worker_id)
             else:
                 self._take(worker_id, data)
-        self._is_receiving = False
+        self._is_amid = False
 
     def late(self) -> LoaderTimeoutError:
         """What is to be raised when a batch has not come in time. From any thread."""
@@ -637,10 +658,12 @@ class Engine:
     def close(self) -> None:
         """End the workers and let go of all memory. May be called again, and from any thread."""
         self._is_closed = True
-        self._pool.close()
-        self._readers = [None] * self._worker_count
-        self._draw = iter(()).__next__
-        self.arena.close()
+        try:
+            self._pool.close()
+        finally:
+            self._readers = [None] * self._worker_count
+            self._draw = iter(()).__next__
+            finish(self.arena.close)
 
     def end_workers(self) -> None:
         """End the workers alone, where another thread looks at the slots; from any thread."""

@@ -1,5 +1,6 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -235,9 +236,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         ``ClosedLoaderError``.
         """
         self._is_closed = True
+        with contextlib.ExitStack() as stack:  # one that is interrupted keeps none of the others
+            for iterator in list(self._open_iterators):
+                stack.callback(iterator.close)
+        # Last: as garbage, it could not raise what interrupts its end.
         self._iterator = None
-        for iterator in list(self._open_iterators):
-            iterator.close()
 
     def __enter__(self) -> Self:
         """The loader itself; closed at the end of the block."""

@@ -35,6 +35,7 @@ from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
+from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 
 
@@ -152,8 +153,10 @@ def _count_batches(index_sampler: Any) -> int | None:
 
 def _end(pool: ProcessPool, arena: Arena) -> None:
     """What is left to do of an iterator that is garbage."""
-    pool.close()
-    arena.close()
+    try:
+        pool.close()
+    finally:
+        finish(arena.close)
 
 
 def _no_transform(batch: object) -> object:
@@ -224,41 +227,43 @@ class WorkerIterator(_BaseDataLoaderIter):
             demand,
             may_replace=options.worker_restarts > 0,
         )
-        self._engine = Engine(
-            self._pool,
-            worker_count=worker_count,
-            window=window,
-            lend_limit=lent,
-            slot_bytes=slot_bytes,
-            in_order=loader.in_order,
-            timeout_s=loader.timeout,
-            worker_restarts=options.worker_restarts,
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            locker=backend,
-            demand=demand,
-            watch=watch,
-        )
-        # Ends the workers when the iterator is garbage. At the interpreter's exit the pool does.
-        # It must not hold the sampler, which may hold the loader and us; an engine does, unless it
-        # has a thread of its own.
-        self._source: Engine | StageThread = self._engine
-        if stage is None:
-            end = functools.partial(_end, self._pool, self._engine.arena)
-        else:
-            self._pool.enable_wake()
-            self._source = StageThread(self._engine, stage, window, loader.timeout)
-            end = functools.partial(self._source.running.end)
-        self._finalizer = weakref.finalize(self, end)
-        self._finalizer.atexit = False
-        self._next_batch: Callable[[], Any] = self._source.next_batch
-        self._is_exhausted = False
-        self._has_length_to_check = self._IterableDataset_len_called is not None
-        # As torch does: the sampler is iterated a second time.
-        super()._reset(loader)
         try:
+            self._engine = Engine(
+                self._pool,
+                worker_count=worker_count,
+                window=window,
+                lend_limit=lent,
+                slot_bytes=slot_bytes,
+                in_order=loader.in_order,
+                timeout_s=loader.timeout,
+                worker_restarts=options.worker_restarts,
+                is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+                locker=backend,
+                demand=demand,
+                watch=watch,
+            )
+            # Ends the workers when the iterator is garbage. At the interpreter's exit the pool
+            # does. It must not hold the sampler, which may hold the loader and us; an engine does,
+            # unless it has a thread of its own.
+            self._source: Engine | StageThread = self._engine
+            if stage is None:
+                end = functools.partial(_end, self._pool, self._engine.arena)
+            else:
+                self._pool.enable_wake()
+                self._source = StageThread(self._engine, stage, window, loader.timeout)
+                end = functools.partial(self._source.running.end)
+            self._finalizer = weakref.finalize(self, end)
+            self._finalizer.atexit = False
+            self._next_batch: Callable[[], Any] = self._source.next_batch
+            self._is_exhausted = False
+            self._has_length_to_check = self._IterableDataset_len_called is not None
+            # As torch does: the sampler is iterated a second time.
+            super()._reset(loader)
             self._source.start(self._sampler_iter)
         except BaseException:
-            self.close()
+            if hasattr(self, "_finalizer"):
+                self.close()
+            self._pool.close()  # a Ctrl-C may come before anybody else knows of the workers
             raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -269,30 +274,39 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._source.restart(self._sampler_iter)
 
     def _next_data(self) -> Any:
-        if self._is_exhausted:
-            raise StopIteration
-        try:
-            batch = self._next_batch()
-        except StopIteration:
-            self._is_exhausted = True
+        if not self._is_exhausted:
+            try:
+                batch = self._next_batch()
+            except StopIteration:
+                self._is_exhausted = True
+            else:
+                return self._transform(batch)
             if not self._persistent_workers:
-                self.close()
-            raise
-        return self._transform(batch)
+                self.close()  # what interrupts it has no other exception behind it
+        raise StopIteration
 
     def __next__(self) -> Any:
         """The next batch."""
-        if self._has_length_to_check or _profiler_enabled():
-            # torch warns of an iterable dataset that is longer than it said, and records.
-            return super().__next__()
-        batch = self._next_data()
-        self._num_yielded += 1
+        try:
+            if self._has_length_to_check or _profiler_enabled():
+                # torch warns of an iterable dataset that is longer than it said, and records.
+                return super().__next__()
+            batch = self._next_data()
+            self._num_yielded += 1
+        except Exception:
+            raise
+        except BaseException:
+            if self._source.has_delivered:
+                self.close()  # a Ctrl-C: to go on would be to leave out a batch
+            raise
         return batch
 
     def close(self) -> None:
         """End the workers and free the memory; may be called again."""
-        self._finalizer.detach()
-        self._source.close()
+        try:
+            self._source.close()
+        finally:
+            self._finalizer.detach()
 
     @property
     def is_closed(self) -> bool:

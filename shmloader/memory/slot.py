@@ -100,8 +100,8 @@ class Slot:
     __slots__ = ("__weakref__", "_array_type", "_fd", "address", "mapping", "nbytes", "views")
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map ``nbytes`` of ``fd``, and own the descriptor from now on."""
-        self._fd = fd
+        """Map ``nbytes`` of ``fd``, and own the descriptor, unless this raises."""
+        self._fd = -1
         self.nbytes = nbytes
         self.mapping = mmap.mmap(fd, nbytes, **_MAPPING_OPTIONS)
         # A core dump of a worker would otherwise hold every slot.
@@ -110,6 +110,11 @@ class Slot:
         self.views: tuple[object, Any] = (None, None)
         _Slots.live.add(self)
         self.address = ctypes.addressof(self._array_type.from_buffer(self.mapping))
+        self._fd = fd
+
+    def __del__(self) -> None:
+        """Close the descriptor where a Ctrl-C came before anybody owned the slot."""
+        self.forget_descriptor()
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
@@ -129,8 +134,10 @@ class Slot:
                 os.ftruncate(fd, nbytes)
                 fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
                 return cls(fd, nbytes)
-            except OSError as error:
+            except BaseException as error:
                 os.close(fd)
+                if not isinstance(error, OSError):
+                    raise
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise  # the mapping has a descriptor of its own in older Pythons
                 if nbytes <= 1 << 20:

@@ -28,6 +28,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
+from shmloader.workers.finishing import finish
 from shmloader.workers.parking import Parkable, may_wait_here
 
 # How long close() waits for the thread: it may be in the user's own transform.
@@ -208,6 +209,7 @@ class _Thread(Parkable):
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
         self.inbox = Inbox(engine.wake, functools.partial(self.results.put, _Wish.TICKET))
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=stage.name, daemon=True)
         # Who is the last to look at the engine and the stage, and closes them.
         self._last: dict[str, str] = {}
@@ -231,9 +233,11 @@ class _Thread(Parkable):
         self.wake()
         if self._thread.ident is None or self.stands_for_good:
             return True
-        if may_wait_here():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        # Not join() alone: interrupted, it takes the thread for one that has ended (Python 3.11).
+        if not may_wait_here() or not self._is_over.wait(timeout_s):
+            return self._is_over.is_set()
+        self._thread.join()
+        return True
 
     def _run(self) -> None:
         self.enter()
@@ -252,6 +256,7 @@ class _Thread(Parkable):
                     end(self._engine, self._stage)
             finally:
                 self.leave()
+                self._is_over.set()
 
     def ends_all_afterwards(self) -> bool:
         """Have the thread close the engine and the stage when it ends; not so if it has ended."""
@@ -320,8 +325,10 @@ def end(engine: Engine, stage: Stage) -> None:
     try:
         stage.close()
     finally:
-        engine.close()
-        engine.detach()  # it need not wait for the collector of cycles
+        try:
+            engine.close()
+        finally:
+            engine.detach()  # it need not wait for the collector of cycles
 
 
 class Running:
@@ -367,6 +374,9 @@ class Running:
         if os.getpid() != self.pid:
             self._engine.close()  # a forked child: neither the thread nor the device is its own
             return
+        finish(self._end_here)
+
+    def _end_here(self) -> None:
         thread = self.thread
         if thread is not None and not thread.stop(_JOIN_S) and thread.ends_all_afterwards():
             # We are on that thread, by way of the garbage collector; or it is stuck in the user's
@@ -404,6 +414,8 @@ class StageThread:
         self._tickets_out = 0
         # Whether an interruption now may lose a batch, or a ticket.
         self._is_taking = False
+        #: As :attr:`Engine.has_delivered`.
+        self.has_delivered = False
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
@@ -434,6 +446,7 @@ class StageThread:
         if thread is None:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
+        self.has_delivered = False
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             # Interrupted here, nothing is lost.
@@ -441,7 +454,9 @@ class StageThread:
             self._is_taking = True
             try:
                 if isinstance(result, _Ready | _Raised):
-                    return self._take(thread, result)
+                    batch = self._take(thread, result)
+                    self.has_delivered = True
+                    return batch
                 self._serve(thread, result)
             except BaseException:
                 del result  # an exception's traceback holds this frame

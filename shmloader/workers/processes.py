@@ -44,6 +44,7 @@ from shmloader.workers.board import AtWork, Board
 from shmloader.workers.channel import receive_soon
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.finishing import finish
 from shmloader.workers.lifeline import Lifeline
 from shmloader.workers.parking import all_parked
 from shmloader.workers.payload import (
@@ -87,6 +88,12 @@ class _Worker:
         self.pidfd = os.pidfd_open(process.pid or 0)
         self.outbox: collections.deque[tuple[bytes, int | None]] = collections.deque()
         self.is_lost = False
+
+    def close_pidfd(self) -> None:
+        """Close it; may be called again."""
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 class _Waker:
@@ -146,6 +153,7 @@ class ProcessPool:
         self._starting: socket.socket | None = None
         self._is_closed = False
         self._is_exiting = False
+        self._grace_s = _GRACE_S
         self.is_waiting = False
         self._groups = control_groups(Path("/" if demand is None else demand.root))
         self._oom_kills_before = oom_kills(self._groups)
@@ -242,8 +250,7 @@ class ProcessPool:
         assert old.is_lost
         del self._by_fd[old.channel.fileno()], self._by_fd[old.pidfd]
         old.channel.close()
-        os.close(old.pidfd)
-        old.pidfd = -1
+        old.close_pidfd()
         self._workers[worker_id] = self._start_worker(worker_id)
 
     def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
@@ -407,6 +414,11 @@ class ProcessPool:
             return
         self._is_closed = True
         self._at_exit.cancel()
+        finish(self._end_all)
+
+    def _end_all(self) -> None:
+        # Who presses Ctrl-C meanwhile does not want to wait for workers that are busy.
+        grace_s, self._grace_s = self._grace_s, 0.0
         for worker in self._workers:
             # Ends the worker's loop when it has answered what it is at.
             with contextlib.suppress(OSError):
@@ -414,10 +426,7 @@ class ProcessPool:
             worker.channel.close()
         if FAULTS is not None:
             FAULTS.reach("main.close")
-        _end([worker for worker in self._workers if worker.pidfd >= 0])
-        for worker in self._workers:
-            if worker.pidfd >= 0:
-                os.close(worker.pidfd)
+        _end([worker for worker in self._workers if worker.pidfd >= 0], grace_s)
         self._close_shared()
 
     def _close_shared(self) -> None:
@@ -457,15 +466,18 @@ def close_inherited() -> None:
     close_inherited_slots()
 
 
-def _end(workers: list[_Worker]) -> None:
+def _end(workers: list[_Worker], grace_s: float) -> None:
     """Wait for workers to end, and reap them; help those that do not end by themselves."""
     for wait_s, then in (
-        (_GRACE_S, BaseProcess.terminate),
+        (grace_s, BaseProcess.terminate),
         (_TERMINATE_S, BaseProcess.kill),
         (_KILL_S, None),
     ):
         deadline = time.monotonic() + wait_s
-        workers = [worker for worker in workers if not _reap(worker, deadline)]
+        for worker in workers:
+            if _reap(worker, deadline):
+                worker.close_pidfd()
+        workers = [worker for worker in workers if worker.pidfd >= 0]
         if then is not None:
             for worker in workers:
                 then(worker.process)
