@@ -759,6 +759,8 @@ def run_cell(cell: Cell) -> None:
     """Run a trial to the end of this program; ``SHMLOADER_FAULT`` is read when ours is imported."""
     os.environ["SHMLOADER_FAULT"] = cell.variable
     os.environ[actions.MAIN_PID] = str(os.getpid())
+    # Whoever starts us in the background ignores it, and Python leaves that as it is.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
