@@ -11,13 +11,15 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench faults chaos clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
+	@echo "make faults  every fault at every point (tests/faults); hours, --help lists the options"
+	@echo "make chaos   1,000 kills at random times (tests/faults/chaos.py)"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo "ARGS=... goes to the program that a target runs: make test ARGS='-k slots -x'"
 
@@ -35,6 +37,12 @@ check: $(STAMP)-test
 
 bench: $(STAMP)-test
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+faults: $(STAMP)-test
+	@$(BIN)/python -m tests.faults $(ARGS)
+
+chaos: $(STAMP)-test
+	@$(BIN)/python -m tests.faults.chaos $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import queue
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from tests.faults.cells import Cell, all_cells, pairwise
+from tests.faults import docs
+from tests.faults.cells import Cell, all_cells, cell_of, pairwise
 from tests.faults.harness import Starter, Verdict, run_trial
 
 # What trials cost, roughly, in seconds of a processor: for the choice of the sample.
@@ -76,8 +79,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="trials at a time")
     parser.add_argument("--template", action="store_true", help="fork trials, torch imported")
     parser.add_argument("--minutes", type=float, default=0, help="start none after so long")
+    parser.add_argument("--record", metavar="FILE", help="add verdicts to it; run what it lacks")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     parser.add_argument("-x", action="store_true", help="stop at the first that fails")
     return parser.parse_args()
+
+
+def _read_record(record: Path | None) -> dict[str, bool]:
+    """Cells that were run before, and whether each was right."""
+    known: dict[str, bool] = {}
+    if record is not None and record.exists():
+        for line in record.read_text().splitlines():
+            name, problems = json.loads(line)
+            known[name] = known.get(name, True) and not problems
+    return known
 
 
 def main() -> None:
@@ -88,16 +103,28 @@ def main() -> None:
         cells = list(pairwise(cells, COST))
     if options.patterns:
         cells = [c for c in cells if any(fnmatch.fnmatch(c.id, p) for p in options.patterns)]
-    cells *= options.repeat
+    record = Path(options.record) if options.record else None
+    known = _read_record(record)
+    cells = [cell for cell in cells if cell.id not in known] * options.repeat
     if options.list:
         print(*[cell.id for cell in cells], sep="\n")
         return
     began = time.monotonic()
     failed = 0
+    stopping = threading.Event()
+    if options.minutes:
+        timer = threading.Timer(options.minutes * 60, stopping.set)
+        timer.daemon = True
+        timer.start()
     for number, verdict in enumerate(
-        run_cells(cells, jobs=options.jobs, is_fresh=not options.template), 1
+        run_cells(cells, jobs=options.jobs, is_fresh=not options.template, stopping=stopping),
+        1,
     ):
         failed += bool(verdict.problems)
+        known[verdict.cell.id] = not verdict.problems and known.get(verdict.cell.id, True)
+        if record is not None:
+            with record.open("a") as file:
+                print(json.dumps([verdict.cell.id, verdict.problems]), file=file)
         mark = "FAILED" if verdict.problems else "right"
         print(
             f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {verdict.cell.id}: {mark} "
@@ -107,6 +134,9 @@ def main() -> None:
         for problem in verdict.problems:
             print("   ", problem.replace("\n", "\n      "), flush=True)
         if failed and options.x:
-            break
+            stopping.set()
     print(f"{failed} failed")
+    if options.docs:
+        minutes = (time.monotonic() - began) / 60
+        docs.write_campaign([(cell_of(name), right) for name, right in known.items()], minutes)
     sys.exit(bool(failed))

@@ -78,7 +78,8 @@ def _answers_to(pid: int, number: int) -> bool:
     return False
 
 
-def _is_server(pid: int) -> bool:
+def is_server(pid: int) -> bool:
+    """Whether it is one of multiprocessing's own servers, or gone."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"multiprocessing.forkserver import" in command or b"resource_tracker" in command
@@ -112,7 +113,7 @@ def end_session(leader: int) -> list[str]:
     while left := session_of(leader):
         elapsed_s = time.monotonic() - began
         # multiprocessing's own servers end by themselves, when they are done importing torch.
-        if elapsed_s > LEFT_S and (elapsed_s > SERVERS_S or not all(map(_is_server, left))):
+        if elapsed_s > LEFT_S and (elapsed_s > SERVERS_S or not all(map(is_server, left))):
             break
         time.sleep(0.01)
     words = [describe_process(pid) for pid in left]
@@ -160,19 +161,28 @@ class Starter:
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def run(
-        self,
-        arguments: list[str],
-        directory: Path,
-        limit_s: float,
-        environment: dict[str, str] | None = None,
-    ) -> Ended:
+    def run(self, arguments: list[str], directory: Path, limit_s: float) -> Ended:
         """Run ``trial.py`` with these arguments to its end."""
-        environment = {**_ENVIRONMENT, actions.DIRECTORY: str(directory), **(environment or {})}
+        pid, wait = self.start(arguments, directory)
+        return self.ended(pid, directory, wait(limit_s), wait)
+
+    def start(
+        self, arguments: list[str], directory: Path
+    ) -> tuple[int, Callable[[float], int | None]]:
+        """Start ``trial.py``; returns its number, and what waits for its exit code."""
+        environment = {**_ENVIRONMENT, actions.DIRECTORY: str(directory)}
         with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
             start = self._start_fresh if self._is_fresh else self._start_from_template
-            pid, wait = start(arguments, environment, out.fileno(), err.fileno())
-        code = wait(limit_s)
+            return start(arguments, environment, out.fileno(), err.fileno())
+
+    def ended(
+        self,
+        pid: int,
+        directory: Path,
+        code: int | None,
+        wait: Callable[[float], int | None],
+    ) -> Ended:
+        """What has become of a program. One that still runs (no code) is ended."""
         stacks = ""
         if code is None:
             stacks = stacks_of(pid, directory)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.faults.campaign import COST, run_cells
 from tests.faults.cells import all_cells, cell_of, effect_of, pairs_of, pairwise
+from tests.faults.chaos import Chaos
 from tests.faults.harness import Verdict
 
 pytestmark = pytest.mark.timeout(300)
@@ -74,6 +75,13 @@ def test_a_fault_is_seen_for_what_it_is(cell, verdicts) -> None:
 def test_the_sample_covers_all_pairs() -> None:
     every = {pair for cell in all_cells() for pair in pairs_of(cell)}
     assert {pair for cell in SAMPLE for pair in pairs_of(cell)} == every
+
+
+def test_after_a_few_kills_at_random_times_nothing_is_amiss() -> None:
+    chaos = Chaos(seed=5, kills=12)
+    chaos.run(jobs=2)
+    assert chaos.done >= 12
+    assert chaos.problems == []
 
 
 def test_an_id_names_its_cell() -> None:

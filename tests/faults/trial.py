@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tests.faults import actions
+from tests.faults import actions, hammered
 from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Kind, cell_of
 from tests.holdings import Holdings
 
@@ -805,14 +805,20 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Run the cell that the arguments or the template's request name."""
+    """Run the cell, or the program, that the arguments or the template's request name."""
     if sys.argv[1] == "--template":
         request = serve(socket.socket(fileno=int(sys.argv[2])))
         if request is None:
             return
         os.environ.update(request["environment"])
         sys.argv[1:] = request["arguments"]
-    run_cell(cell_of(sys.argv[1]))
+    if sys.argv[1] == "--hammered":
+        dump_stacks_on_signal()
+        torch.set_num_threads(1)
+        simulate_pinning()
+        hammered.run(sys.argv[2], sys.argv[3])
+    else:
+        run_cell(cell_of(sys.argv[1]))
 
 
 if __name__ == "__main__":

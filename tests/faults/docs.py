@@ -1,0 +1,119 @@
+"""Writes what was run into ``docs/reliability.md``: a section for each command."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from tests.faults.cells import FAULTS, METHODS, MODES, POINTS, Cell
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+def write_campaign(results: Iterable[tuple[Cell, bool]], minutes: float) -> None:
+    """The table of faults and points.
+
+    Args:
+        results: Cells that were run, and whether each was right.
+        minutes: How long they took.
+    """
+    table: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
+    methods: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
+    total: Counter[bool] = Counter()
+    for cell, is_right in results:
+        table[cell.fault.name, cell.point.name][is_right] += 1
+        methods[cell.method] += 1
+        modes[cell.mode.name] += 1
+        total[is_right] += 1
+    points = [name for name in POINTS if any(place == name for _, place in table)]
+    lines = [
+        (
+            f"{_where_and_when()}; {minutes:.0f} minutes. {total.total()} trials, "
+            f"{total[True]} right, {total[False]} not."
+        ),
+        "",
+        "By start method: "
+        + _listed(methods, METHODS)
+        + ". By mode: "
+        + _listed(modes, MODES)
+        + ".",
+        "",
+        (
+            "A number is how many trials of this fault at this point were right, over all start "
+            "methods and modes; where some were not, right / all. An empty field: the two do not "
+            "combine."
+        ),
+        "",
+        "| fault | " + " | ".join(points) + " |",
+        "|---|" + "---|" * len(points),
+    ]
+    for fault in FAULTS:
+        fields = [_count(table.get((fault, point))) for point in points]
+        if any(fields):
+            lines.append(f"| {fault} | " + " | ".join(fields) + " |")
+    _replace("campaign", lines)
+
+
+def write_chaos(
+    seed: int, kills: int, minutes: float, counts: Counter[str], problems: list[str]
+) -> None:
+    """What came of the kills.
+
+    Args:
+        seed: Of the run.
+        kills: How many.
+        minutes: How long they took.
+        counts: What happened.
+        problems: What must not have.
+    """
+    lines = [
+        (
+            f"{_where_and_when()}; {minutes:.0f} minutes, `--seed {seed}`: **{kills} kills, "
+            f"{len(problems)} problems**."
+        ),
+        "",
+        "| | |",
+        "|---|---|",
+        *[f"| {name} | {counts[name]:,} |" for name in sorted(counts)],
+        "",
+        (
+            "A step is a batch that was checked, the end of an epoch, or a death that was told or "
+            "made good. What is counted apart is of the programs that were not killed in the end."
+        ),
+        *[f"- {problem.splitlines()[0]}" for problem in problems],
+    ]
+    _replace("chaos", lines)
+
+
+def _where_and_when() -> str:
+    return (
+        f"{dt.datetime.now(tz=dt.UTC).date()}, {os.cpu_count()} cores, "
+        f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
+
+
+def _listed(counts: Counter[str], order: Iterable[str]) -> str:
+    return ", ".join(f"{name} {counts[name]}" for name in order if counts[name])
+
+
+def _count(found: Counter[bool] | None) -> str:
+    if found is None:
+        return ""
+    return f"{found[True]} / {found.total()}" if found[False] else str(found[True])
+
+
+def _replace(section: str, lines: list[str]) -> None:
+    """Put lines between the section's marks."""
+    begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
+    text = PAGE.read_text()
+    body = "\n".join([begin, *lines, end])
+    PAGE.write_text(re.sub(f"{begin}.*?{end}", lambda _: body, text, flags=re.DOTALL))

@@ -1,0 +1,217 @@
+"""The program that ``make chaos`` kills, whole or in part: loaders of all sorts, checked.
+
+Runs in the interpreter of :mod:`tests.faults.trial` until the file ``stop`` is in the trial's
+directory. Counts its steps in the file ``progress``, so that a hang is seen from the outside, and
+writes what goes wrong into ``problems`` at once, since it may be killed at any time. Prints one
+line of JSON at its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import mmap
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.faults import actions
+from tests.holdings import Holdings
+
+BATCH_SIZE = 4
+_SAMPLE_BYTES = 20_000
+LEFT_S = 2.0
+
+
+def make_sample(index: int) -> torch.Tensor:
+    """Bytes that only this index has."""
+    return torch.arange(_SAMPLE_BYTES, dtype=torch.int64).mul_(index * 2 + 1).to(torch.uint8)
+
+
+class Samples(torch.utils.data.Dataset):
+    """Map-style."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return make_sample(index), index
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The same samples, such that batches come in the same order: dealt out by whole batches."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        for start in range(0, self.length, BATCH_SIZE):
+            if start // BATCH_SIZE % info.num_workers == info.id:
+                for index in range(start, start + BATCH_SIZE):
+                    yield make_sample(index), index
+
+
+class Hammered:
+    """Loaders, epoch after epoch.
+
+    Args:
+        seed: Decides what they are.
+        method: Start method of their workers.
+    """
+
+    def __init__(self, seed: str, method: str) -> None:
+        self._random = random.Random(seed)
+        self._method = method
+        self._directory = Path(os.environ[actions.DIRECTORY])
+        with (self._directory / "progress").open("wb+") as file:
+            file.truncate(mmap.PAGESIZE)
+            self._progress = mmap.mmap(file.fileno(), 8)
+        self._steps = 0
+        self._words = ""
+        self.counts: Counter[str] = Counter()
+        self._known = [make_sample(index) for index in range(24 * BATCH_SIZE)]
+
+    def run(self) -> None:
+        """Until told to stop."""
+        from shmloader import DataLoader
+
+        if self._method != "fork":
+            resource_tracker.ensure_running()
+            if self._method == "forkserver":
+                forkserver.set_forkserver_preload(["torch"])
+                forkserver.ensure_running()
+        before = Holdings.now()
+        while not self._must_stop():
+            options = self._choose()
+            self._words = str(options)
+            loader = DataLoader(**options, multiprocessing_context=self._method)
+            for _ in range(self._random.randint(1, 4)):
+                self._run_epoch(loader, options)
+                if self._must_stop():
+                    break
+            if self._random.random() < 0.5:
+                loader.close()
+            del loader
+        self._judge_what_is_left(before)
+
+    def _choose(self) -> dict[str, Any]:
+        choose = self._random
+        is_stream = choose.random() < 0.3
+        options: dict[str, Any] = {
+            "dataset": (Stream if is_stream else Samples)(choose.randint(2, 24) * BATCH_SIZE),
+            "batch_size": BATCH_SIZE,
+            "num_workers": choose.randint(1, 3),
+            "prefetch_factor": choose.randint(1, 4),
+            "persistent_workers": choose.random() < 0.5,
+            "worker_restarts": choose.choice([0, 0, 1, 5]),
+        }
+        if choose.random() < 0.2:
+            options["in_order"] = False
+        if choose.random() < 0.3:
+            options["timeout"] = 60
+        if choose.random() < 0.3:
+            options["pin_memory"] = True
+        return options
+
+    def _must_stop(self) -> bool:
+        return (self._directory / "stop").exists()
+
+    def _step(self, what: str) -> None:
+        self._steps += 1
+        self.counts[what] += 1
+        self._progress[:8] = self._steps.to_bytes(8, "little")
+
+    def _problem(self, text: str) -> None:
+        with (self._directory / "problems").open("a") as file:
+            file.write(f"{text} ({self._words})\n")
+
+    def _run_epoch(self, loader: Any, options: dict[str, Any]) -> None:
+        from shmloader import WorkerDiedError
+
+        length = options["dataset"].length // BATCH_SIZE
+        ends_after = self._random.randint(1, length) if self._random.random() < 0.2 else None
+        seen: list[int] = []
+        kept: list[tuple[Any, int]] = []
+        try:
+            for batch in itertools.islice(loader, ends_after):
+                number = self._number_of(batch)
+                seen.append(number)
+                self._step("batches")
+                if self._random.random() < 0.2:
+                    kept.append((batch, number))
+        except WorkerDiedError as error:
+            self._step("deaths told")
+            if "is killed by signal: Killed" not in str(error):
+                self._problem(f"a death in other words: {error}")
+        except BaseException as error:
+            self._problem(f"{error!r} after {seen}")
+        else:
+            self._step("whole epochs" if ends_after is None else "epochs left")
+            if len(seen) != (ends_after or length):
+                self._problem(f"batches are missing: {seen} of {length}")
+        if not options.get("in_order", True):
+            seen.sort()
+            if len(set(seen)) != len(seen) or not set(seen) <= set(range(length)):
+                self._problem(f"batches came twice: {seen}")
+        elif seen != list(range(len(seen))):
+            self._problem(f"batches in a wrong order: {seen}")
+        for batch, number in kept:
+            if self._number_of(batch) != number:
+                self._problem(f"batch {number} has changed")
+
+    def _number_of(self, batch: Any) -> int:
+        """The number of a batch; -1 if it is none."""
+        samples, indices = batch
+        first = int(indices[0])
+        if first % BATCH_SIZE or indices.tolist() != list(range(first, first + BATCH_SIZE)):
+            self._problem(f"indices {indices.tolist()} in a batch")
+            return -1
+        for sample, index in zip(samples, indices.tolist(), strict=True):
+            if not torch.equal(sample, self._known[index]):
+                self._problem(f"wrong bytes in sample {index}")
+                return -1
+        return first // BATCH_SIZE
+
+    def _judge_what_is_left(self, before: Holdings) -> None:
+        deadline = time.monotonic() + LEFT_S
+        while True:
+            gc.collect()
+            left = Holdings.now().beyond(before)
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                self._problem(f"left: {left}")
+                return
+            time.sleep(0.01)
+
+
+class _Count(logging.Handler):
+    def __init__(self, hammered: Hammered) -> None:
+        super().__init__()
+        self._hammered = hammered
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._hammered._step("workers replaced")
+
+
+def run(seed: str, method: str) -> None:
+    """Run the program; prints its counts."""
+    import shmloader  # noqa: F401 - before we look at what is held
+
+    hammered = Hammered(seed, method)
+    logging.getLogger("shmloader").addHandler(_Count(hammered))
+    hammered.run()
+    print(json.dumps(hammered.counts), flush=True)
