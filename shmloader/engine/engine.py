@@ -138,9 +138,10 @@ class Engine:
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
         self._draw: Callable[[], object] = iter(()).__next__
+        # Deaths that were noted, and whose worker is to be replaced.
+        self._to_replace: dict[int, Death] = {}
         # Those that have left the epoch before.
         self._ready_workers: set[int] = set()
-        self._is_leaving_epoch = False
         # The text alone: the error's traceback holds us.
         self._closed_because = ""
         self._is_closed = False
@@ -208,13 +209,11 @@ class Engine:
         """
         self.check_open()
         self._draw = iter(()).__next__
-        self._is_leaving_epoch = True
         try:
             self._finish_epoch()
         except BaseException:
             self.close()
             raise
-        self._is_leaving_epoch = False
         self._draw = tickets.__next__
         self._prime()
 
@@ -225,6 +224,7 @@ class Engine:
         message = pack(StartEpoch(self._scheduler.epoch + 1))
         for worker_id in range(self._worker_count):
             self._pool.send(worker_id, message)
+        self._replace_workers()
         while len(self._ready_workers) < self._worker_count:
             for worker_id, death in enumerate(self._scheduler.deaths):
                 if isinstance(death, Death):
@@ -318,6 +318,7 @@ class Engine:
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
                 FAULTS.reach("main.next")
+            self._replace_workers()
             self._receive_any(deadline)
             self._pause()
             self.check_open()
@@ -518,6 +519,7 @@ class Engine:
             else:
                 self._take(worker_id, data)
         self._is_amid = False
+        self._replace_workers()
 
     def late(self) -> LoaderTimeoutError:
         """What is to be raised when a batch has not come in time. From any thread."""
@@ -544,7 +546,7 @@ class Engine:
         return texts
 
     def _lose(self, worker_id: int) -> None:
-        """A worker is dead: have another do its work, or let all that waits for it fail."""
+        """A worker is dead: another is to do its work, or all that waits for it fails."""
         scheduler = self._scheduler
         death = Death(
             self._pool.pid(worker_id),
@@ -554,27 +556,41 @@ class Engine:
         )
         was_at = self._pool.was_at(worker_id)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
-        tickets = scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
-        if tickets is None:
-            return
-        # A worker that is new to an epoch is asked for all of it.
-        is_amid = self._is_iterable and not self._is_leaving_epoch
-        skipped = scheduler.answer_count(worker_id) if is_amid else 0
-        _log.warning(
-            describe_restart(worker_id, death, [ticket.seq for ticket in tickets], skipped)
-        )
+        if scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None) is not None:
+            self._to_replace[worker_id] = death
+
+    def _replace_workers(self) -> None:
+        """Start a worker in place of each that was lost, and have it do what that one had in work.
+
+        Not where the loss is noted: the thread that we belong to may be told to end while it waits
+        for the user's, and then the next epoch finds here what is left to do.
+        """
+        while self._to_replace:
+            worker_id, death = next(iter(self._to_replace.items()))
+            skipped = self._scheduler.answer_count(worker_id) if self._is_iterable else 0
+            seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
+            text = describe_restart(worker_id, death, seqs, skipped)
+            self._have_done(functools.partial(self._replace_worker, worker_id, text))
+            # It knows nothing of an epoch before.
+            self._ready_workers.add(worker_id)
+            if skipped:
+                self._pool.send(worker_id, pack(SkipBatches(skipped)))
+            for ticket in self._scheduler.wanted_of(worker_id):
+                self._send(ticket)
+            self._is_amid = False
+
+    def _replace_worker(self, worker_id: int, text: str) -> None:
+        """Start a worker, on the user's thread."""
+        # Nobody can go on after an interruption in the midst of it.
+        self._is_amid = True
         try:
-            self._have_done(functools.partial(self._pool.replace, worker_id))
+            self._pool.replace(worker_id)
         except OSError as error:
             self._fail(error)
+        _log.warning(text)
+        del self._to_replace[worker_id]
         self._readers[worker_id] = None
         self._mapped[worker_id].clear()
-        # It knows nothing of an epoch before.
-        self._ready_workers.add(worker_id)
-        if skipped:
-            self._pool.send(worker_id, pack(SkipBatches(skipped)))
-        for ticket in tickets:
-            self._send(ticket)
 
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""

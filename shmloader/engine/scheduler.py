@@ -132,7 +132,8 @@ class Scheduler:
             The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
         """
         ticket = self._in_work(seq, epoch)
-        self._answer_counts[ticket.worker_id] += 1
+        if not ticket.is_dropped:
+            self._answer_counts[ticket.worker_id] += 1
         self._answer(ticket, answer, is_kept=is_kept)
         return ticket
 
@@ -199,10 +200,21 @@ class Scheduler:
         for ticket in unanswered:
             if ticket.is_dropped:
                 self._answer(ticket, None)
-        return [ticket for ticket in unanswered if not ticket.is_dropped]
+        return self.wanted_of(worker_id)
+
+    def wanted_of(self, worker_id: int) -> list[Ticket]:
+        """The tickets whose answer a worker owes, but for those that nobody wants; in order."""
+        return [
+            ticket
+            for ticket in self.tickets
+            if ticket.worker_id == worker_id and ticket.answer is None and not ticket.is_dropped
+        ]
 
     def answer_count(self, worker_id: int) -> int:
-        """Batches and failures that came from a worker, or those before it, in this epoch."""
+        """Batches and failures that came from a worker, or those before it, in this epoch.
+
+        None once the epoch is left: a worker that is new then has nothing of it to go on from.
+        """
         return self._answer_counts[worker_id]
 
     @property
@@ -306,6 +318,7 @@ class Scheduler:
                 if ticket.is_kept:
                     retired.append(ticket.slot_id)
         self._arrived.clear()
+        self._answer_counts = [0] * len(self._answer_counts)
         return retired
 
     def start_epoch(self) -> None:
@@ -319,7 +332,6 @@ class Scheduler:
             self._answer(ticket, None)
         self.epoch += 1
         self._restarts_left = self._restart_limit
-        self._answer_counts = [0] * len(self._answer_counts)
         self._next_seq = self._next_delivery = 0
         self._active = [True] * len(self._active)
         self._router.restart()

@@ -308,8 +308,8 @@ class _Worker:
             collate, fetcher.collate_fn = fetcher.collate_fn, _give_nothing
             try:
                 for _ in range(self._to_skip):
-                    # Where it failed, it fails again, and goes on from there.
-                    with contextlib.suppress(Exception):
+                    # Where it failed, by a SystemExit or otherwise, it fails again, and goes on.
+                    with contextlib.suppress(BaseException):
                         fetcher.fetch(indices)
             finally:
                 fetcher.collate_fn = collate

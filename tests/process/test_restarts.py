@@ -1,686 +1,863 @@
-"""Workers that die are replaced; a timeout says what workers are doing; none outlives main."""
+"""Workers that are replaced when they die: the epoch is as if nothing had happened."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import gc
+import hashlib
+import itertools
 import logging
 import os
-import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
-from shmloader import DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader import DataLoader, WorkerDiedError
 from tests.process.support import (
-    TOLD_S,
     Calls,
     Gate,
-    Program,
     Streams,
     Switch,
+    descriptor_count,
     only,
     wait_for_end,
+    wait_until,
 )
+from tests.simulated import SimulatedDevice, installed, pinning
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(90)
 
+AFRESH = ["spawn", "forkserver"]
 
-class Fuse:
-    """Lets so many through, over all workers."""
-
-    def __init__(self, count: int) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.write(self._write, b"x" * count)
-
-    def is_lit(self) -> bool:
-        try:
-            return os.read(self._read, 1) == b"x"
-        except BlockingIOError:
-            return False
-
-    def light(self) -> None:
-        os.write(self._write, b"x")
-
-    def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+# Large enough to lie in a slot, and to be lent.
+WIDTH = 3000
 
 
-@pytest.fixture
-def fuse() -> Iterator[Callable[[int], Fuse]]:
-    made: list[Fuse] = []
-
-    def make(count: int) -> Fuse:
-        made.append(Fuse(count))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def row(index: int) -> torch.Tensor:
+    """A sample whose content tells where it comes from."""
+    return torch.arange(WIDTH, dtype=torch.float32) * (index + 1)
 
 
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def hashed(batch: Any) -> str:
+    """A batch's content, in brief."""
+    digest = hashlib.sha256()
+    for part in batch if isinstance(batch, list | tuple) else [batch]:
+        data = part.cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+        digest.update(f"{data.dtype}{data.shape}".encode())
+        digest.update(data.tobytes())
+    return digest.hexdigest()[:16]
 
 
-def dying(at: int, fuse: Fuse, length: int = 20, end: Callable[[], Any] = kill_self) -> Calls:
-    """Ends its worker at one index, for as long as the fuse is lit."""
+def hashes(batches: Any) -> list[str]:
+    return [hashed(batch) for batch in batches]
+
+
+def rows(length: int, batch_size: int = 1) -> list[str]:
+    """What an epoch over `row` gives."""
+    every = [row(index) for index in range(length)]
+    parts = [every[at : at + batch_size] for at in range(0, length, batch_size)]
+    return [hashed(torch.stack(part)) for part in parts]
+
+
+class Deaths:
+    """So many deaths are left; forked workers, and those started afresh, take them."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.switches = [Switch(is_on=True) for _ in range(count)]
+
+    def take(self) -> None:
+        """End this process, if a death is left. One process at a time may call this."""
+        for switch in self.switches:
+            if switch:
+                switch.turn(on=False)
+                os._exit(3)
+
+    @property
+    def left(self) -> int:
+        return sum(map(bool, self.switches))
+
+
+def dying(at: int, deaths: Deaths, length: int = 20) -> Calls:
+    """Rows, one of which kills who loads it."""
 
     def sample(index: int) -> torch.Tensor:
-        if index == at and fuse.is_lit():
-            end()
-        return torch.full((40_000,), index)
+        if index == at:
+            deaths.take()
+        return row(index)
 
     return Calls(sample, length)
 
 
-def firsts(batches: Any) -> list[int]:
-    return [int(batch.flatten()[0]) for batch in batches]
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of workers that were replaced."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "shmloader" and record.levelno == logging.WARNING
+    ]
 
 
-# ---------------------------------------------------------------- what is delivered
+def pids(batches: Any) -> list[int]:
+    return [worker.pid for worker in batches._workers]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("at", [0, 5, 19])
-def test_a_worker_that_dies_is_replaced_and_the_epoch_is_whole(workers, at, fuse, caplog) -> None:
-    loader = DataLoader(dying(at, fuse(1)), batch_size=2, num_workers=workers, worker_restarts=1)
-    began = time.monotonic()
-    batches = [batch.tolist() for batch in (batch[:, 0] for batch in loader)]
-    assert time.monotonic() - began < TOLD_S
-    assert batches == [[n, n + 1] for n in range(0, 20, 2)]
-    assert len(caplog.records) == 1
-    assert firsts(loader) == list(range(0, 20, 2))
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
 
 
-def test_the_log_says_who_died_what_is_done_again_and_that_streams_start_anew(fuse, caplog) -> None:
-    loader = DataLoader(
-        dying(2, fuse(1)), num_workers=2, prefetch_factor=2, collate_fn=only, worker_restarts=3
-    )
+# ---------------------------------------------------------------- map-style datasets
+
+
+def test_a_batch_that_kills_its_worker_is_loaded_again_in_order(caplog) -> None:
+    deaths = Deaths()
+    loader = DataLoader(dying(9, deaths), batch_size=2, num_workers=2, worker_restarts=1)
     batches = iter(loader)
-    victim = batches._workers[0].pid
-    assert firsts(batches) == list(range(20))
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("shmloader", logging.WARNING)
-    text = record.getMessage()
-    assert text.startswith(f"DataLoader worker (pid {victim}) is killed by signal: Killed. ")
-    assert "A new process takes the place of worker 0 and loads again what it had in work" in text
-    assert "batch 2" in text
-    assert text.endswith("Its random streams start anew.")
+    before = pids(batches)
+    first = [hashed(next(batches)) for _ in range(3)]
+    assert first + hashes(batches) == rows(20, 2)
+    assert deaths.left == 0
+    (text,) = told(caplog)
+    assert text.startswith(f"DataLoader worker (pid {before[0]}) exited unexpectedly with exit")
+    assert "exit code 3." in text
+    assert "takes the place of worker 0 and loads again what it had in work: batch 4" in text
+    assert "random streams start anew" in text
 
 
-def test_two_workers_that_die_at_the_same_time_are_both_replaced(fuse, caplog) -> None:
-    lit = fuse(2)
-    barrier = Gate()
-
-    def sample(index: int) -> int:
-        if index in {2, 3} and lit.is_lit():
-            barrier.pass_through()
-            os._exit(4)
-        return index
-
-    loader = DataLoader(Calls(sample, 20), num_workers=2, collate_fn=only, worker_restarts=2)
-    batches = iter(loader)
-    victims = [worker.pid for worker in batches._workers]
-    assert [next(batches), next(batches)] == [0, 1]
-    barrier.open(2)
-    for victim in victims:
-        wait_for_end(victim)
-    assert list(batches) == list(range(2, 20))
-    assert len(caplog.records) == 2
-    barrier.close()
-
-
-def test_out_of_order_every_batch_comes_once(fuse) -> None:
-    loader = DataLoader(
-        dying(7, fuse(1), 40),
-        num_workers=2,
-        collate_fn=only,
-        in_order=False,
-        worker_restarts=1,
-    )
-    assert sorted(firsts(loader)) == list(range(40))
-
-
-def test_batches_that_lay_in_slots_when_their_worker_died_are_not_loaded_again(fuse) -> None:
-    seen = fuse(0)
-    lit = fuse(1)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_worker_that_a_signal_ends_is_replaced_and_the_log_names_it(number, caplog) -> None:
+    switch = Switch(is_on=True)
 
     def sample(index: int) -> torch.Tensor:
-        os.write(seen._write, bytes([index]))
-        if index == 3 and lit.is_lit():
-            kill_self()
-        return torch.full((40_000,), index)
+        if index == 3 and switch:
+            switch.turn(on=False)
+            os.kill(os.getpid(), number)
+            signal.pause()
+        return row(index)
+
+    assert hashes(DataLoader(Calls(sample, 8), num_workers=2, worker_restarts=1)) == rows(8)
+    (text,) = told(caplog)
+    assert f"is killed by signal: {signal.strsignal(number)}." in text
+    assert "loads again what it had in work: batch 3" in text
+
+
+def test_a_worker_that_dies_in_collate_is_replaced() -> None:
+    deaths = Deaths()
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        batch = torch.utils.data.default_collate(samples)  # the slot has been written to
+        if samples[0][1] == 7:
+            deaths.take()
+        return batch
 
     loader = DataLoader(
-        Calls(sample, 6), num_workers=1, prefetch_factor=6, collate_fn=only, worker_restarts=1
+        Calls(row, 20), batch_size=2, num_workers=2, worker_restarts=1, collate_fn=collate
+    )
+    assert hashes(loader) == rows(20, 2)
+    assert deaths.left == 0
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_all_tickets_of_a_dead_worker_are_loaded_again(in_order, caplog) -> None:
+    deaths = Deaths()
+    loader = DataLoader(
+        dying(2, deaths, 40), num_workers=2, prefetch_factor=6, worker_restarts=1,
+        in_order=in_order,
+    )  # fmt: skip
+    seen, expected = hashes(loader), rows(40)
+    if not in_order:
+        assert len(seen) == 40
+        seen.sort()
+        expected.sort()
+    assert seen == expected
+    (text,) = told(caplog)
+    assert "had in work: batch 2, 4, 6, 8, 10" in text
+
+
+def test_both_workers_may_die_at_once(caplog) -> None:
+    gate = Gate()
+    switches = [Switch(is_on=True), Switch(is_on=True)]
+
+    def sample(index: int) -> torch.Tensor:
+        if index in (4, 5) and switches[index - 4]:
+            switches[index - 4].turn(on=False)
+            gate.pass_through()
+            os._exit(3)
+        return row(index)
+
+    batches = iter(DataLoader(Calls(sample, 12), num_workers=2, worker_restarts=2))
+    before = pids(batches)
+    seen = [hashed(next(batches)) for _ in range(4)]
+    wait_until(lambda: not any(switches))
+    gate.open(2)
+    for pid in before:
+        wait_for_end(pid)
+    assert seen + hashes(batches) == rows(12)
+    texts = told(caplog)
+    assert len(texts) == 2
+    assert all(any(f"pid {pid})" in text for text in texts) for pid in before)
+    gate.close()
+
+
+def test_a_worker_that_dies_idle_is_replaced_and_nothing_is_loaded_again(caplog) -> None:
+    loader = DataLoader(Calls(row, 12), num_workers=2, prefetch_factor=1, worker_restarts=1)
+    batches = iter(loader)
+    seen = [hashed(next(batches))]
+    wait_until(lambda: len(answered(batches)) == 2)
+    victim = pids(batches)[1]
+    kill(victim)
+    assert seen + hashes(batches) == rows(12)
+    (text,) = told(caplog)
+    assert f"pid {victim}) is killed by signal: Killed. A new process takes the place of" in text
+
+
+def answered(batches: Any) -> list[Any]:
+    """Tickets in flight whose answer is here; what has come is taken note of."""
+    engine = batches._engine
+    for worker_id in range(len(batches._workers)):
+        data = engine._pool.receive(worker_id)
+        if data is not None:
+            engine._take(worker_id, data)
+    return [ticket for ticket in engine._scheduler.tickets if ticket.answer is not None]
+
+
+def test_a_worker_that_dies_in_worker_init_fn_is_replaced(caplog) -> None:
+    deaths = Deaths(2)
+
+    def start(worker: int) -> None:
+        if worker == 1:
+            deaths.take()
+
+    loader = DataLoader(Calls(row, 6), num_workers=2, worker_restarts=2, worker_init_fn=start)
+    assert hashes(loader) == rows(6)
+    assert deaths.left == 0
+    assert all(
+        "worker 1 and loads again what it had in work: batch 1, 3" in t for t in told(caplog)
+    )
+
+
+def test_dying_before_a_batch_is_in_work_does_not_count_against_it(caplog) -> None:
+    """Three deaths at the start, and one over the batch itself, which is loaded once more."""
+    starts, deaths = Deaths(3), Deaths()
+
+    def start(worker: int) -> None:
+        starts.take()
+
+    loader = DataLoader(dying(0, deaths, 4), num_workers=1, worker_restarts=4, worker_init_fn=start)
+    assert hashes(loader) == rows(4)
+    assert (starts.left, deaths.left) == (0, 0)
+    assert len(told(caplog)) == 4
+
+
+def test_a_batch_that_waits_behind_the_one_in_work_does_not_count_as_killing(caplog) -> None:
+    """Batch 1 is in flight at the first death; it kills once by itself, and comes after all."""
+    first, second = Deaths(), Deaths()
+
+    def sample(index: int) -> torch.Tensor:
+        if index == 0:
+            first.take()
+        if index == 1:
+            second.take()
+        return row(index)
+
+    loader = DataLoader(Calls(sample, 4), num_workers=1, worker_restarts=2)
+    assert hashes(loader) == rows(4)
+    assert len(told(caplog)) == 2
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_that_kills_twice_raises_with_its_indices(in_order, caplog) -> None:
+    loader = DataLoader(
+        dying(5, Deaths(9)), batch_size=2, num_workers=2, worker_restarts=5, in_order=in_order
     )
     batches = iter(loader)
-    wait_for_end(batches._workers[0].pid)
-    assert firsts(batches) == list(range(6))
-    assert list(os.read(seen._read, 100)) == [0, 1, 2, 3, 3, 4, 5]
+    before = pids(batches)
+    seen: list[str] = []
+    with pytest.raises(WorkerDiedError) as raised:
+        seen.extend(map(hashed, batches))
+    text, (log,) = str(raised.value), told(caplog)
+    if in_order:
+        assert seen == rows(20, 2)[:2]
+    assert "Worker 0 was loading batch 2 (indices 4 to 5)." in text
+    assert "had killed a worker before, and is not loaded a third time" in text
+    assert "worker_restarts" not in text
+    assert f"(pid {before[0]})" in log
+    assert f"(pid {before[0]})" not in text  # the second one's
 
 
-def test_kept_batches_stay_as_they_are_while_workers_are_replaced(fuse) -> None:
-    loader = DataLoader(
-        dying(5, fuse(1)), num_workers=2, collate_fn=only, worker_restarts=1, prefetch_factor=1
+def test_past_the_limit_a_death_raises_and_says_so(caplog) -> None:
+    deaths = [Deaths(), Deaths(), Deaths()]
+
+    def sample(index: int) -> torch.Tensor:
+        if index in (2, 5, 8):
+            deaths[(index - 2) // 3].take()
+        return row(index)
+
+    loader = DataLoader(Calls(sample, 12), num_workers=2, worker_restarts=2)
+    seen: list[str] = []
+    with pytest.raises(WorkerDiedError) as raised:
+        seen.extend(map(hashed, loader))
+    assert seen == rows(12)[:8]
+    text = str(raised.value)
+    assert "exited unexpectedly with exit code 3." in text
+    assert "Worker 0 was loading batch 8 (indices 8)." in text
+    assert text.endswith(
+        "As many workers as may be (worker_restarts=2) were replaced in this epoch."
     )
-    kept = list(loader)
-    assert [batch.unique().tolist() for batch in kept] == [[n] for n in range(20)]
+    assert len(told(caplog)) == 2
+    assert hashes(loader) == rows(12)
 
 
-def test_a_batch_sampler_and_its_long_index_lists_are_sent_again(fuse) -> None:
-    lit = fuse(1)
+def test_without_the_option_the_first_death_raises_and_nothing_is_logged(caplog) -> None:
+    with pytest.raises(WorkerDiedError) as raised:
+        list(DataLoader(dying(2, Deaths()), num_workers=2))
+    assert "replaced" not in str(raised.value)
+    assert told(caplog) == []
+
+
+def test_long_index_lists_are_sent_again(caplog) -> None:
+    """They lie in the batch's slot, which the dead worker has written over."""
+    deaths = Deaths()
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        batch = torch.utils.data.default_collate([torch.tensor(samples)])[0]
+        if samples[0] == 40_000:
+            deaths.take()
+        return batch
+
+    loader = DataLoader(
+        Calls(lambda index: index, 80_000), batch_size=20_000, num_workers=2, worker_restarts=1,
+        collate_fn=collate,
+    )  # fmt: skip
+    seen = [batch.clone() for batch in loader]
+    assert torch.equal(torch.cat(seen), torch.arange(80_000))
+    assert len(told(caplog)) == 1
+
+
+def test_a_batch_in_the_users_hands_stays_when_its_worker_is_replaced() -> None:
+    deaths = Deaths(6)
+
+    def sample(index: int) -> torch.Tensor:
+        if index % 5 == 4 and deaths.left * 5 == 30 - index + 4:
+            deaths.take()
+        return row(index)
+
+    loader = DataLoader(Calls(sample, 30), num_workers=2, worker_restarts=6)
+    kept = list(loader)  # some lent, some copied out
+    assert deaths.left == 0
+    assert hashes(kept) == rows(30)
+    window: list[torch.Tensor] = []
+    deaths.switches = Deaths(6).switches
+    for index, batch in enumerate(DataLoader(Calls(sample, 30), num_workers=2, worker_restarts=6)):
+        window = [*window[-3:], batch]  # all lent
+        assert hashes(window) == rows(30)[max(0, index - 3) : index + 1]
+    assert deaths.left == 0
+
+
+def test_bad_samples_are_skipped_and_counted_once_though_their_worker_died() -> None:
+    deaths = Deaths()
+
+    def sample(index: int) -> torch.Tensor:
+        if index in (4, 9):
+            raise ValueError(f"bad {index}")
+        if index == 5:
+            deaths.take()  # after the bad one of its batch
+        return row(index)
+
+    loader = DataLoader(
+        Calls(sample, 12), batch_size=3, num_workers=2, worker_restarts=1, on_error="skip"
+    )
+    assert [len(batch) for batch in loader] == [3, 2, 3, 2]
+    assert deaths.left == 0
+    assert [record.index for record in loader.failures] == [4, 9]
+    assert loader.failures.total == 2
+
+
+def test_the_users_own_exceptions_stay_at_their_place() -> None:
+    deaths = Deaths()
 
     def sample(index: int) -> int:
-        if index == 60_001 and lit.is_lit():
-            kill_self()
+        if index == 2:
+            raise KeyError("mine")
+        if index == 4:
+            deaths.take()
         return index
 
-    keys = [list(range(start, start + 30_000)) for start in range(0, 120_000, 30_000)]
-    loader = DataLoader(
-        Calls(sample, 120_000), batch_sampler=keys, num_workers=2, worker_restarts=1
+    batches = iter(
+        DataLoader(
+            Calls(sample, 8), num_workers=2, prefetch_factor=4, worker_restarts=1, collate_fn=only
+        )
     )
-    assert [batch.tolist() for batch in loader] == keys
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(KeyError, match="mine"):
+        next(batches)
+    assert list(batches) == [3, 4, 5, 6, 7]
 
 
-def test_random_streams_of_a_new_worker_are_those_of_a_worker_that_starts(fuse) -> None:
-    lit = fuse(1)
+def test_a_replacement_has_the_number_the_seed_and_the_streams_of_a_new_worker() -> None:
+    deaths = Deaths()
 
-    def sample(index: int) -> float:
-        if index == 2 and lit.is_lit():
-            kill_self()
-        return random.random()
+    def sample(index: int) -> tuple[int, int, int, int, float, float]:
+        info = get_worker_info()
+        assert info is not None
+        if index == 2:
+            deaths.take()
+        drawn, noise = torch.rand(()).item(), float(np.random.random())
+        return os.getpid(), info.id, info.num_workers, info.seed, drawn, noise
 
-    def run() -> list[float]:
-        generator = torch.Generator().manual_seed(5)
-        loader = DataLoader(
-            Calls(sample, 4), num_workers=1, collate_fn=only, worker_restarts=1,
-            generator=generator,
-        )  # fmt: skip
-        return list(loader)
+    loader = DataLoader(
+        Calls(sample, 6), num_workers=2, prefetch_factor=1, worker_restarts=1, collate_fn=only
+    )
+    seen = list(loader)
+    old, new = seen[0], seen[2]
+    assert old[0] != new[0]
+    assert old[1:] == new[1:]  # numbers, seed, and the first draws of each
+    assert seen[4][0] == new[0]
+    assert seen[4][4:] != new[4:]
+    assert [each[1] for each in seen] == [0, 1, 0, 1, 0, 1]
+    assert seen[1][0] == seen[3][0] == seen[5][0]
 
-    with_death, without = run(), run()
-    assert with_death[:2] == without[:2]
-    assert with_death[2:] == without[:2]
+
+@pytest.mark.parametrize("method", AFRESH)
+def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
+    """A map-style one at its start, and again over a batch; what it was given is given again."""
+    starts, deaths = Deaths(), Deaths()
+
+    def start(worker: int) -> None:
+        starts.take()
+
+    def sample(index: int) -> tuple[int, torch.Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        if index == 3:
+            deaths.take()
+        return info.seed, row(index)
+
+    loader = DataLoader(
+        Calls(sample, 8), num_workers=1, worker_restarts=2, worker_init_fn=start,
+        multiprocessing_context=method, collate_fn=only,
+    )  # fmt: skip
+    batches = iter(loader)
+    first = next(batches)
+    before = descriptor_count()
+    seen = [first, *itertools.islice(batches, 4)]
+    gc.collect()
+    assert descriptor_count() <= before
+    seen += batches
+    assert [hashed(data.unsqueeze(0)) for _, data in seen] == rows(8)
+    assert len({seed for seed, _ in seen}) == 1
+    assert (starts.left, deaths.left) == (0, 0)
+    assert "batch 0, 1" in told(caplog)[0]
+    assert "batch 3, 4" in told(caplog)[1]
+
+
+@pytest.mark.parametrize("method", AFRESH)
+def test_an_iterable_dataset_goes_on_in_a_worker_started_afresh(method) -> None:
+    dataset = Dying([8], 5, Deaths())
+    loader = DataLoader(
+        dataset, batch_size=2, num_workers=1, worker_restarts=1, multiprocessing_context=method
+    )
+    assert hashes(loader) == rows(8, 2)
+    assert dataset.deaths.left == 0
 
 
 # ---------------------------------------------------------------- iterable datasets
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_stream_goes_on_past_what_was_given(workers, batch_size, fuse, caplog) -> None:
-    lit = fuse(1)
-
-    def stream() -> Iterator[int]:
-        info = torch.utils.data.get_worker_info()
-        for index in range(info.id, 40, info.num_workers):
-            if index == 20 and lit.is_lit():
-                kill_self()
-            yield index
-
-    def run(**options: Any) -> list[Any]:
-        loader = DataLoader(Streams(stream), num_workers=workers, batch_size=batch_size, **options)
-        return [batch.tolist() if batch_size else batch for batch in loader]
-
-    with_death = run(worker_restarts=1)
-    assert with_death == run()
-    (record,) = caplog.records
-    given = 20 // workers // (batch_size or 1)
-    assert f"iterated anew, past {given} batches that were given already" in record.getMessage()
+def numbers(worker_id: int, length: int) -> range:
+    return range(worker_id * 1000, worker_id * 1000 + length)
 
 
-def test_a_stream_whose_worker_dies_after_its_end_gives_nothing_twice(fuse) -> None:
-    gate = Gate()
+class Dying(Streams):
+    """A stream of a worker's own length, in which worker 0 dies once before one sample."""
 
-    def stream() -> Iterator[int]:
-        if torch.utils.data.get_worker_info().id == 0:
-            yield 0
-        else:
-            for n in range(1, 10):
-                gate.pass_through()
-                yield n
+    def __init__(self, lengths: list[int], at: int, deaths: Deaths) -> None:
+        self.lengths = lengths
+        self.at = at
+        self.deaths = deaths
 
-    loader = DataLoader(
-        Streams(stream), num_workers=2, collate_fn=only, prefetch_factor=2, worker_restarts=2
-    )
-    batches = iter(loader)
-    assert next(batches) == 0
-    gate.open()
-    assert next(batches) == 1
-    victim = batches._workers[0].pid
-    os.kill(victim, signal.SIGKILL)
-    wait_for_end(victim)
-    gate.open(8)
-    assert list(batches) == list(range(2, 10))
-    gate.close()
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        for place, number in enumerate(numbers(info.id, self.lengths[info.id])):
+            if info.id == 0 and place == self.at:
+                self.deaths.take()
+            yield row(number)
 
 
-def test_a_stream_is_skipped_past_a_sample_that_fails_each_time(fuse) -> None:
-    lit = fuse(1)
+ITERABLE: dict[str, dict[str, Any]] = {
+    "batches": {"batch_size": 3},
+    "batches, the last one left out": {"batch_size": 3, "drop_last": True},
+    "no batches": {"batch_size": None},
+    "in any order": {"batch_size": 3, "in_order": False},
+    "a long window": {"batch_size": 2, "prefetch_factor": 5},
+}
 
-    class Stream:
+
+@pytest.mark.parametrize("lengths", [[20, 20], [20, 2], [2, 20], [1, 0]], ids=str)
+@pytest.mark.parametrize("what", ITERABLE)
+def test_an_iterable_dataset_goes_on_where_its_worker_died(what, lengths, caplog) -> None:
+    at = min(13, lengths[0] - 1)
+    dataset = Dying(lengths, at, Deaths(0))
+    unbroken = hashes(DataLoader(dataset, num_workers=2, **ITERABLE[what]))
+    dataset.deaths = Deaths()
+    seen = hashes(DataLoader(dataset, num_workers=2, worker_restarts=1, **ITERABLE[what]))
+    if "order" in what:
+        seen.sort()
+        unbroken.sort()
+    assert seen == unbroken
+    assert dataset.deaths.left == 0
+    (text,) = told(caplog)
+    given = at // (ITERABLE[what]["batch_size"] or 1)
+    assert (f"iterated anew, past {given} batch" in text) == (given > 0)
+
+
+def test_an_iterable_worker_may_die_again_and_again() -> None:
+    deaths = Deaths(4)
+
+    def stream() -> Iterator[torch.Tensor]:
+        for number in range(20):
+            if number == (4 - deaths.left) * 4 + 3:
+                deaths.take()
+            yield row(number)
+
+    loader = DataLoader(Streams(stream), num_workers=1, batch_size=2, worker_restarts=4)
+    assert hashes(loader) == rows(20, 2)
+    assert deaths.left == 0
+
+
+FAILURES = [ValueError("mine"), SystemExit("mine")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_a_stream_that_failed_fails_once_though_it_is_iterated_anew(failure) -> None:
+    """The iterator raises and goes on, which a generator cannot."""
+    deaths = Deaths()
+
+    class Numbers:
         def __init__(self) -> None:
-            self.n = -1
+            self.next = 0
 
-        def __iter__(self) -> Stream:
+        def __iter__(self) -> Numbers:
             return self
 
         def __next__(self) -> int:
-            self.n += 1
-            if self.n == 2:
-                raise ZeroDivisionError("each time")
-            if self.n == 5 and lit.is_lit():
-                kill_self()
-            if self.n == 8:
+            number, self.next = self.next, self.next + 1
+            if number == 2:
+                raise failure
+            if number == 5:
+                deaths.take()
+            if number == 8:
                 raise StopIteration
-            return self.n
+            return number
 
-    batches = iter(DataLoader(Streams(Stream), num_workers=1, collate_fn=only, worker_restarts=1))
+    batches = iter(DataLoader(Streams(Numbers), num_workers=1, batch_size=None, worker_restarts=1))
     seen: list[Any] = []
-    while True:
+    for _ in range(8):
         try:
             seen.append(next(batches))
-        except ZeroDivisionError:
-            seen.append("failed")
-        except StopIteration:
-            break
-    assert seen == [0, 1, "failed", 3, 4, 5, 6, 7]
+        except (ValueError, RuntimeError) as error:
+            seen.append("mine" in str(error))
+    assert seen == [0, 1, True, 3, 4, 5, 6, 7]
+    assert next(batches, None) is None
+    assert deaths.left == 0
 
 
-# ---------------------------------------------------------------- when it must not go on
+def test_a_generator_that_failed_has_ended_and_its_replacement_knows() -> None:
+    gate = Gate()
 
-
-def test_a_batch_that_kills_twice_is_told_with_its_indices(fuse, caplog) -> None:
-    loader = DataLoader(dying(5, fuse(2)), batch_size=2, num_workers=2, worker_restarts=9)
-    batches = iter(loader)
-    assert [int(next(batches)[0, 0]), int(next(batches)[0, 0])] == [0, 2]
-    with pytest.raises(WorkerDiedError) as told:
-        next(batches)
-    text = str(told.value)
-    assert "Worker 0 was loading batch 2 (indices 4 to 5)." in text
-    assert "This batch had killed a worker before, and is not loaded a third time." in text
-    assert len(caplog.records) == 1
-    assert firsts(loader) == list(range(0, 20, 2))
-
-
-def test_only_the_batch_in_work_counts_as_killing(fuse) -> None:
-    """Batch 1 is with a worker that dies twice, and killed it once."""
-    lit = {0: fuse(1), 1: fuse(1)}
-
-    def sample(index: int) -> int:
-        if index in lit and lit[index].is_lit():
-            kill_self()
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 4), num_workers=1, prefetch_factor=4, collate_fn=only, worker_restarts=2
-    )
-    assert list(loader) == [0, 1, 2, 3]
-
-
-def test_when_as_many_were_replaced_as_may_be_the_next_death_is_told(fuse, caplog) -> None:
-    lit = {index: fuse(1) for index in (2, 5, 15)}
-
-    def sample(index: int) -> int:
-        if index in lit and lit[index].is_lit():
-            os._exit(6)
-        return index
-
-    loader = DataLoader(Calls(sample, 20), num_workers=2, collate_fn=only, worker_restarts=2)
-    seen = []
-    with pytest.raises(WorkerDiedError) as told:
-        seen.extend(iter(loader))
-    assert str(told.value).endswith(
-        "Worker 1 was loading batch 15 (indices 15). As many workers as may be (worker_restarts=2) "
-        "were replaced in this epoch."
-    )
-    assert len(caplog.records) == 2
-    assert list(loader) == list(range(20))
-
-
-def test_the_limit_is_an_epochs(fuse, caplog) -> None:
-    lit = fuse(0)
-    loader = DataLoader(
-        dying(5, lit, 12), num_workers=2, collate_fn=only, worker_restarts=1,
-        persistent_workers=True,
-    )  # fmt: skip
-    for epoch in range(1, 4):
-        lit.light()
-        assert firsts(loader) == list(range(12))
-        assert len(caplog.records) == epoch
-    loader.close()
-
-
-# ---------------------------------------------------------------- when and where it dies
-
-
-def test_a_worker_killed_while_idle_is_replaced(caplog) -> None:
-    loader = DataLoader(Calls(lambda n: n, 40), num_workers=2, collate_fn=only, worker_restarts=1)
-    batches = iter(loader)
-    assert next(batches) == 0
-    victim = batches._workers[1].pid
-    os.kill(victim, signal.SIGKILL)
-    wait_for_end(victim)
-    assert list(batches) == list(range(1, 40))
-    assert f"(pid {victim})" in caplog.text
-
-
-@pytest.mark.parametrize("end", [kill_self, lambda: os._exit(11)])
-def test_a_worker_that_dies_in_worker_init_fn_is_replaced(end, fuse) -> None:
-    lit = fuse(2)
-
-    def init(worker: int) -> None:
-        if lit.is_lit():
-            end()
-
-    loader = DataLoader(
-        Calls(lambda n: n, 20), num_workers=2, collate_fn=only, worker_restarts=2,
-        worker_init_fn=init,
-    )  # fmt: skip
-    assert list(loader) == list(range(20))
-
-
-def test_a_worker_that_cannot_start_uses_the_limit_up_and_is_told(caplog) -> None:
-    loader = DataLoader(
-        Calls(lambda n: n, 20), num_workers=1, collate_fn=only, worker_restarts=3,
-        worker_init_fn=lambda worker: os._exit(12),
-    )  # fmt: skip
-    with pytest.raises(WorkerDiedError, match=r"exit code 12.*\(worker_restarts=3\)"):
-        list(loader)
-    assert len(caplog.records) == 3
-
-
-def test_a_persistent_worker_killed_between_epochs_is_replaced() -> None:
-    loader = DataLoader(
-        Calls(lambda n: n, 6), num_workers=2, collate_fn=only, worker_restarts=1,
-        persistent_workers=True,
-    )  # fmt: skip
-    for worker in (0, 1, 0):
-        assert list(loader) == list(range(6))
-        victim = loader._iterator._workers[worker].pid
-        os.kill(victim, signal.SIGKILL)
-        wait_for_end(victim)
-    assert list(loader) == list(range(6))
-    loader.close()
-
-
-def test_a_worker_killed_while_it_leaves_an_epoch_is_replaced() -> None:
-    """It is told of the new epoch while it is in a batch of the old one, and dies there."""
-    gate, reached = Gate(), Gate()
-    stuck = Switch(is_on=True)
-
-    def sample(index: int) -> int:
-        if index == 3 and stuck:
-            stuck.turn(on=False)
-            reached.open()
+    def stream() -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        if info.id == 0:
+            yield 0
+            raise ValueError("mine")
+        for number in range(10, 16):
             gate.pass_through()
-        return index
+            yield number
 
-    loader = DataLoader(
-        Calls(sample, 8), num_workers=2, collate_fn=only, worker_restarts=1,
-        persistent_workers=True,
-    )  # fmt: skip
-    batches = iter(loader)
+    batches = iter(
+        DataLoader(
+            Streams(stream), num_workers=2, batch_size=None, worker_restarts=1, prefetch_factor=3
+        )
+    )
     assert next(batches) == 0
-    reached.wait_until_open()
-    victim = batches._workers[1].pid
-    killer = threading.Timer(0.2, os.kill, (victim, signal.SIGKILL))
-    killer.start()
-    assert list(loader) == list(range(8))  # waits for worker 1
-    killer.join()
-    assert list(loader) == list(range(8))
-    loader.close()
+    gate.open()
+    assert next(batches) == 10
+    kill(pids(batches)[0])
+    gate.open(5)
+    with pytest.raises(ValueError, match="mine"):
+        next(batches)
+    assert list(batches) == [11, 12, 13, 14, 15]
     gate.close()
-    reached.close()
 
 
-def test_a_new_worker_is_sent_the_slots_anew_and_no_descriptor_is_left(fuse) -> None:
-    lit = {index: fuse(1) for index in range(1, 30, 7)}
+# ---------------------------------------------------------------- further epochs
+
+
+def test_each_epoch_may_have_as_many_deaths(caplog) -> None:
+    switch = Switch(is_on=False)
 
     def sample(index: int) -> torch.Tensor:
-        if index in lit and lit[index].is_lit():
-            kill_self()
-        return torch.full((100_000,), index)
+        if index == 3 and switch:
+            switch.turn(on=False)
+            os._exit(3)
+        return row(index)
 
-    loader = DataLoader(
-        Calls(sample, 30), num_workers=2, collate_fn=only, worker_restarts=6,
-        persistent_workers=True,
-    )  # fmt: skip
-    assert firsts(loader) == list(range(30))
-    held = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
-    for _ in range(3):
-        victim = loader._iterator._workers[0].pid
-        os.kill(victim, signal.SIGKILL)
-        wait_for_end(victim)
-        assert firsts(loader) == list(range(30))
-    assert len(os.listdir("/proc/self/fd")) <= held  # noqa: PTH208 - as above
+    loader = DataLoader(Calls(sample, 8), num_workers=2, worker_restarts=1, persistent_workers=True)
+    for epoch in range(3):
+        switch.turn(on=True)
+        assert hashes(loader) == rows(8)
+        assert len(told(caplog)) == epoch + 1
     loader.close()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_start_afresh_are_replaced_too(method, tmp_path) -> None:
-    done = Program(
-        f"""
-        import logging, os, signal, torch
-        from shmloader import DataLoader
-
-        class Data:
-            def __len__(self):
-                return 12
-            def __getitem__(self, index):
-                if index == 5:
-                    try:
-                        os.close(os.open("died", os.O_CREAT | os.O_EXCL))
-                    except FileExistsError:
-                        pass
-                    else:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                return index
-
-        if __name__ == "__main__":
-            logging.disable()
-            loader = DataLoader(Data(), num_workers=2, multiprocessing_context={method!r},
-                                worker_restarts=1)
-            print([int(batch) for batch in loader])
-        """,
-        tmp_path / "program.py",
-    ).finish(60)
-    assert done.out.strip() == str(list(range(12)))
-    done.assert_quiet()
+STREAMS: dict[str, Callable[[], Any]] = {
+    "map-style": lambda: Calls(row, 8),
+    "iterable": lambda: Dying([6, 4], 99, Deaths(0)),
+}
 
 
-# ---------------------------------------------------------------- what a timeout says
-
-
-def sleep_in_a_function_of_its_own() -> None:
-    time.sleep(60)
-
-
-def hold_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(60)
-
-
-def late(loader: DataLoader) -> str:
-    """The text of the first timeout; batches before it are thrown away."""
-    with pytest.raises(LoaderTimeoutError) as told:
-        list(loader)
-    loader.close()
-    return str(told.value)
-
-
-@pytest.mark.parametrize("stuck", [sleep_in_a_function_of_its_own, hold_the_interpreter])
-def test_a_timeout_shows_the_stack_of_a_worker_that_is_stuck(stuck) -> None:
-    def sample(index: int) -> int:
-        if index == 3:
-            stuck()
-        return index
-
-    loader = DataLoader(Calls(sample, 8), num_workers=2, collate_fn=only, timeout=0.5)
-    text = late(loader)
-    assert text.startswith("DataLoader timed out after 0.5 seconds. Batch 3 (indices 3) is with ")
-    assert "No batch is lost: next() may be called again." in text
-    assert "has been loading batch 3 (indices 3) for 0." in text
-    assert "the innermost call first:" in text
-    assert f"in {stuck.__name__}\n" in text
-    assert "in sample\n" in text
-    assert "child.py" not in text
-
-
-def test_a_timeout_shows_what_a_worker_does_that_gets_ready() -> None:
+@pytest.mark.parametrize("which", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_workers_that_died_between_epochs_are_replaced(kind, which, caplog) -> None:
+    """The new ones know nothing of the epoch before, and leave nothing of the next one out."""
     loader = DataLoader(
-        Calls(lambda n: n, 8), num_workers=1, collate_fn=only, timeout=0.5,
-        worker_init_fn=lambda worker: sleep_in_a_function_of_its_own(),
-    )  # fmt: skip
-    text = late(loader)
-    assert "has been getting ready (dataset, worker_init_fn) for 0." in text
-    assert "in sleep_in_a_function_of_its_own\n" in text
-
-
-def test_a_timeout_says_that_a_worker_is_stopped_and_the_batch_comes_when_it_goes_on() -> None:
-    loader = DataLoader(Calls(lambda n: n, 60), num_workers=2, collate_fn=only, timeout=0.4)
-    batches = iter(loader)
-    assert next(batches) == 0
-    pid = batches._workers[1].pid
-    os.kill(pid, signal.SIGSTOP)
-    seen: list[int] = []
-    with pytest.raises(LoaderTimeoutError, match=rf"pid {pid}\) .*is stopped \(SIGSTOP\)"):
-        seen.extend(batches)
-    os.kill(pid, signal.SIGCONT)
-    assert [*seen, *batches] == list(range(1, 60))
-
-
-def test_a_timeout_does_not_ask_a_worker_that_has_not_come_to_our_code(tmp_path) -> None:
-    """A signal would end it: no handler is there yet."""
-    done = Program(
-        """
-        import sys, time
-        from shmloader import DataLoader, LoaderTimeoutError
-
-        if __name__ != "__main__":
-            time.sleep(2)  # a program that takes long to import
-
-        class Data:
-            def __len__(self):
-                return 4
-            def __getitem__(self, index):
-                return index
-
-        if __name__ == "__main__":
-            loader = DataLoader(Data(), num_workers=1, multiprocessing_context="spawn", timeout=0.5)
-            batches = iter(loader)
-            seen, late = [], 0
-            while len(seen) < 4:
-                try:
-                    seen.append(int(next(batches)))
-                except LoaderTimeoutError as error:
-                    late += 1
-                    assert "has been starting for" in str(error), error
-            print(seen, late > 1)
-        """,
-        tmp_path / "program.py",
-    ).finish(60)
-    assert done.out.strip() == "[0, 1, 2, 3] True"
-    done.assert_quiet()
-
-
-def test_a_timeout_of_a_new_worker_says_what_it_does(fuse) -> None:
-    lit, gate = fuse(1), Gate()
-
-    def sample(index: int) -> int:
-        if index == 3:
-            if lit.is_lit():
-                kill_self()
-            gate.pass_through()
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 8), num_workers=2, collate_fn=only, timeout=0.4, worker_restarts=1
+        STREAMS[kind](), num_workers=2, batch_size=2, worker_restarts=2, persistent_workers=True
     )
+    first = hashes(loader)
+    for epoch in range(2):
+        caplog.clear()
+        for worker in which:
+            kill(pids(loader._iterator)[worker])
+        assert hashes(loader) == first, f"epoch {epoch + 1}"
+        texts = told(caplog)
+        assert len(texts) == len(which)
+        assert not any("past" in text or "again" in text for text in texts)
+    assert hashes(loader) == first
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_worker_that_dies_while_the_epoch_is_left_is_replaced(kind) -> None:
+    loader = DataLoader(
+        STREAMS[kind](), num_workers=2, batch_size=2, worker_restarts=1, persistent_workers=True
+    )
+    whole = hashes(loader)
+    for worker in (0, 1):
+        batches = iter(loader)
+        assert [hashed(next(batches)) for _ in range(2)] == whole[:2]
+        kill(pids(batches)[worker])
+        assert hashes(loader) == whole
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_worker_that_dies_while_it_leaves_the_epoch_is_replaced(kind) -> None:
+    """It has the message to do so, and the batches before it, when it dies."""
+    gate, hold = Gate(), Switch(is_on=False)
+
+    def wait_and_die() -> None:
+        if hold:
+            hold.turn(on=False)
+            gate.pass_through()
+            os._exit(3)
+
+    dataset: Any
+    if kind == "map-style":
+
+        def sample(index: int) -> torch.Tensor:
+            if index == 6:
+                wait_and_die()
+            return row(index)
+
+        dataset = Calls(sample, 12)
+    else:
+
+        def stream() -> Iterator[torch.Tensor]:
+            for number in range(12):
+                if number == 6:
+                    wait_and_die()
+                yield row(number)
+
+        dataset = Streams(stream)
+    loader = DataLoader(
+        dataset, num_workers=1, batch_size=2, worker_restarts=1, persistent_workers=True
+    )
+    whole = hashes(loader)
+    hold.turn(on=True)
     batches = iter(loader)
-    seen: list[int] = []
-    with pytest.raises(LoaderTimeoutError) as told:
-        seen.extend(batches)
-    assert seen == [0, 1, 2]
-    assert f"(pid {batches._workers[1].pid}) has been loading batch 3" in str(told.value)
-    assert "in pass_through\n" in str(told.value)
-    gate.open()
-    assert list(batches) == [3, 4, 5, 6, 7]
+    assert [hashed(next(batches)) for _ in range(2)] == whole[:2]
+    send = batches._pool.send
+
+    def send_then_open(*args: Any) -> None:
+        send(*args)
+        gate.open()
+
+    wait_until(lambda: not hold)
+    batches._pool.send = send_then_open
+    batches = iter(loader)
+    batches._pool.send = send
+    assert hashes(batches) == whole
+    loader.close()
     gate.close()
 
 
-# ---------------------------------------------------------------- workers end with main
+# ---------------------------------------------------------------- with a thread of our own
 
-MAIN = """
-import ctypes, os, signal, threading
-from shmloader import DataLoader
 
-class Data:
-    def __len__(self):
-        return 100
-    def __getitem__(self, index):
-        os.write(1, b"%d\\n" % os.getpid())
-        if index == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        ctypes.PyDLL(None).sleep(60)
-
-def go():
-    list(DataLoader(Data(), num_workers=2, multiprocessing_context={method!r}))
-
-if __name__ == "__main__":
-    if {in_thread}:
-        thread = threading.Thread(target=go)
-        thread.start()
-        thread.join()
+@contextlib.contextmanager
+def staged(stage: str) -> Iterator[dict[str, Any]]:
+    """Options for a loader whose batches pass a thread."""
+    if stage == "device":
+        with installed(SimulatedDevice(seed=3)) as device:
+            yield {"device": "sim"}
+            assert device.faults == []
     else:
-        go()
-"""
+        with pinning():
+            yield {"pin_memory": True}
 
 
-@pytest.mark.parametrize("in_thread", [False, True], ids=["main thread", "other thread"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_stopped_or_stuck_end_within_a_second_of_mains_kill(
-    method, in_thread, tmp_path
+@pytest.mark.parametrize("dataset", ["map-style", "iterable"])
+@pytest.mark.parametrize("stage", ["device", "pin"])
+def test_a_worker_is_replaced_behind_a_stage(stage, dataset, caplog) -> None:
+    deaths = Deaths()
+    data: Any = dying(4, deaths, 12) if dataset == "map-style" else Dying([9, 4], 4, deaths)
+    plain = Calls(row, 12) if dataset == "map-style" else Dying([9, 4], 99, deaths)
+    expected = hashes(DataLoader(plain, num_workers=2))
+    with staged(stage) as options:
+        loader = DataLoader(
+            data, num_workers=2, worker_restarts=1, persistent_workers=True, **options
+        )
+        assert to_hashes(loader, options) == expected
+        assert deaths.left == 0
+        assert len(told(caplog)) == 1
+        assert to_hashes(loader, options) == expected
+        loader.close()
+
+
+def to_hashes(batches: Any, options: dict[str, Any]) -> list[str]:
+    """The batches' content, back on the host."""
+    import shmloader.fronts.iterator
+
+    if "device" not in options:
+        return hashes(batches)
+    device = shmloader.fronts.iterator.parse_device("sim")
+    return [hashed(device.to_host(batch)) for batch in batches]
+
+
+def stage_waits_for_the_user(batches: Any) -> None:
+    """Kill worker 1, whose batch the stage's thread waits for; the user is not in next()."""
+    kill(pids(batches)[1])
+    items = batches._source.running.thread.results._items
+    wait_until(lambda: any(type(item).__name__ == "_Call" for item in list(items)))
+
+
+def held(gate: Gate, hold: Switch) -> Calls:
+    """Rows, the second of which waits at a gate."""
+
+    def sample(index: int) -> torch.Tensor:
+        if index == 1 and hold:
+            gate.pass_through()
+        return row(index)
+
+    return Calls(sample, 12)
+
+
+@pytest.mark.parametrize("stage", ["device", "pin"])
+def test_an_epoch_is_left_while_its_stage_waits_for_the_user_to_start_a_worker(
+    stage, caplog
 ) -> None:
-    running = Program(MAIN.format(method=method, in_thread=in_thread), tmp_path / "program.py")
-    workers = [int(running.read_line()) for _ in range(2)]
-    os.kill(running.pid, signal.SIGKILL)
-    began = time.monotonic()
-    for worker in workers:
-        wait_for_end(worker)
-    assert time.monotonic() - began < 1.0
-    running.finish().assert_quiet(-signal.SIGKILL)
+    gate, hold = Gate(), Switch(is_on=True)
+    with staged(stage) as options:
+        loader = DataLoader(
+            held(gate, hold), num_workers=2, worker_restarts=1, persistent_workers=True, **options
+        )
+        for _ in range(2):
+            hold.turn(on=True)
+            batches = iter(loader)
+            stage_waits_for_the_user(batches)
+            hold.turn(on=False)
+            assert to_hashes(iter(loader), options) == rows(12)
+        assert len(told(caplog)) == 2
+        del batches
+        loader.close()
+    gate.close()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_worker_that_imports_the_program_ends_within_a_second_of_mains_kill(
-    method, tmp_path
-) -> None:
-    """It has not come to any line of ours."""
-    running = Program(
-        f"""
-        import os, sys, time
-        if __name__ != "__main__":
-            print(os.getpid(), flush=True)
-            time.sleep(60)
+@pytest.mark.parametrize("stage", ["device", "pin"])
+def test_a_stage_that_waited_for_the_user_to_start_a_worker_goes_on(stage, caplog) -> None:
+    gate, hold = Gate(), Switch(is_on=True)
+    with staged(stage) as options:
+        loader = DataLoader(held(gate, hold), num_workers=2, worker_restarts=1, **options)
+        batches = iter(loader)
+        stage_waits_for_the_user(batches)
+        hold.turn(on=False)
+        assert to_hashes(batches, options) == rows(12)
+        assert len(told(caplog)) == 1
+        del batches
+        loader.close()
+    gate.close()
 
-        from shmloader import DataLoader
 
-        if __name__ == "__main__":
-            next(iter(DataLoader([0, 1], num_workers=1, multiprocessing_context={method!r})))
-        """,
-        tmp_path / "program.py",
-    )
-    worker = int(running.read_line())
-    os.kill(running.pid, signal.SIGKILL)
-    began = time.monotonic()
-    wait_for_end(worker)
-    assert time.monotonic() - began < 1.0
-    running.finish().assert_quiet(-signal.SIGKILL)
+def test_a_loader_is_closed_while_its_stage_waits_for_the_user_to_start_a_worker() -> None:
+    gate, hold = Gate(), Switch(is_on=True)
+    with staged("device") as options:
+        loader = DataLoader(held(gate, hold), num_workers=2, worker_restarts=1, **options)
+        batches = iter(loader)
+        stage_waits_for_the_user(batches)
+        loader.close()
+        del batches
+    gate.close()
+
+
+# ---------------------------------------------------------------- what is left behind
+
+
+def test_twenty_replacements_leave_nothing_behind() -> None:
+    count = 20
+    deaths = Deaths(count)
+
+    def sample(index: int) -> torch.Tensor:
+        if index % 3 == 2 and index // 3 == count - deaths.left:
+            deaths.take()
+        return row(index)
+
+    loader = DataLoader(Calls(sample, 3 * count + 6), num_workers=2, worker_restarts=count)
+    batches = iter(loader)
+    seen, counts = [hashed(next(batches))], []
+    for batch in batches:
+        seen.append(hashed(batch))
+        del batch
+        if len(seen) in (6, 3 * count + 3):
+            gc.collect()
+            processes = len(psutil.Process().children(recursive=True))
+            counts.append((descriptor_count(), processes, threading.active_count()))
+    assert seen == rows(3 * count + 6)
+    assert deaths.left == 0
+    early, late = counts
+    assert late <= early
+    loader.close()
+
+
+# ---------------------------------------------------------------- the option
+
+
+def test_the_option_needs_workers_and_a_number() -> None:
+    with pytest.raises(ValueError, match=r"worker_restarts option needs num_workers > 0"):
+        DataLoader(Calls(row, 4), worker_restarts=1)
+    for value in (True, 1.0, "1", None):
+        with pytest.raises(TypeError, match=f"but got worker_restarts={value!r}"):
+            DataLoader(Calls(row, 4), num_workers=1, worker_restarts=value)
+    with pytest.raises(ValueError, match=r"non-negative, but got worker_restarts=-1"):
+        DataLoader(Calls(row, 4), num_workers=1, worker_restarts=-1)
+    loader = DataLoader(Calls(row, 4), worker_restarts=0)
+    assert loader.worker_restarts == 0
+    assert hashes(loader) == rows(4)

@@ -179,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._answer_end(worker_id, known)
             return
         answer = Answer(self.epoch, known.seq, kind)
-        self.answer_counts[worker_id] += 1
+        self.answer_counts[worker_id] += known.state != ABANDONED
         ticket = self.scheduler.answered(known.seq, self.epoch, answer)
         assert ticket.slot_id == known.slot_id, "I1: a ticket keeps its slot"
         if known.state == ABANDONED:
@@ -321,6 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not happens:
             return
         self.scheduler.end_epoch()
+        self.answer_counts = [0] * self.worker_count
         self.is_running = False
         self.arrived.clear()
         for known in list(self.tickets.values()):
