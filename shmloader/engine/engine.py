@@ -533,13 +533,17 @@ class Engine:
         return LoaderTimeoutError(describe_timeout(self._timeout_s, waiting, work))
 
     def _ask_workers(self, worker_ids: Iterable[int]) -> list[str]:
-        """What workers are at, in words; those that are dead by now have nothing to say."""
+        """What workers are at, in words; those that are dead by now have nothing to say.
+
+        Where many do not answer, the last of them are not asked for their stacks.
+        """
         until = time.monotonic() + _ASK_S
         tickets = {ticket.seq: ticket for ticket in self._scheduler.tickets}
         texts = []
         for worker_id in worker_ids:
-            if self._scheduler.deaths[worker_id] is None and time.monotonic() < until:
-                pid, at_work = self._pool.pid(worker_id), self._pool.ask(worker_id)
+            if self._scheduler.deaths[worker_id] is None and worker_id not in self._to_replace:
+                look = self._pool.ask if time.monotonic() < until else self._pool.was_at
+                pid, at_work = self._pool.pid(worker_id), look(worker_id)
                 is_ours = at_work.epoch == self._scheduler.epoch
                 ticket = tickets.get(at_work.seq) if is_ours else None
                 texts.append(describe_work(worker_id, pid, at_work, ticket))

@@ -34,7 +34,7 @@ class Pool(Protocol):
         """How a lost worker ended."""
 
     def was_at(self, worker_id: int) -> AtWork:
-        """What a lost worker was at."""
+        """What a worker is at, without asking it, or a lost one was at."""
 
     def ask(self, worker_id: int) -> AtWork:
         """What a worker is at, with its Python stack."""

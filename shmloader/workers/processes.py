@@ -396,7 +396,7 @@ class ProcessPool:
         return self._workers[worker_id].process.pid or 0
 
     def was_at(self, worker_id: int) -> AtWork:
-        """What a lost worker was at when it died."""
+        """What a worker is at, without asking it, or a lost one was at when it died."""
         assert self._board is not None
         return self._board.read(worker_id)
 

@@ -8,8 +8,11 @@ import hashlib
 import itertools
 import logging
 import os
+import re
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +22,12 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from shmloader import DataLoader, WorkerDiedError
+from shmloader import DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader.workers.board import STACK_SIGNAL, Phase
 from tests.process.support import (
     Calls,
     Gate,
+    Program,
     Streams,
     Switch,
     descriptor_count,
@@ -35,6 +40,10 @@ from tests.simulated import SimulatedDevice, installed, pinning
 pytestmark = pytest.mark.timeout(90)
 
 AFRESH = ["spawn", "forkserver"]
+METHODS = ["fork", *AFRESH]
+
+# A second is meant; tests run on busy machines.
+ENDED_S = 2.5
 
 # Large enough to lie in a slot, and to be lent.
 WIDTH = 3000
@@ -861,3 +870,298 @@ def test_the_option_needs_workers_and_a_number() -> None:
     loader = DataLoader(Calls(row, 4), worker_restarts=0)
     assert loader.worker_restarts == 0
     assert hashes(loader) == rows(4)
+
+
+# ---------------------------------------------------------------- what a timeout says
+
+
+def all_of(batches: Any, timeout_s: float = 20) -> list[Any]:
+    """What is left of an epoch, however often it is late."""
+    seen: list[Any] = []
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            seen.append(next(batches))
+        except LoaderTimeoutError:
+            continue
+        except StopIteration:
+            return seen
+    raise AssertionError(f"the epoch has not ended in {timeout_s} s: {seen}")
+
+
+def late(batches: Any) -> list[str]:
+    """The lines of the timeout that comes next."""
+    with pytest.raises(LoaderTimeoutError) as raised:
+        next(batches)
+    return str(raised.value).splitlines()
+
+
+def of_workers(lines: list[str]) -> list[str]:
+    """The line of each worker, without its stack."""
+    return [line for line in lines if line.startswith("Worker ")]
+
+
+def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -> None:
+    gate, hold = Gate(), Switch(is_on=True)
+
+    def wait_for_the_gate() -> None:
+        gate.pass_through()
+
+    def sample(index: int) -> int:
+        if index == 1 and hold:
+            wait_for_the_gate()
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 8), num_workers=2, timeout=0.3, collate_fn=only, prefetch_factor=1
+    )
+    batches = iter(loader)
+    assert next(batches) == 0
+    first, second = pids(batches)
+    for _ in range(2):
+        lines = late(batches)
+        assert lines[0] == (
+            f"DataLoader timed out after 0.3 seconds. Batch 1 (indices 1) is with worker 1 (pid "
+            f"{second}). No batch is lost: next() may be called again."
+        )
+        awaited, other = of_workers(lines)
+        assert awaited.startswith(f"Worker 1 (pid {second}) has been loading batch 1 (indices 1)")
+        assert awaited.endswith(" s, the innermost call first:")
+        assert other.startswith(f"Worker 0 (pid {first}) has had nothing to do for ")
+        stack = lines[lines.index(awaited) + 1 : lines.index(other)]
+        names = [re.search(r"in (\S+)$", line)[1] for line in stack]  # type: ignore[index]
+        assert names[:3] == ["pass_through", "wait_for_the_gate", "sample"]
+        assert lines[-1] == other
+    gate.open()
+    assert all_of(batches) == list(range(1, 8))
+    gate.close()
+
+
+def test_a_timeout_tells_of_a_worker_in_a_call_that_keeps_the_interpreter() -> None:
+    begun = Gate()
+
+    def count_for_ever() -> None:
+        begun.open()
+        sum(range(10**12))
+
+    def sample(index: int) -> int:
+        if index == 0:
+            count_for_ever()
+        return index
+
+    loader = DataLoader(Calls(sample, 4), num_workers=2, timeout=0.3, collate_fn=only)
+    batches = iter(loader)
+    begun.wait_until_open()
+    for _ in range(2):
+        lines = late(batches)
+        assert [line[:8] for line in of_workers(lines)] == ["Worker 0", "Worker 1"]
+        assert lines[2].endswith("in count_for_ever")
+        assert lines[3].endswith("in sample")
+    loader.close()
+    begun.close()
+
+
+def test_a_timeout_tells_of_stopped_workers_and_the_epoch_goes_on() -> None:
+    loader = DataLoader(Calls(lambda n: n, 8), num_workers=2, timeout=0.3, collate_fn=only)
+    batches = iter(loader)
+    assert next(batches) == 0
+    gate_pids = pids(batches)
+    for pid in gate_pids:
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    seen: list[int] = []
+    while True:
+        try:
+            seen.append(next(batches))
+        except LoaderTimeoutError as error:
+            lines = str(error).splitlines()
+            break
+    assert len(lines) == 3
+    assert all(line.endswith("; the process is stopped (SIGSTOP).") for line in lines[1:])
+    assert {f"(pid {pid})" in lines[1] + lines[2] for pid in gate_pids} == {True}
+    for pid in gate_pids:
+        os.kill(pid, signal.SIGCONT)
+    assert [*seen, *all_of(batches)] == list(range(1, 8))
+
+
+def test_a_timeout_tells_of_a_worker_that_is_still_starting() -> None:
+    """Where it cannot be asked yet: it imports torch, which takes seconds."""
+    loader = DataLoader(
+        Calls(lambda n: n, 4), num_workers=1, timeout=0.05, collate_fn=only,
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+    batches = iter(loader)
+    (pid,) = pids(batches)
+    lines = late(batches)
+    assert len(lines) == 2
+    assert re.fullmatch(rf"Worker 0 \(pid {pid}\) has been starting for \d+\.\d s\.", lines[1])
+    assert all_of(batches, 35) == [0, 1, 2, 3]
+
+
+def test_a_timeout_tells_of_a_worker_in_worker_init_fn() -> None:
+    gate = Gate()
+
+    def get_ready(worker: int) -> None:
+        gate.pass_through()
+
+    batches = iter(
+        DataLoader(
+            Calls(lambda n: n, 4), num_workers=1, timeout=0.3, collate_fn=only,
+            worker_init_fn=get_ready,
+        )
+    )  # fmt: skip
+    lines = late(batches)
+    assert "has been getting ready (dataset, worker_init_fn) for " in lines[1]
+    assert lines[3].endswith("in get_ready")
+    gate.open()
+    assert all_of(batches) == [0, 1, 2, 3]
+    gate.close()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_order) -> None:
+    """Asked one after the other, a third of a second each, they would take too long."""
+    gate = Gate()
+
+    def deafen(worker: int) -> None:
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+
+    def sample(index: int) -> int:
+        gate.pass_through()
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 6), num_workers=6, timeout=0.3, collate_fn=only, worker_init_fn=deafen,
+        prefetch_factor=1, in_order=in_order,
+    )  # fmt: skip
+    batches = iter(loader)
+    wait_until(
+        lambda: all(batches._pool.was_at(worker).phase is Phase.LOADING for worker in range(6))
+    )
+    began = time.monotonic()
+    lines = late(batches)
+    assert time.monotonic() - began < 4
+    assert [line[:8] for line in lines[1:]] == [f"Worker {number}" for number in range(6)]
+    for number, line in enumerate(lines[1:]):
+        assert f"has been loading batch {number} (indices {number}) for " in line
+    gate.open(6)
+    assert sorted(all_of(batches)) == list(range(6))
+    gate.close()
+
+
+@pytest.mark.parametrize("stage", ["device", "pin"])
+def test_a_timeout_behind_a_stage_tells_of_each_worker_and_the_epoch_goes_on(stage) -> None:
+    gate, hold = Gate(), Switch(is_on=True)
+    with staged(stage) as options:
+        loader = DataLoader(held(gate, hold), num_workers=2, timeout=0.3, **options)
+        batches = iter(loader)
+        seen = to_hashes([next(batches)], options)
+        lines = late(batches)
+        assert "Batch 1 (indices 1) is with worker 1" in lines[0]
+        assert [line[:8] for line in of_workers(lines)] == ["Worker 1", "Worker 0"]
+        hold.turn(on=False)
+        gate.open()
+        seen += to_hashes(all_of(batches), options)
+        assert seen == rows(12)
+        del batches
+    gate.close()
+
+
+def test_a_worker_that_was_replaced_may_be_late(caplog) -> None:
+    """The death is made good, the batch comes late, and nothing is lost."""
+    gate, deaths, hold = Gate(), Deaths(), Switch(is_on=True)
+
+    def sample(index: int) -> int:
+        if index == 2:
+            deaths.take()
+            if hold:
+                gate.pass_through()
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 8), num_workers=2, timeout=0.3, worker_restarts=1, collate_fn=only
+    )
+    batches = iter(loader)
+    old = pids(batches)[0]
+    assert [next(batches), next(batches)] == [0, 1]
+    wait_for_end(old)
+    lines = late(batches)
+    assert len(told(caplog)) == 1
+    (new, _) = pids(batches)
+    assert new != old
+    assert of_workers(lines)[0].startswith(f"Worker 0 (pid {new}) has been ")
+    hold.turn(on=False)
+    gate.open()
+    assert all_of(batches) == list(range(2, 8))
+    gate.close()
+
+
+# ---------------------------------------------------------------- the main process is killed
+
+KILLED = """
+import logging, os, signal, threading, time, warnings
+from torch.utils.data import get_worker_info
+from shmloader import DataLoader
+
+class Data:
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index < 4:
+            return index
+        worker = get_worker_info().id
+        print("stuck", worker, flush=True)
+        if worker == 1:
+            sum(range(10**12))
+        time.sleep(60)
+
+def begin(method, keep, **options):
+    loader = DataLoader(Data(), multiprocessing_context=method, **options)
+    batches = iter(loader)
+    keep.append(batches)
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # torch's, of more workers than cores
+    logging.disable()
+    keep = []
+    # Its thread has ended when the main process is killed.
+    thread = threading.Thread(
+        target=begin, args=(METHOD, keep),
+        kwargs={"num_workers": 3, "worker_restarts": 1, "prefetch_factor": 3},
+    )
+    thread.start()
+    thread.join()
+    batches = keep[0]
+    for _ in range(4):
+        next(batches)
+    if REPLACE:
+        lost = batches._workers[0].pid
+        os.kill(lost, signal.SIGKILL)
+        while batches._workers[0].pid == lost:
+            batches._engine._receive_any(None)
+    os.kill(batches._workers[2].pid, signal.SIGSTOP)
+    print("pids", *[worker.pid for worker in batches._workers], flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_worker_outlives_a_main_process_that_is_killed(method, tmp_path) -> None:
+    """One sleeps, one keeps the interpreter, one is stopped; a thread that has ended began them."""
+    source = KILLED.replace("METHOD", repr(method)).replace("REPLACE", str(method == "fork"))
+    running = Program(source, tmp_path / "program.py")
+    lines: dict[str, str] = {}
+    while not {"pids", "stuck 0", "stuck 1"} <= lines.keys():
+        line = running.read_line(30)
+        lines["pids" if line.startswith("pids") else line] = line
+    workers = [int(pid) for pid in lines["pids"].split()[1:]]
+    wait_until(lambda: psutil.Process(workers[2]).status() == psutil.STATUS_STOPPED)
+    handles = [os.pidfd_open(pid) for pid in workers]
+    began = time.monotonic()
+    os.kill(running.pid, signal.SIGKILL)
+    for handle in handles:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        assert poll.poll(max(0, began + ENDED_S - time.monotonic()) * 1000)
+        os.close(handle)
+    running.finish().assert_quiet(-signal.SIGKILL)
