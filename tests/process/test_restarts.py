@@ -1110,7 +1110,7 @@ class Data:
         if index < 4:
             return index
         worker = get_worker_info().id
-        print("stuck", worker, flush=True)
+        open(f"stuck {worker}", "w").close()
         if worker == 1:
             sum(range(10**12))
         time.sleep(60)
@@ -1140,7 +1140,7 @@ if __name__ == "__main__":
         while batches._workers[0].pid == lost:
             batches._engine._receive_any(None)
     os.kill(batches._workers[2].pid, signal.SIGSTOP)
-    print("pids", *[worker.pid for worker in batches._workers], flush=True)
+    print(*[worker.pid for worker in batches._workers], flush=True)
     time.sleep(60)
 """
 
@@ -1150,11 +1150,9 @@ def test_no_worker_outlives_a_main_process_that_is_killed(method, tmp_path) -> N
     """One sleeps, one keeps the interpreter, one is stopped; a thread that has ended began them."""
     source = KILLED.replace("METHOD", repr(method)).replace("REPLACE", str(method == "fork"))
     running = Program(source, tmp_path / "program.py")
-    lines: dict[str, str] = {}
-    while not {"pids", "stuck 0", "stuck 1"} <= lines.keys():
-        line = running.read_line(30)
-        lines["pids" if line.startswith("pids") else line] = line
-    workers = [int(pid) for pid in lines["pids"].split()[1:]]
+    workers = [int(pid) for pid in running.read_line().split()]
+    for worker in (0, 1):
+        wait_until((tmp_path / f"stuck {worker}").exists, 30)
     wait_until(lambda: psutil.Process(workers[2]).status() == psutil.STATUS_STOPPED)
     handles = [os.pidfd_open(pid) for pid in workers]
     began = time.monotonic()
