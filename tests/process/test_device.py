@@ -389,10 +389,29 @@ def test_a_packed_sequence_moves_itself(sim, monkeypatch) -> None:
         assert batch.batch_sizes.tolist() == [2, 2, 2, 1, 1]
 
 
+@pytest.fixture
+def slow_sim():
+    """One that is later: two batches ahead are not done when the user has them."""
+    with installed(SimulatedDevice(seed=1, longest_delay=60)) as device:
+        yield device
+    assert device.faults == []
+
+
+def test_a_batch_of_an_epoch_that_is_left_stays_as_it_is(slow_sim) -> None:
+    loader = make(40, persistent_workers=True)
+    results = []
+    for _ in range(40):
+        batches = iter(loader)
+        results += [slow_sim.checksum(next(batches)), slow_sim.checksum(next(batches))]
+    loader.close()
+    assert [result.value() for result in results] == sums(2) * 40
+
+
 # Transforms ------------------------------------------------------------------------------
 
 
-def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(sim) -> None:
+def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(slow_sim) -> None:
+    sim = slow_sim
     streams = []
 
     def double(batch):
@@ -401,8 +420,8 @@ def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(sim) -> 
 
     loader = make(300, transform=double)
     with sim.on(sim.new_stream("side")):
-        results = [sim.checksum(batch) for batch in loader]
-        found = [result.value() for result in results]
+        # At once: the consumer's stream waits for nothing but what next() has it wait for.
+        found = [sim.checksum(batch).value() for batch in loader]
     assert found == [host_checksum(sample(index) * 2) for index in range(300)]
     assert len(set(streams)) == 1
     assert streams[0] is not sim.default_stream

@@ -455,6 +455,14 @@ def test_a_worker_that_cannot_be_replaced_is_told(kind, monkeypatch) -> None:
 # Time and interruptions ------------------------------------------------------------------
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises, even where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Late:
     """The sample of this index waits at a gate."""
 
@@ -491,7 +499,7 @@ def test_a_batch_that_is_late_is_told_and_not_lost(kind, gate) -> None:
     assert found == [2, 3, 4, 5, 6, 7]
 
 
-def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate) -> None:
+def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
     batches = iter(make(kind, Calls(Late(gate, 1), 8), num_workers=1))
     assert number(kind, next(batches)) == 0
 
