@@ -275,11 +275,14 @@ def test_where_locking_is_refused_batches_come_all_the_same_with_one_warning() -
 
 
 def test_a_refusal_whose_warning_is_an_error_loses_one_batch_and_no_slot() -> None:
-    with installed(SimulatedDevice(seed=1, refuses="not here")) as sim:
+    # So late that all slots are in use at a time.
+    device = SimulatedDevice(seed=1, longest_delay=60, refuses="not here")
+    with installed(device) as sim:
         batches = iter(make(60))
         with pytest.raises(RuntimeWarning, match="not here"):
             next(batches)
-        assert [sim.checksum(batch).value() for batch in batches] == sums(60)[1:]
+        results = [sim.checksum(batch) for batch in batches]
+        assert [result.value() for result in results] == sums(60)[1:]
 
 
 # How far ahead ---------------------------------------------------------------------------

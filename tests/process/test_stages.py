@@ -703,7 +703,7 @@ def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(sim, monkeypatc
 
 
 def test_a_further_epoch_waits_for_a_transform_that_takes_long(sim, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.0)
     collects = Collects()
     loader = DataLoader(
         Calls(sample, 8),
@@ -718,11 +718,14 @@ def test_a_further_epoch_waits_for_a_transform_that_takes_long(sim, monkeypatch)
     main = threading.main_thread().ident
 
     def release():
-        wait_until(lambda: "join" in stack_of(main))
+        wait_until(lambda: "end_epoch" in stack_of(main) or has_begun)
         collects.go.set()
 
+    has_begun: list[bool] = []
     with in_thread(release):
         batches = iter(loader)
+        has_begun.append(collects.is_over.is_set())
+    assert has_begun == [True]
     assert [int(sim.read(batch)[0]) for batch in batches] == list(range(8))
     loader.close()
 
