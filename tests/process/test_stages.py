@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -160,6 +161,28 @@ def test_streams_of_several_lengths_come_whole(kind, prefetch_factor, persistent
             places = [place for one, place in found if one == worker]
             assert places == sorted(places)
     loader.close()
+
+
+@pytest.mark.parametrize("is_torch", [False, True], ids=["ours", "torch's"])
+def test_where_a_stream_has_ended_the_others_are_asked_for_more(kind, is_torch) -> None:
+    made = multiprocessing.RawValue("i", 0)
+
+    def stream():
+        if torch.utils.data.get_worker_info().id == 0:
+            return
+        for place in range(100):
+            made.value += 1
+            yield torch.tensor(place)
+
+    loader_type = torch.utils.data.DataLoader if is_torch else DataLoader
+    options = {} if is_torch else kind.options
+    batches = iter(loader_type(Streams(stream), None, num_workers=2, **options))
+    next(batches)
+    # Two at first, one in place of the stream that ended, one for the batch that was taken.
+    wait_until(lambda: made.value == 4)
+    assert len(list(make(kind, 8))) == 8
+    assert made.value == 4
+    del batches
 
 
 def test_after_the_end_it_stays_at_its_end(kind) -> None:
