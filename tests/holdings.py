@@ -89,8 +89,8 @@ def _shm_files() -> dict[object, str]:
     for path in Path("/dev/shm").iterdir():
         if path.name.startswith("sem."):
             continue  # a multiprocessing lock: nobody's but the test's, and gone with it
-        of_torch = re.match(r"torch_(\d+)_", path.name)
-        if of_torch and _is_a_stranger(int(of_torch[1])):
+        owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
+        if owner and _is_a_stranger(int(owner[1] or owner[2])):
             continue
         found[path] = str(path)
     return found
