@@ -350,6 +350,8 @@ class Engine:
 
     def _hand_over(self, ticket: Ticket) -> object:
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
+        if FAULTS is not None:
+            FAULTS.reach("main.deliver")
         if self.arena.leases.has_returns:
             self._collect_returns()
         if self.arena.wants_trim:

@@ -25,6 +25,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.wording import describe_indices
 from shmloader.errors import ClosedLoaderError, TooManyFailures
+from shmloader.faults import FAULTS
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
@@ -293,6 +294,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 return super().__next__()
             batch = self._next_data()
             self._num_yielded += 1
+            if FAULTS is not None:
+                FAULTS.reach("main.return")
         except Exception:
             raise
         except BaseException:

@@ -104,10 +104,12 @@ def fork_exit() -> None:
 # Delays and interrupts -------------------------------------------------------------------------
 
 
-@_once
-def gil() -> None:
+def keep_interpreter(seconds: float) -> None:
     """Hold the interpreter's lock in a call that sleeps."""
-    ctypes.PyDLL(None).usleep(int(GIL_S * 1e6))
+    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
+
+
+gil = _once(lambda: keep_interpreter(GIL_S))
 
 
 sigint = _once(lambda: os.killpg(0, signal.SIGINT))

@@ -146,6 +146,8 @@ _POINTS = [
     Point("main-start", Place.MAIN, "main.start", 2),
     Point("main-dispatch", Place.MAIN, "main.dispatch", 6, 12),
     Point("main-next", Place.MAIN, "main.next"),
+    Point("main-deliver", Place.MAIN, "main.deliver", 3, 12),
+    Point("main-return", Place.MAIN, "main.return", 3, 12),
     Point("main-stage", Place.MAIN, "main.stage", 3, 12),
     Point("main-close", Place.MAIN, "main.close", 1, 0, "close"),
     Point("main-exit", Place.MAIN, "main.exit", 1, 0, "exit"),
@@ -160,6 +162,8 @@ POINTS = {point.name: point for point in _POINTS}
 _BETWEEN = {"main-thread", "main-abandoned", "main-held"}
 # Where nobody waits for a batch any more.
 _AFTERWARDS = {"stop", "main-close", "main-exit", "main-abandoned", "main-held"}
+# Where none of ours raises, and no exception could be made good.
+_SIGNALS_ONLY = {"main-exit", "main-deliver", "main-return"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +266,7 @@ def _effect_in_main(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR09
         case Kind.ENDS:
             return None if fault.name == "fork-exit" else Effect.ENDED
         case Kind.RAISES:
-            if point.name == "main-exit":
+            if point.name in _SIGNALS_ONLY:
                 return None
             if fault.name == "sys-exit":
                 return Effect.ENDED
@@ -339,6 +343,11 @@ class Cell:
         if self.effect is not Effect.ENDED:
             return 0
         return -signal.SIGINT if self.fault.name == "ctrl-c" else self.fault.code
+
+    @property
+    def leaves_worker_stuck(self) -> bool:
+        """Whether a worker is in a call that keeps its interpreter while the main process ends."""
+        return self.effect is Effect.ENDED and self.fault.kind is Kind.ENDS and not self.mode.epoch
 
     @property
     def is_told_by_python(self) -> bool:

@@ -76,10 +76,12 @@ class Numbers(torch.utils.data.Dataset):
 
     Args:
         is_late: Whether they wait until the fault is taken: it is, once main waits for them.
+        is_stuck: Whether the fourth batch never comes, and keeps the worker's interpreter.
     """
 
-    def __init__(self, *, is_late: bool = False) -> None:
+    def __init__(self, *, is_late: bool = False, is_stuck: bool = False) -> None:
         self.is_late = is_late
+        self.is_stuck = is_stuck
 
     def __len__(self) -> int:
         return BATCHES * BATCH_SIZE
@@ -88,6 +90,8 @@ class Numbers(torch.utils.data.Dataset):
         _reach("worker.getitem")
         if self.is_late:
             actions.await_taken()
+        if self.is_stuck and index >= 3 * BATCH_SIZE:
+            actions.keep_interpreter(60)
         return make_sample(index), index
 
 
@@ -123,6 +127,13 @@ def expected_hashes() -> dict[str, int]:
 # Modes -----------------------------------------------------------------------------------------
 
 
+def copy_slowly(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy, where the interpreter is about to end, out of a long call of torch's."""
+    if "main.exit" in os.environ.get("SHMLOADER_FAULT", ""):
+        torch.arange(1_000_000).flip(0).sort()
+    return tensor.clone()
+
+
 def simulate_pinning() -> None:
     """Pin by copying, where torch has no accelerator; the thread is the real one."""
     if torch.accelerator.is_available():
@@ -134,7 +145,7 @@ def simulate_pinning() -> None:
             torch.set_num_threads(1)
 
         def run(self, batch: Any) -> Any:
-            return [part.clone() for part in batch]
+            return [copy_slowly(part) for part in batch]
 
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_device_index = lambda: 0
@@ -171,7 +182,7 @@ def simulate_device() -> None:
             return contextlib.nullcontext()
 
         def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone()
+            return copy_slowly(tensor)
 
         def record(self) -> Any:
             return Event()
@@ -276,7 +287,10 @@ class Trial:
         from shmloader import DataLoader
 
         return DataLoader(
-            Numbers(is_late=self.cell.point.name == "main-next"),
+            Numbers(
+                is_late=self.cell.point.name == "main-next",
+                is_stuck=self.cell.leaves_worker_stuck,
+            ),
             batch_size=BATCH_SIZE,
             num_workers=WORKERS,
             collate_fn=collate,
