@@ -1,11 +1,13 @@
 """A sample of the fault campaign that covers what its parts are pairwise; see ``pairs_of``.
 
 Every cell runs with ``make faults``. Here a trial is forked from an interpreter that has imported
-torch and nothing of ours; two run at a time, ahead of the tests that wait for them.
+torch and nothing of ours. Two run at a time: ahead of the tests that wait for them, unless
+pytest-xdist runs two tests at a time.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 from tests.faults.campaign import COST, run_cells
 from tests.faults.cells import all_cells, cell_of, effect_of, pairs_of, pairwise
 from tests.faults.chaos import Chaos
-from tests.faults.harness import Verdict
+from tests.faults.harness import Starter, Verdict, run_trial
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,9 +53,27 @@ class Verdicts:
         self._thread.join()
 
 
+class VerdictsOnDemand:
+    """Of trials that run when they are asked for."""
+
+    def __init__(self) -> None:
+        self._starter = Starter(is_fresh=False)
+
+    def of(self, name: str) -> Verdict:
+        return run_trial(cell_of(name), self._starter)
+
+    def close(self) -> None:
+        self._starter.close()
+
+
 @pytest.fixture(scope="module")
-def verdicts(request: pytest.FixtureRequest) -> Iterator[Verdicts]:
+def verdicts(request: pytest.FixtureRequest) -> Iterator[Verdicts | VerdictsOnDemand]:
     """Of the cells that this run of pytest has selected."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        on_demand = VerdictsOnDemand()
+        yield on_demand
+        on_demand.close()
+        return
     found = Verdicts(
         [
             item.callspec.params["cell"].id

@@ -301,7 +301,9 @@ class Trial:
 
     def _options(self) -> dict[str, Any]:
         options = dict(self.cell.mode.options)
-        if self.cell.fault.kind in {Kind.STOPS, Kind.STOPS_WORKER}:
+        is_stopping = self.cell.fault.kind in {Kind.STOPS, Kind.STOPS_WORKER}
+        # Where nothing is to come of it, a worker that takes its time to start would be told.
+        if is_stopping and self.cell.effect is not Effect.UNSEEN:
             options["timeout"] = TIMEOUT_S
         return options
 
