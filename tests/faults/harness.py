@@ -86,6 +86,13 @@ def is_server(pid: int) -> bool:
     return True
 
 
+def _is_ending(pid: int) -> bool:
+    """Whether it has no memory any more: it is on its way out, where a busy machine lets it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/statm").read_text().split()[0] == "0"
+    return True
+
+
 def stacks_of(session: int, directory: Path) -> str:
     """What all processes of a session are in, in words."""
     texts = []
@@ -113,7 +120,9 @@ def end_session(leader: int) -> list[str]:
     while left := session_of(leader):
         elapsed_s = time.monotonic() - began
         # multiprocessing's own servers end by themselves, when they are done importing torch.
-        if elapsed_s > LEFT_S and (elapsed_s > SERVERS_S or not all(map(is_server, left))):
+        if elapsed_s > LEFT_S and (
+            elapsed_s > SERVERS_S or not all(is_server(pid) or _is_ending(pid) for pid in left)
+        ):
             break
         time.sleep(0.01)
     words = [describe_process(pid) for pid in left]

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from tests.faults import actions, hammered
-from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Kind, cell_of
+from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, cell_of
 from tests.holdings import Holdings
 
 # What a death may take to be told, and what may be left after close() for how long.
@@ -301,9 +301,7 @@ class Trial:
 
     def _options(self) -> dict[str, Any]:
         options = dict(self.cell.mode.options)
-        is_stopping = self.cell.fault.kind in {Kind.STOPS, Kind.STOPS_WORKER}
-        # Where nothing is to come of it, a worker that takes its time to start would be told.
-        if is_stopping and self.cell.effect is not Effect.UNSEEN:
+        if self.cell.effect in {Effect.LATE, Effect.DELAYED}:
             options["timeout"] = TIMEOUT_S
         return options
 
