@@ -115,7 +115,7 @@ class PinStage:
         try:
             error.reraise()
         except Exception as raised:
-            raised.__traceback__ = None  # the frame that it comes from holds it
+            raised.with_traceback(None)  # the frame that it comes from holds it
             raise
         raise AssertionError("it returned")
 

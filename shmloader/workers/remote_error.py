@@ -74,7 +74,7 @@ class RemoteError:
         except BaseException as error:
             with contextlib.suppress(Exception):  # an exception may refuse attributes
                 error.add_note(note)
-            error.__traceback__ = None  # one of the frames that it comes from holds it
+            error.with_traceback(None)  # one of the frames that it comes from holds it
             raise
 
     def rebuilt(self, note: str) -> Exception:
