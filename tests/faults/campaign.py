@@ -78,7 +78,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each cell N times")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="trials at a time")
     parser.add_argument("--template", action="store_true", help="fork trials, torch imported")
-    parser.add_argument("--minutes", type=float, default=0, help="start none after so long")
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="start none after so long; some of all sorts"
+    )
     parser.add_argument("--record", metavar="FILE", help="add verdicts to it; run what it lacks")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     parser.add_argument("-x", action="store_true", help="stop at the first that fails")
@@ -90,7 +92,7 @@ def _read_record(record: Path | None) -> dict[str, bool]:
     known: dict[str, bool] = {}
     if record is not None and record.exists():
         for line in record.read_text().splitlines():
-            name, problems = json.loads(line)
+            name, problems, _ = json.loads(line)
             known[name] = known.get(name, True) and not problems
     return known
 
@@ -106,6 +108,8 @@ def main() -> None:
     record = Path(options.record) if options.record else None
     known = _read_record(record)
     cells = [cell for cell in cells if cell.id not in known] * options.repeat
+    if options.minutes:
+        cells.sort(key=lambda cell: cell.lot)
     if options.list:
         print(*[cell.id for cell in cells], sep="\n")
         return
@@ -124,7 +128,8 @@ def main() -> None:
         known[verdict.cell.id] = not verdict.problems and known.get(verdict.cell.id, True)
         if record is not None:
             with record.open("a") as file:
-                print(json.dumps([verdict.cell.id, verdict.problems]), file=file)
+                line = [verdict.cell.id, verdict.problems, round(verdict.elapsed_s, 2)]
+                print(json.dumps(line), file=file)
         mark = "FAILED" if verdict.problems else "right"
         print(
             f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {verdict.cell.id}: {mark} "
@@ -137,6 +142,5 @@ def main() -> None:
             stopping.set()
     print(f"{failed} failed")
     if options.docs:
-        minutes = (time.monotonic() - began) / 60
-        docs.write_campaign([(cell_of(name), right) for name, right in known.items()], minutes)
+        docs.write_campaign([(cell_of(name), right) for name, right in known.items()])
     sys.exit(bool(failed))

@@ -12,18 +12,13 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.cells import FAULTS, METHODS, MODES, POINTS, Cell
+from tests.faults.cells import FAULTS, METHODS, MODES, POINTS, Cell, all_cells
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
-def write_campaign(results: Iterable[tuple[Cell, bool]], minutes: float) -> None:
-    """The table of faults and points.
-
-    Args:
-        results: Cells that were run, and whether each was right.
-        minutes: How long they took.
-    """
+def write_campaign(results: Iterable[tuple[Cell, bool]]) -> None:
+    """The table of faults and points, out of cells that were run, and whether each was right."""
     table: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     methods: Counter[str] = Counter()
     modes: Counter[str] = Counter()
@@ -36,8 +31,8 @@ def write_campaign(results: Iterable[tuple[Cell, bool]], minutes: float) -> None
     points = [name for name in POINTS if any(place == name for _, place in table)]
     lines = [
         (
-            f"{_where_and_when()}; {minutes:.0f} minutes. {total.total()} trials, "
-            f"{total[True]} right, {total[False]} not."
+            f"{_where_and_when()}. **{total.total()} of {len(all_cells())} cells were run: "
+            f"{total[True]} right, {total[False]} not.**"
         ),
         "",
         "By start method: "
