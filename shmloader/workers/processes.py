@@ -12,7 +12,6 @@ Guarantees:
 Assumes that one thread at a time calls the methods.
 """
 
-import collections
 import contextlib
 import errno
 import math
@@ -34,17 +33,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
-from shmloader.messages import RECEIVE_BYTES
 from shmloader.workers.board import AtWork, Board
-from shmloader.workers.channel import receive_soon
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
+from shmloader.workers.handle import KILL_S, WorkerHandle, end_all
 from shmloader.workers.lifeline import Lifeline
 from shmloader.workers.parking import all_parked
 from shmloader.workers.payload import (
@@ -54,13 +53,12 @@ from shmloader.workers.payload import (
     unimportable_main_hidden,
 )
 
-# How long close() waits for a worker to end by itself (it may be inside a sample), after
-# SIGTERM, and after SIGKILL.
+# How long close() waits for a worker to end by itself: it may be inside a sample.
 _GRACE_S = 1.0
-_TERMINATE_S = 0.3
-_KILL_S = 5.0
 
-_PEER_IS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
+# multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to whoever forks.
+# One is for the worker's pidfd.
+_START_DESCRIPTORS = 7
 
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
@@ -75,25 +73,6 @@ class _Pools:
     """The pools of this process, for a forked worker to close what is not its own."""
 
     live: ClassVar["weakref.WeakSet[ProcessPool]"] = weakref.WeakSet()
-
-
-class _Worker:
-    """A worker's handles."""
-
-    __slots__ = ("channel", "is_lost", "outbox", "pidfd", "process")
-
-    def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
-        self.process = process
-        self.channel = channel
-        self.pidfd = os.pidfd_open(process.pid or 0)
-        self.outbox: collections.deque[tuple[bytes, int | None]] = collections.deque()
-        self.is_lost = False
-
-    def close_pidfd(self) -> None:
-        """Close it; may be called again."""
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)
 
 
 class _Waker:
@@ -147,7 +126,7 @@ class ProcessPool:
         """
         self._pid = os.getpid()
         self._context: Any = context or multiprocessing.get_context()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerHandle] = []
         self._starts: list[WorkerStart] = []
         self._payload: Payload | ForkedPayload | None = None
         self._starting: socket.socket | None = None
@@ -179,8 +158,10 @@ class ProcessPool:
                 )  # fmt: skip
                 self._starts.append(start)
                 self._workers.append(self._start_worker(worker_id))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                _raise_what_lacks(error)
             raise
         if not may_replace:
             self._payload.close()
@@ -203,7 +184,7 @@ class ProcessPool:
             warnings.warn(_PICKLE_WARNING, stacklevel=2)
             raise
 
-    def _start_worker(self, worker_id: int) -> _Worker:
+    def _start_worker(self, worker_id: int) -> WorkerHandle:
         assert self._board is not None
         assert self._lifeline is not None
         self._board.clear(worker_id)
@@ -216,13 +197,14 @@ class ProcessPool:
         )
         self._starting = ours
         try:
-            with _sigint_blocked(), self._others_parked(), unimportable_main_hidden(), theirs:
+            with theirs, _sigint_blocked(), self._others_parked(), unimportable_main_hidden():
+                _spare_descriptors(ours)
                 process.start()
             self._lifeline.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
             ours.setblocking(False)
-            worker = _Worker(process, ours)
+            worker = WorkerHandle(process, ours)
         except BaseException:
             ours.close()
             if process.pid is not None:
@@ -245,13 +227,33 @@ class ProcessPool:
 
         Raises:
             OSError: If there are no descriptors or processes left.
+            ClosedLoaderError: If another thread closes the pool meanwhile.
         """
         old = self._workers[worker_id]
         assert old.is_lost
-        del self._by_fd[old.channel.fileno()], self._by_fd[old.pidfd]
+        self._by_fd.pop(old.channel.fileno(), None)
+        self._by_fd.pop(old.pidfd, None)
         old.channel.close()
         old.close_pidfd()
-        self._workers[worker_id] = self._start_worker(worker_id)
+        try:
+            self._check_open()
+            new = self._workers[worker_id] = self._start_worker(worker_id)
+        except Exception as error:
+            self._check_open(error)
+            if isinstance(error, OSError):
+                _raise_what_lacks(error)
+            raise
+        # Whoever closes may not have seen it.
+        try:
+            self._check_open()
+        except ClosedLoaderError:
+            new.hang_up()
+            end_all([new], 0)
+            raise
+
+    def _check_open(self, cause: Exception | None = None) -> None:
+        if self._is_closed:
+            raise ClosedLoaderError("the workers have been ended") from cause
 
     def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
         """Send a message to a worker; never blocks. A dead worker's message is dropped.
@@ -265,36 +267,13 @@ class ProcessPool:
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
-        if worker.outbox or not self._try_send(worker, data, descriptor):
+        if worker.outbox or not worker.try_send(data, descriptor):
             worker.outbox.append((data, descriptor))
             self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
-    def _try_send(self, worker: _Worker, data: bytes, descriptor: int | None) -> bool:
-        try:
-            if descriptor is None:
-                worker.channel.send(data)
-            else:
-                socket.send_fds(worker.channel, [data], [descriptor])
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _PEER_IS_GONE:
-                raise
-            # It is dying, and its pidfd tells us so.
-        return True
-
     def receive(self, worker_id: int) -> bytes | None:
         """The next message from a worker, if one is there or about to come. Does not sleep."""
-        try:
-            return receive_soon(self._workers[worker_id].channel.recv, RECEIVE_BYTES) or None
-        except OSError:
-            return None  # its pidfd tells us more
-
-    def _receive_now(self, worker: _Worker) -> bytes | None:
-        try:
-            return worker.channel.recv(RECEIVE_BYTES) or None
-        except OSError:  # BlockingIOError is one
-            return None
+        return self._workers[worker_id].receive_soon()
 
     def enable_wake(self) -> None:
         """Make :meth:`wake` work. Before any other thread uses the pool."""
@@ -339,9 +318,9 @@ class ProcessPool:
             if fd == worker.pidfd:
                 happened.extend(self._lose(worker_id))
             elif not worker.is_lost:
-                if event & select.POLLOUT:
-                    self._flush(worker)
-                data = self._receive_now(worker)
+                if event & select.POLLOUT and worker.flush():
+                    self._poll.modify(worker.channel, select.POLLIN)
+                data = worker.receive()
                 if data is not None:
                     happened.append((worker_id, data))
                 elif event & (select.POLLHUP | select.POLLERR):
@@ -352,27 +331,19 @@ class ProcessPool:
     def _has_been_closed(self) -> bool:
         return self._is_closed
 
-    def _flush(self, worker: _Worker) -> None:
-        while worker.outbox:
-            data, descriptor = worker.outbox[0]
-            if not self._try_send(worker, data, descriptor):
-                return
-            worker.outbox.popleft()
-        self._poll.modify(worker.channel, select.POLLIN)
-
     def _lose(self, worker_id: int) -> Iterator[tuple[int, bytes | None]]:
         """Take a dead worker's last messages, reap it, and say that it is lost."""
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
-        while (data := self._receive_now(worker)) is not None:
+        while (data := worker.receive()) is not None:
             yield worker_id, data
         worker.is_lost = True
         worker.outbox.clear()
         with contextlib.suppress(KeyError):
             self._poll.unregister(worker.channel)
         self._poll.unregister(worker.pidfd)
-        _reap(worker, time.monotonic() + _KILL_S)
+        worker.reap(time.monotonic() + KILL_S)
         yield worker_id, None
 
     def exit_code(self, worker_id: int) -> int | None:
@@ -420,13 +391,10 @@ class ProcessPool:
         # Who presses Ctrl-C meanwhile does not want to wait for workers that are busy.
         grace_s, self._grace_s = self._grace_s, 0.0
         for worker in self._workers:
-            # Ends the worker's loop when it has answered what it is at.
-            with contextlib.suppress(OSError):
-                worker.channel.shutdown(socket.SHUT_RDWR)
-            worker.channel.close()
+            worker.hang_up()
         if FAULTS is not None:
             FAULTS.reach("main.close")
-        _end([worker for worker in self._workers if worker.pidfd >= 0], grace_s)
+        end_all(self._workers, grace_s)
         self._close_shared()
 
     def _close_shared(self) -> None:
@@ -466,42 +434,31 @@ def close_inherited() -> None:
     close_inherited_slots()
 
 
-def _end(workers: list[_Worker], grace_s: float) -> None:
-    """Wait for workers to end, and reap them; help those that do not end by themselves."""
-    for wait_s, then in (
-        (grace_s, BaseProcess.terminate),
-        (_TERMINATE_S, BaseProcess.kill),
-        (_KILL_S, None),
-    ):
-        deadline = time.monotonic() + wait_s
-        for worker in workers:
-            if _reap(worker, deadline):
-                worker.close_pidfd()
-        workers = [worker for worker in workers if worker.pidfd >= 0]
-        if then is not None:
-            for worker in workers:
-                then(worker.process)
+def _spare_descriptors(any_socket: socket.socket) -> None:
+    """Raise OSError where there are too few left for a start.
 
-
-def _reap(worker: _Worker, deadline: float) -> bool:
-    """Wait for a worker's end until ``deadline`` of the monotonic clock; whether it has ended.
-
-    Waits on the pidfd: multiprocessing's sentinel stays silent for as long as a child of the
-    worker's own lives.
+    multiprocessing leaves its first pipe open when there is no descriptor for the second.
     """
-    poll = select.poll()
-    poll.register(worker.pidfd, select.POLLIN)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        return False
-    if worker.process.exitcode is None:
-        # A forkserver reaps it and tells us, which takes a moment more.
-        worker.process.join(1.0)
-    if worker.process.exitcode is None:
-        # Somebody else has reaped it (a SIGCHLD handler, or SIG_IGN). multiprocessing would keep
-        # it, with its pipes, and send its number a signal at exit, whosever that is then.
-        multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
-    worker.process.join(0)  # lets multiprocessing forget it
-    return True
+    spare: list[int] = []
+    try:
+        while len(spare) < _START_DESCRIPTORS:
+            spare.append(os.dup(any_socket.fileno()))
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
+
+
+def _raise_what_lacks(error: OSError) -> None:
+    """Say which limit a worker's start has met, if it is one."""
+    remedy = {
+        errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
+        errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
+        errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
+        errno.ENOMEM: "give it more memory",
+    }.get(error.errno or 0)
+    if remedy is not None:
+        text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
+        raise OSError(error.errno, f"{text}num_workers.") from error
 
 
 @contextlib.contextmanager

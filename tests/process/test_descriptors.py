@@ -72,13 +72,10 @@ def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> No
                 print("LEFT", limit - top, children, said)
                 for child in children:
                     child.wait(5)
-            # multiprocessing leaves its first pipe open when there is none for the second.
             new = [int(n) for n in descriptors() - before if os.path.exists(f"/proc/self/fd/{n}")]
             targets = [os.readlink(f"/proc/self/fd/{n}") for n in new]
-            if len(new) > 2 or not all(target.startswith("pipe:") for target in targets):
+            if new:
                 print("DESCRIPTORS", limit - top, targets, said)
-            for number in new:
-                os.close(number)
         print("worked", worked > 5)
         """,
         tmp_path / "program.py",
