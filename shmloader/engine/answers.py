@@ -4,6 +4,8 @@ A batch's answer carries the reader of its layout, since a worker does not repea
 is the same as that of its last batch.
 """
 
+import pickle
+
 from shmloader.errors import InternalError
 from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
@@ -135,3 +137,41 @@ def make_reader(layout: object) -> Reader:
     if type(layout) is PickledLayout:
         return PickledReader(layout)
     raise InternalError(f"a layout of unknown type: {layout!r}")
+
+
+class Layouts:
+    """The layout of each worker's last batch, which it does not repeat while it stays the same."""
+
+    def __init__(self, worker_count: int) -> None:
+        self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
+
+    def note(self, worker_id: int, data: bytes) -> None:
+        """A worker has sent a layout, for its batches from now on."""
+        try:
+            self._readers[worker_id] = self._find(data)
+        except Exception:  # noqa: BLE001 - reading the user's keys may raise anything
+            error = RemoteError.caught("while reading a batch in the main process")
+            self._readers[worker_id] = UnreadableLayout(error)
+
+    def _find(self, data: bytes) -> Reader:
+        """The reader of a layout; workers that agree share one, and what it keeps of slots."""
+        layout = pickle.loads(data)
+        for known in self._readers:
+            if isinstance(known, Reader) and known.layout == layout:
+                return known
+        return make_reader(layout)
+
+    def reader(self, worker_id: int) -> Reader | UnreadableLayout:
+        """What reads a worker's batches."""
+        reader = self._readers[worker_id]
+        if reader is None:
+            raise InternalError(f"worker {worker_id} sent a batch without a layout")
+        return reader
+
+    def forget(self, worker_id: int) -> None:
+        """A new process has taken a worker's place: it sends its layout anew."""
+        self._readers[worker_id] = None
+
+    def clear(self) -> None:
+        """Let go of all, and of what they keep of slots."""
+        self._readers = [None] * len(self._readers)

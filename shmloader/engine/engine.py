@@ -7,9 +7,8 @@ they have, and their answers wait in the sockets.
 
 import functools
 import logging
-import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from shmloader.engine.answers import (
@@ -17,23 +16,21 @@ from shmloader.engine.answers import (
     Death,
     Empty,
     Failure,
-    Reader,
+    Layouts,
     UnreadableLayout,
-    make_reader,
 )
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
+from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.sender import Sender
 from shmloader.engine.slots import SlotState
 from shmloader.engine.wording import (
     describe_change,
     describe_death,
-    describe_late_start,
     describe_restart,
     describe_ticket,
-    describe_timeout,
-    describe_work,
 )
 from shmloader.errors import (
     ClosedLoaderError,
@@ -47,18 +44,14 @@ from shmloader.memory.debug import checksum, is_debugging
 from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import Slot
 from shmloader.messages import (
-    INLINE_BYTES,
     BatchDone,
     BatchEmpty,
     BatchFailed,
-    DropSlot,
     EpochStarted,
-    NewSlot,
     SkipBatches,
     Spilled,
     StartEpoch,
     StreamEnded,
-    Task,
     pack,
     unpack,
 )
@@ -69,9 +62,6 @@ from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
 
 _log = logging.getLogger("shmloader")
-
-# Time for asking workers what they are at, once a batch is late.
-_ASK_S = 1.0
 
 
 def _do_nothing() -> None:
@@ -134,9 +124,8 @@ class Engine:
         if is_debugging():
             self._scheduler.slots.on_free = self.arena.poison
         self._watch = watch
-        self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
-        # Slots that each worker has mapped.
-        self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
+        self._layouts = Layouts(worker_count)
+        self._sender = Sender(pool, self.arena, worker_count)
         self._draw: Callable[[], object] = iter(()).__next__
         # Deaths that were noted, and whose worker is to be replaced.
         self._to_replace: dict[int, Death] = {}
@@ -219,7 +208,7 @@ class Engine:
 
     def _finish_epoch(self) -> None:
         for slot_id in self._scheduler.end_epoch():
-            self._retire(slot_id)
+            self._sender.retire(slot_id)
         self._ready_workers.clear()
         message = pack(StartEpoch(self._scheduler.epoch + 1))
         for worker_id in range(self._worker_count):
@@ -232,10 +221,8 @@ class Engine:
             try:
                 self._receive_any(self._deadline())
             except LoaderTimeoutError:
-                late = set(range(self._worker_count)) - self._ready_workers
-                work = self._ask_workers(sorted(late))
-                text = describe_late_start(self._timeout_s, work)
-                self._fail(LoaderTimeoutError(text))
+                busy = [one for one in self._living() if one not in self._ready_workers]
+                self._fail(late_start(self._timeout_s, self._pool, self._scheduler, busy))
             self.check_open()
         self._scheduler.start_epoch()
         if self._watch is not None:
@@ -269,6 +256,8 @@ class Engine:
             self.has_delivered = True
             return batch
         except BaseException as error:
+            if self._is_closed_elsewhere(error):
+                raise ClosedLoaderError("the iterator was closed meanwhile") from error
             # A Ctrl-C, or what a signal handler raised, may come between two things that belong
             # together, and to go on would be to leave out a batch. While we only waited, nothing
             # is lost.
@@ -283,6 +272,15 @@ class Engine:
             raise
         finally:
             self._is_amid = self._is_handing_over = self._pool.is_waiting = False
+
+    def _is_closed_elsewhere(self, error: BaseException) -> bool:
+        """Whether this came of another thread, which has closed what we were looking at."""
+        return (
+            self._is_closed
+            and not self._closed_because
+            and isinstance(error, Exception)
+            and not isinstance(error, ClosedLoaderError | StopIteration)
+        )
 
     def _next_batch(self) -> object:
         scheduler = self._scheduler
@@ -412,21 +410,14 @@ class Engine:
         """A ticket's slot is done with, nothing of it is lent."""
         if is_kept:
             self._scheduler.delivered(ticket, SlotState.RETIRED)
-            self._retire(ticket.slot_id)
+            self._sender.retire(ticket.slot_id)
         else:
             self._scheduler.delivered(ticket, SlotState.FREE)
 
     def _collect_returns(self) -> None:
         for slot_id, is_clean in self.arena.leases.collect():
             if not self._scheduler.slot_returned(slot_id, clean=is_clean):
-                self._retire(slot_id)
-
-    def _retire(self, slot_id: int) -> None:
-        for worker_id, mapped in enumerate(self._mapped):
-            if slot_id in mapped:
-                mapped.remove(slot_id)
-                self._pool.send(worker_id, pack(DropSlot(slot_id)))
-        self.arena.retire(slot_id)
+                self._sender.retire(slot_id)
 
     # Tickets out -------------------------------------------------------------------------
 
@@ -457,53 +448,13 @@ class Engine:
 
     def _send(self, ticket: Ticket) -> None:
         """Send a ticket to its worker."""
-        worker_id, slot_id = ticket.worker_id, ticket.slot_id
-        if slot_id not in self._mapped[worker_id]:
-            self._introduce(worker_id, slot_id)
         try:
-            data = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
-            body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
-        except Exception:  # noqa: BLE001 - pickling the user's keys may raise anything
-            # Told at its place in the order, as a failure of the dataset is.
-            error = RemoteError.caught("while sending indices to a DataLoader worker process")
-            self._note_answer(ticket.seq, self._scheduler.epoch, Failure(error, is_kept=False))
-            return
-        touched_bytes = self.arena.touched_bytes(slot_id)
-        task = Task(ticket.seq, self._scheduler.epoch, slot_id, body, touched_bytes)
-        self._pool.send(worker_id, pack(task))
-        if FAULTS is not None:
-            FAULTS.reach("main.dispatch")
-
-    def _introduce(self, worker_id: int, slot_id: int) -> None:
-        """Let a worker map a slot that it does not know yet."""
-        try:
-            slot = self.arena[slot_id]
-        except OSError as error:
-            self._fail(
-                OSError(
-                    error.errno,
-                    f"Too many open files, or no memory, for a further slot of shared memory "
-                    f"({error.strerror}). Please increase the limit using `ulimit -n` in the "
-                    "shell, or lower num_workers or prefetch_factor.",
-                )
-            )
-        except SharedMemoryError as error:
+            refused = self._sender.send(ticket, self._scheduler.epoch)
+        except (OSError, SharedMemoryError) as error:
             self._fail(error)
-        self._mapped[worker_id].add(slot_id)
-        self._pool.send(worker_id, pack(NewSlot(slot_id, slot.nbytes)), slot.fileno())
-
-    def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
-        """Put a long index list into the ticket's slot."""
-        slot = self.arena[ticket.slot_id]
-        if len(body) > slot.nbytes:
-            raise SharedMemoryError(
-                f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
-                f"{slot.nbytes}: raise shm_size or lower batch_size."
-            )
-        self.arena.grow(ticket.slot_id, len(body))
-        slot.mapping[: len(body)] = body
-        self.arena.note_use(ticket.slot_id, len(body))
-        return Spilled(0, len(body))
+        if refused is not None:
+            # Told at its place in the order, as a failure of the dataset is.
+            self._note_answer(ticket.seq, self._scheduler.epoch, Failure(refused, is_kept=False))
 
     # Answers in --------------------------------------------------------------------------
 
@@ -525,31 +476,15 @@ class Engine:
 
     def late(self) -> LoaderTimeoutError:
         """What is to be raised when a batch has not come in time. From any thread."""
-        tickets = self._scheduler.tickets
-        if self._scheduler.delivers_in_order:
-            tickets = [ticket for ticket in tickets if not ticket.is_dropped][:1]
-        tickets = [ticket for ticket in tickets if ticket.answer is None]
-        waiting = [(ticket, self._pool.pid(ticket.worker_id)) for ticket in tickets]
-        first = [ticket.worker_id for ticket in tickets]
-        work = self._ask_workers(dict.fromkeys([*first, *range(self._worker_count)]))
-        return LoaderTimeoutError(describe_timeout(self._timeout_s, waiting, work))
+        return late_batch(self._timeout_s, self._pool, self._scheduler, self._living())
 
-    def _ask_workers(self, worker_ids: Iterable[int]) -> list[str]:
-        """What workers are at, in words; those that are dead by now have nothing to say.
-
-        Where many do not answer, the last of them are not asked for their stacks.
-        """
-        until = time.monotonic() + _ASK_S
-        tickets = {ticket.seq: ticket for ticket in self._scheduler.tickets}
-        texts = []
-        for worker_id in worker_ids:
-            if self._scheduler.deaths[worker_id] is None and worker_id not in self._to_replace:
-                look = self._pool.ask if time.monotonic() < until else self._pool.was_at
-                pid, at_work = self._pool.pid(worker_id), look(worker_id)
-                is_ours = at_work.epoch == self._scheduler.epoch
-                ticket = tickets.get(at_work.seq) if is_ours else None
-                texts.append(describe_work(worker_id, pid, at_work, ticket))
-        return texts
+    def _living(self) -> list[int]:
+        deaths = self._scheduler.deaths
+        return [
+            worker_id
+            for worker_id, death in enumerate(deaths)
+            if death is None and worker_id not in self._to_replace
+        ]
 
     def _lose(self, worker_id: int) -> None:
         """A worker is dead: another is to do its work, or all that waits for it fails."""
@@ -593,10 +528,13 @@ class Engine:
             self._pool.replace(worker_id)
         except OSError as error:
             self._fail(error)
+        except ClosedLoaderError:
+            self.check_open()
+            raise
         _log.warning(text)
         del self._to_replace[worker_id]
-        self._readers[worker_id] = None
-        self._mapped[worker_id].clear()
+        self._layouts.forget(worker_id)
+        self._sender.forget(worker_id)
 
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""
@@ -623,13 +561,8 @@ class Engine:
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
-            try:
-                self._readers[worker_id] = self._find_reader(data)
-            except Exception:  # noqa: BLE001 - reading the user's keys may raise anything
-                error = RemoteError.caught("while reading a batch in the main process")
-                self._readers[worker_id] = UnreadableLayout(error)
-        reader = self._readers[worker_id]
-        assert reader is not None
+            self._layouts.note(worker_id, data)
+        reader = self._layouts.reader(worker_id)
         if isinstance(reader, UnreadableLayout):
             self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept, report=report))
             return
@@ -637,20 +570,12 @@ class Engine:
         answer = Batch(reader, is_kept=is_kept, check=check, report=report)
         self._note_answer(seq, epoch, answer)
 
-    def _find_reader(self, data: bytes) -> Reader:
-        """The reader of a layout; workers that agree share one, and what it keeps of slots."""
-        layout = pickle.loads(data)
-        for known in self._readers:
-            if isinstance(known, Reader) and known.layout == layout:
-                return known
-        return make_reader(layout)
-
     def _take_end(self, message: StreamEnded) -> None:
         slot_id = self._scheduler.slot_of(message.seq)
         if self._scheduler.stream_ended(message.seq, message.epoch, is_kept=message.kept):
             self._replace_ticket()
         if message.kept:
-            self._retire(slot_id)
+            self._sender.retire(slot_id)
 
     def _take_failure(self, message: BatchFailed) -> None:
         data = message.error
@@ -667,7 +592,7 @@ class Engine:
     def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure | Empty) -> Ticket:
         ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
         if ticket.is_dropped and answer.is_kept:
-            self._retire(ticket.slot_id)
+            self._sender.retire(ticket.slot_id)
         return ticket
 
     def _spilled(self, seq: int, where: Spilled) -> bytes:
@@ -683,7 +608,7 @@ class Engine:
         try:
             self._pool.close()
         finally:
-            self._readers = [None] * self._worker_count
+            self._layouts.clear()
             self._draw = iter(()).__next__
             finish(self.arena.close)
 

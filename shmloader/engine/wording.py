@@ -89,7 +89,8 @@ def describe_restart(worker_id: int, death: Death, seqs: list[int], skipped: int
     text = f"{describe_end(death)}A new process takes the place of worker {worker_id}"
     text += f" and loads again what it had in work: batch {again}." if seqs else "."
     if skipped:
-        text += f" Its dataset is iterated anew, past {skipped} batches that were given already."
+        given = "the batch that was" if skipped == 1 else f"{skipped} batches that were"
+        text += f" Its dataset is iterated anew, past {given} given already."
     return f"{text} Its random streams start anew.{_describe_oom(death)}"
 
 

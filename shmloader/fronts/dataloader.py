@@ -66,8 +66,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         pin_memory_device: Deprecated by torch.
         in_order: Whether batches come in the sampler's order.
         shm_size: Cap on the shared memory of one iterator: bytes, or text such as ``"512MiB"``.
-            It is cut into equal shares for ``prefetch_factor * num_workers + 4`` slots, and a
-            batch that needs more than its share raises ``SharedMemoryError``. None: no cap.
+            It is cut into equal shares for ``prefetch_factor * num_workers + 4`` slots (with a
+            device, ``device_prefetch + 2`` in place of the 4 if that is more), and a batch that
+            needs more than its share raises ``SharedMemoryError``. None: no cap.
         worker_restarts: How many workers that die are replaced in an epoch; what they had in work
             is loaded again, in order. 0: a death raises ``WorkerDiedError``, and so does a second
             death over the same batch. The new worker's random streams start anew, and so does its

@@ -112,8 +112,8 @@ class SlotWriter:
             raise SharedMemoryError(
                 f"a batch needs {end} bytes or more of shared memory, and its slot may "
                 f"have {slot.nbytes}: raise shm_size, which is cut into equal shares for "
-                "prefetch_factor * num_workers + 4 slots, or lower batch_size, num_workers or "
-                "prefetch_factor."
+                "prefetch_factor * num_workers slots and those that may be lent, or lower "
+                "batch_size, num_workers or prefetch_factor."
             )
         if end > self._backed and self._room is not None:
             self._backed = self._room.grow(slot, self._backed, end)

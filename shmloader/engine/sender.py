@@ -1,0 +1,90 @@
+"""Tasks on their way to workers, and which slots each worker has mapped."""
+
+import pickle
+
+from shmloader.engine.arena import Arena
+from shmloader.engine.scheduler import Ticket
+from shmloader.errors import SharedMemoryError
+from shmloader.faults import FAULTS
+from shmloader.messages import INLINE_BYTES, DropSlot, NewSlot, Spilled, Task, pack
+from shmloader.workers.pool import Pool
+from shmloader.workers.remote_error import RemoteError
+
+
+class Sender:
+    """Sends tasks, each slot's descriptor before the first one that names it.
+
+    Args:
+        pool: Where the workers are.
+        arena: Where the slots are.
+        worker_count: Number of workers.
+    """
+
+    def __init__(self, pool: Pool, arena: Arena, worker_count: int) -> None:
+        self._pool = pool
+        self._arena = arena
+        # Slots that each worker has mapped.
+        self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
+
+    def send(self, ticket: Ticket, epoch: int) -> RemoteError | None:
+        """Send a ticket to its worker.
+
+        Returns:
+            What the user's indices raised, if they could not be sent.
+
+        Raises:
+            OSError: If there are no descriptors left for its slot, or no address space.
+            SharedMemoryError: If there is no memory for its slot.
+        """
+        worker_id, slot_id = ticket.worker_id, ticket.slot_id
+        if slot_id not in self._mapped[worker_id]:
+            self._introduce(worker_id, slot_id)
+        try:
+            data = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
+            body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
+        except Exception:  # noqa: BLE001 - pickling the user's keys may raise anything
+            return RemoteError.caught("while sending indices to a DataLoader worker process")
+        touched_bytes = self._arena.touched_bytes(slot_id)
+        self._pool.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
+        if FAULTS is not None:
+            FAULTS.reach("main.dispatch")
+        return None
+
+    def _introduce(self, worker_id: int, slot_id: int) -> None:
+        """Let a worker map a slot that it does not know yet."""
+        try:
+            slot = self._arena[slot_id]
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"Too many open files, or no memory, for a further slot of shared memory "
+                f"({error.strerror}). Please increase the limit using `ulimit -n` in the "
+                "shell, or lower num_workers or prefetch_factor.",
+            ) from error
+        self._mapped[worker_id].add(slot_id)
+        self._pool.send(worker_id, pack(NewSlot(slot_id, slot.nbytes)), slot.fileno())
+
+    def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
+        """Put a long index list into the ticket's slot."""
+        slot = self._arena[ticket.slot_id]
+        if len(body) > slot.nbytes:
+            raise SharedMemoryError(
+                f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
+                f"{slot.nbytes}: raise shm_size or lower batch_size."
+            )
+        self._arena.grow(ticket.slot_id, len(body))
+        slot.mapping[: len(body)] = body
+        self._arena.note_use(ticket.slot_id, len(body))
+        return Spilled(0, len(body))
+
+    def retire(self, slot_id: int) -> None:
+        """Let go of a slot, here and in the workers that know it."""
+        for worker_id, mapped in enumerate(self._mapped):
+            if slot_id in mapped:
+                mapped.remove(slot_id)
+                self._pool.send(worker_id, pack(DropSlot(slot_id)))
+        self._arena.retire(slot_id)
+
+    def forget(self, worker_id: int) -> None:
+        """A new process has taken a worker's place: it has mapped nothing."""
+        self._mapped[worker_id].clear()
