@@ -14,20 +14,18 @@ there as well: a fork copies the thread that makes it, and the user's is the one
 others.
 """
 
-import collections
-import enum
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
+from shmloader.stages.exchange import Call, Raised, Ready, Result, Results, Room, Wish
 from shmloader.workers.finishing import finish
 from shmloader.workers.parking import Parkable, may_wait_here
 
@@ -60,136 +58,6 @@ class _Stop(BaseException):
     """Ends the thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    result: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    """An exception for the user.
-
-    Attributes:
-        error: It.
-        is_last: Whether nothing comes after it.
-    """
-
-    error: BaseException
-    is_last: bool
-
-
-class _Wish(enum.Enum):
-    """What the thread asks for without waiting."""
-
-    TICKET = enum.auto()
-
-
-class _Bell:
-    """One thread waits, others ring. Rung before, it need not wait.
-
-    Holds no lock of Python's own while it is used, since the garbage collector may end the
-    iterator anywhere: on the thread itself, even inside of these lines.
-    """
-
-    def __init__(self) -> None:
-        self._silence = threading.Lock()
-        self._silence.acquire()
-
-    def ring(self) -> None:
-        try:  # noqa: SIM105 - once or twice a batch
-            self._silence.release()
-        except RuntimeError:
-            pass  # it rings already
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it has rung, or for a time."""
-        if timeout_s is None:
-            self._silence.acquire()
-        else:
-            self._silence.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
-
-
-class _Call:
-    """Something that the user's thread does for this one, which waits."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._error: BaseException | None = None
-        self.over = _Bell()
-
-    def make(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:  # noqa: BLE001 - handed on to the thread that asked
-            self._error = error
-        self.over.ring()
-
-    def raise_error(self) -> None:
-        """Raise what it raised; once, since the traceback holds us."""
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-
-
-_Result = _Ready | _Raised | _Wish | _Call
-
-
-class _Results:
-    """What the thread has for the user's, in order."""
-
-    def __init__(self) -> None:
-        self._items: collections.deque[_Result] = collections.deque()
-        self._bell = _Bell()
-
-    def put(self, item: _Result) -> None:
-        """From any thread."""
-        self._items.append(item)
-        self._bell.ring()
-
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait for the bell, which rings for each item, and may ring for one taken before."""
-        self._bell.wait(timeout_s)
-
-    @property
-    def first(self) -> _Result:
-        """The first one, which stays: an interruption takes nothing."""
-        return self._items[0]
-
-    def drop_first(self) -> None:
-        """Take it away."""
-        self._items.popleft()
-
-    def clear(self) -> None:
-        """Take all away."""
-        self._items.clear()
-
-    def __bool__(self) -> bool:
-        """Whether one is there."""
-        return bool(self._items)
-
-
-class _Room:
-    """Places for results that are ready and not taken."""
-
-    def __init__(self, count: int) -> None:
-        self._places = collections.deque([None] * count)
-        self._bell = _Bell()
-
-    def take(self) -> None:
-        """Take one; waits."""
-        while not self._places:
-            self._bell.wait()
-        self._places.pop()
-
-    def give(self) -> None:
-        """Give one back; from any thread."""
-        self._places.append(None)
-        self._bell.ring()
-
-
 def _explained(error: StopIteration) -> RuntimeError:
     explained = RuntimeError("a batch's transform raised StopIteration, or what pins it did")
     explained.__cause__ = error
@@ -203,12 +71,12 @@ class _Thread(Parkable):
         super().__init__()
         self._engine = engine
         self._stage = stage
-        self._call: _Call | None = None
-        self.results = _Results()
-        self.room = _Room(stage.ahead) if stage.ahead else None
+        self._call: Call | None = None
+        self.results = Results()
+        self.room = Room(stage.ahead) if stage.ahead else None
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
-        self.inbox = Inbox(engine.wake, functools.partial(self.results.put, _Wish.TICKET))
+        self.inbox = Inbox(engine.wake, functools.partial(self.results.put, Wish.TICKET))
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=stage.name, daemon=True)
         # Who is the last to look at the engine and the stage, and closes them.
@@ -223,8 +91,7 @@ class _Thread(Parkable):
     def stop(self, timeout_s: float | None) -> bool:
         """End it. Whether it has ended: not so if it takes longer, or if we must not wait."""
         self.is_stopping = True
-        # For a user's thread that waits.
-        self.results.put(_Raised(ClosedLoaderError("the iterator is closed"), is_last=True))
+        self.results.ring()  # for a user's thread that waits
         call = self._call
         if call is not None:
             call.over.ring()
@@ -248,7 +115,7 @@ class _Thread(Parkable):
         except _Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread's outermost line
-            self.results.put(_Raised(error, is_last=True))
+            self.results.put(Raised(error, is_last=True))
         finally:
             try:
                 if self._last.setdefault("is", "the thread") == "the closer":
@@ -270,30 +137,30 @@ class _Thread(Parkable):
         self._pause()
         result = self._next_result()
         self.results.put(result)
-        is_last = type(result) is _Raised and result.is_last
+        is_last = type(result) is Raised and result.is_last
         del result  # an exception's traceback holds this frame
         return not is_last
 
-    def _next_result(self) -> _Ready | _Raised:
+    def _next_result(self) -> Ready | Raised:
         try:
             batch = self._engine.next_batch()
         except _Stop:
             raise
         except StopIteration:
             # A new one, whose traceback holds nothing.
-            return _Raised(StopIteration(), is_last=True)
+            return Raised(StopIteration(), is_last=True)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             is_last = self._engine.is_closed or isinstance(error, InternalError)
-            return _Raised(error, is_last=is_last)
+            return Raised(error, is_last=is_last)
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
-            return _Ready(self._stage.run(batch))
+            return Ready(self._stage.run(batch))
         except StopIteration as error:
             # Else it would end the epoch, in silence.
-            return _Raised(_explained(error), is_last=False)
+            return Raised(_explained(error), is_last=False)
         except BaseException as error:  # noqa: BLE001 - as above
-            return _Raised(error, is_last=False)
+            return Raised(error, is_last=False)
         finally:
             del batch  # who keeps the exception keeps this frame, and must not keep the slot
 
@@ -309,7 +176,7 @@ class _Thread(Parkable):
 
     def _have_done(self, function: Callable[[], None]) -> None:
         """Have the user's thread do something, and wait for it."""
-        self._call = call = _Call(function)
+        self._call = call = Call(function)
         self.results.put(call)
         with self.resting():
             if not self.is_stopping:
@@ -453,7 +320,7 @@ class StageThread:
             result = self._wait_for_result(thread, deadline)
             self._is_taking = True
             try:
-                if isinstance(result, _Ready | _Raised):
+                if isinstance(result, Ready | Raised):
                     batch = self._take(thread, result)
                     self.has_delivered = True
                     return batch
@@ -465,16 +332,16 @@ class StageThread:
                     self.close()
                 raise
 
-    def _serve(self, thread: _Thread, wish: _Wish | _Call) -> None:
+    def _serve(self, thread: _Thread, wish: Wish | Call) -> None:
         """Do what the thread asks for."""
         thread.results.drop_first()
-        if isinstance(wish, _Call):
+        if isinstance(wish, Call):
             wish.make()
         else:
             self._draw_one(thread)
 
-    def _take(self, thread: _Thread, result: _Ready | _Raised) -> object:
-        if isinstance(result, _Raised) and result.is_last:
+    def _take(self, thread: _Thread, result: Ready | Raised) -> object:
+        if isinstance(result, Raised) and result.is_last:
             self._is_taking = False
             self._raise_last(result.error)
         thread.results.drop_first()
@@ -482,7 +349,7 @@ class StageThread:
             thread.room.give()
         self._tickets_out -= 1
         self._draw_one(thread)
-        if isinstance(result, _Ready):
+        if isinstance(result, Ready):
             return self._stage.hand_over(result.result)
         self._is_taking = False
         error = result.error
@@ -500,10 +367,13 @@ class StageThread:
         finally:
             del error
 
-    def _wait_for_result(self, thread: _Thread, deadline: float | None) -> _Result:
+    def _wait_for_result(self, thread: _Thread, deadline: float | None) -> Result:
         """The first of the thread's results, which stays with them."""
         results = thread.results
-        while not results:
+        while (result := results.first) is None:
+            # Looked at after each ring: by now the one who closes may have done all there is to do.
+            if thread.is_stopping:
+                raise ClosedLoaderError("the iterator is closed")
             if os.getpid() != self.running.pid:
                 raise ClosedLoaderError("the iterator belongs to the process that made it")
             left = None if deadline is None else deadline - time.monotonic()
@@ -511,9 +381,9 @@ class StageThread:
                 self._raise_late(results)
             else:
                 results.wait(left)
-        return results.first
+        return result
 
-    def _raise_late(self, results: _Results) -> None:
+    def _raise_late(self, results: Results) -> None:
         """Raise that no batch has come in time; unless one has, while workers were asked."""
         try:
             error = self._engine.late()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import hashlib
 import itertools
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,10 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from shmloader import DataLoader, LoaderTimeoutError, WorkerDiedError
+import shmloader
+from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader.memory.debug import is_debugging
+from shmloader.stages.exchange import Call
 from shmloader.workers.board import STACK_SIGNAL, Phase
 from tests.process.support import (
     Calls,
@@ -389,6 +395,70 @@ def test_bad_samples_are_skipped_and_counted_once_though_their_worker_died() -> 
     assert loader.failures.total == 2
 
 
+@pytest.mark.parametrize("how", ["checked", "capped"])
+def test_a_slot_that_is_half_written_is_written_again(how, monkeypatch) -> None:
+    deaths = Deaths()
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        out = shmloader.empty((2, WIDTH), torch.float32)
+        out[0] = samples[0]
+        if samples[0][1] == 7:
+            deaths.take()
+        out[1] = samples[1]
+        return out
+
+    options: dict[str, Any] = {}
+    is_debugging.cache_clear()
+    if how == "checked":
+        monkeypatch.setenv("SHMLOADER_DEBUG", "1")
+    else:
+        options["shm_size"] = 8 * 128 * 1024
+    try:
+        assert is_debugging() == (how == "checked")
+        loader = DataLoader(
+            Calls(row, 20), batch_size=2, num_workers=2, worker_restarts=1, collate_fn=collate,
+            **options,
+        )  # fmt: skip
+        assert hashes(loader) == rows(20, 2)
+    finally:
+        is_debugging.cache_clear()
+    assert deaths.left == 0
+
+
+@contextlib.contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """So many can be opened, and no more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(spare):
+            os.close(taken.pop())
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("spare", range(4))
+def test_a_replacement_that_cannot_be_started_is_an_error_that_names_the_limit(spare) -> None:
+    # Not so early that a worker might die before descriptors are few.
+    loader = DataLoader(dying(17, Deaths()), batch_size=2, num_workers=2, worker_restarts=1)
+    batches = iter(loader)
+    assert [hashed(next(batches)) for _ in range(3)] == rows(20, 2)[:3]
+    with few_descriptors(spare), pytest.raises(OSError, match=r"ulimit -n") as raised:
+        hashes(batches)
+    assert raised.value.errno == errno.EMFILE
+    with pytest.raises(ClosedLoaderError, match="ulimit -n"):
+        next(batches)
+    assert hashes(loader) == rows(20, 2)
+
+
 def test_the_users_own_exceptions_stay_at_their_place() -> None:
     deaths = Deaths()
 
@@ -525,7 +595,9 @@ def test_an_iterable_dataset_goes_on_where_its_worker_died(what, lengths, caplog
     assert dataset.deaths.left == 0
     (text,) = told(caplog)
     given = at // (ITERABLE[what]["batch_size"] or 1)
-    assert (f"iterated anew, past {given} batch" in text) == (given > 0)
+    assert ("iterated anew, past " in text) == (given > 0)
+    assert (f"past {given} batches that were given" in text) == (given > 1)
+    assert ("past the batch that was given" in text) == (given == 1)
 
 
 def test_an_iterable_worker_may_die_again_and_again() -> None:
@@ -766,7 +838,7 @@ def stage_waits_for_the_user(batches: Any) -> None:
     """Kill worker 1, whose batch the stage's thread waits for; the user is not in next()."""
     kill(pids(batches)[1])
     items = batches._source.running.thread.results._items
-    wait_until(lambda: any(type(item).__name__ == "_Call" for item in list(items)))
+    wait_until(lambda: any(isinstance(item, Call) for item in list(items)))
 
 
 def held(gate: Gate, hold: Switch) -> Calls:
@@ -823,6 +895,41 @@ def test_a_loader_is_closed_while_its_stage_waits_for_the_user_to_start_a_worker
         batches = iter(loader)
         stage_waits_for_the_user(batches)
         loader.close()
+        del batches
+    gate.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("stage", ["none", "pin"])
+def test_a_loader_is_closed_from_another_thread_while_a_worker_is_started(stage, moment) -> None:
+    gate, hold = Gate(), Switch(is_on=True)
+    with contextlib.nullcontext({}) if stage == "none" else staged(stage) as options:
+        loader = DataLoader(held(gate, hold), num_workers=2, worker_restarts=1, **options)
+        batches = iter(loader)
+        start = batches._pool._start_worker
+        others: list[Any] = []
+
+        def close() -> None:
+            closer = threading.Thread(target=loader.close)
+            closer.start()
+            closer.join(20)
+
+        def start_worker(worker_id: int) -> Any:
+            if moment == "before":
+                close()
+            worker = start(worker_id)
+            others.append(worker.process.pid)
+            if moment == "after":
+                close()
+            return worker
+
+        batches._pool._start_worker = start_worker
+        next(batches)
+        kill(pids(batches)[1])
+        with pytest.raises(ClosedLoaderError):
+            next(batches)
+        assert not any(psutil.pid_exists(pid) for pid in others)
+        del batches._pool._start_worker
         del batches
     gate.close()
 

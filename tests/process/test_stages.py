@@ -19,6 +19,7 @@ import torch.utils.data
 
 import shmloader.stages.thread
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader.stages import exchange
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.pin import PinStage
 from shmloader.workers import parking
@@ -624,6 +625,29 @@ def test_closing_from_another_thread_ends_a_next_that_waits(kind, gate) -> None:
 
     with in_thread(close), pytest.raises(ClosedLoaderError):
         next(batches)
+    assert stage_threads() == []
+
+
+def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, monkeypatch) -> None:
+    batches = iter(make(kind, Calls(Late(gate, 1), 8), num_workers=1))
+    assert number(kind, next(batches)) == 0
+    main, is_closed = threading.main_thread(), threading.Event()
+    wait = exchange.Bell.wait
+
+    def wait_and_sleep_on(bell, timeout_s=None):
+        wait(bell, timeout_s)
+        if threading.current_thread() is main:
+            assert is_closed.wait(20)
+
+    def close():
+        wait_until(lambda: "wait_and_sleep_on" in stack_of(main.ident))
+        batches.close()
+        is_closed.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange.Bell, "wait", wait_and_sleep_on)
+        with in_thread(close), pytest.raises(ClosedLoaderError):
+            next(batches)
     assert stage_threads() == []
 
 
