@@ -27,7 +27,7 @@ demo: $(STAMP)-examples
 	@$(BIN)/python examples/train_digits.py $(ARGS)
 
 test: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=2 $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=3 $(ARGS)
 
 check: $(STAMP)-test
 	$(BIN)/ruff check .

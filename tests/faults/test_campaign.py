@@ -2,7 +2,7 @@
 
 Every cell runs with ``make faults``. Here a trial is forked from an interpreter that has imported
 torch and nothing of ours. Two run at a time: ahead of the tests that wait for them, unless
-pytest-xdist runs two tests at a time.
+pytest-xdist runs several tests at a time.
 """
 
 from __future__ import annotations

@@ -432,7 +432,7 @@ def few_descriptors(spare: int) -> Iterator[None]:
     taken: list[int] = []
     try:
         highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + spare, limits[1]))
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
