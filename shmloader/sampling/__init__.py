@@ -1,0 +1,1 @@
+"""Which samples a loader gives, and in which order."""

@@ -1,0 +1,76 @@
+"""Which of several processes this one is, and how many there are.
+
+The answer is what the user says; else what ``torch.distributed`` says; else what the
+environment says, which ``torchrun`` and others set; else a single process. It is given once,
+where a sampler or a loader is constructed, so whatever tells it has to be there by then.
+"""
+
+import os
+
+import torch.distributed
+
+from shmloader.sampling.checks import whole_number
+
+
+def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Say which rank this process has, and of how many.
+
+    Args:
+        rank: The user's argument; None to find it out.
+        world_size: The user's argument; None exactly where ``rank`` is.
+
+    Returns:
+        The rank, from 0, and the world size, from 1. Where neither argument is given, those of
+        the default group of ``torch.distributed`` if it is initialised; else those of the
+        environment variables ``RANK`` and ``WORLD_SIZE``; where neither is set, 0 and 1.
+
+    Raises:
+        TypeError: If an argument is no int.
+        ValueError: If one is given without the other, if the rank is not below the world size,
+            or if the environment has only one of its two variables or something else in them
+            than such numbers.
+    """
+    if rank is None and world_size is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return _ranks_of_environment()
+    if rank is None or world_size is None:
+        raise ValueError(
+            "rank and world_size options should be given both or not at all, "
+            f"but got rank={rank!r}, world_size={world_size!r}"
+        )
+    size = whole_number(world_size, "world_size", minimum=1)
+    own = whole_number(rank, "rank", minimum=0)
+    if own >= size:
+        raise ValueError(f"rank option should be below world_size={size}, but got rank={own}")
+    return own, size
+
+
+def _ranks_of_environment() -> tuple[int, int]:
+    own, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if own is None and size is None:
+        return 0, 1
+    if own is None or size is None:
+        raise ValueError(
+            "environment variables RANK and WORLD_SIZE should be set both or not at all, "
+            f"but got RANK={own!r}, WORLD_SIZE={size!r}; rank= and world_size= go before them"
+        )
+    world_size = _number_of_environment("WORLD_SIZE", size, minimum=1)
+    rank = _number_of_environment("RANK", own, minimum=0)
+    if rank >= world_size:
+        raise ValueError(
+            f"environment variable RANK should be below WORLD_SIZE={world_size}, "
+            f"but got RANK={rank}"
+        )
+    return rank, world_size
+
+
+def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
+    # int() alone would read "1_0" and digits of any script.
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdecimal() and int(digits) >= minimum):
+        raise ValueError(
+            f"environment variable {name} should be a whole number, {minimum} or more, "
+            f"but got {name}={text!r}"
+        )
+    return int(digits)

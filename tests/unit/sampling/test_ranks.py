@@ -1,0 +1,139 @@
+"""Where rank and world size come from, and what is refused."""
+
+import numpy as np
+import pytest
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmloader.sampling.ranks import resolve_ranks
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """No variables of whoever runs the tests; setters of their own."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def default_group():
+    """A default group in which this process is rank 2 of 5, and which talks to nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=5)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@given(st.data())
+@settings(derandomize=True)
+def test_what_is_given_is_taken(data):
+    world_size = data.draw(st.integers(1, 10**6))
+    rank = data.draw(st.integers(0, world_size - 1))
+    assert resolve_ranks(rank, world_size) == (rank, world_size)
+
+
+def test_numpy_integers_become_ints():
+    assert [type(number) for number in resolve_ranks(np.int64(1), np.int32(2))] == [int, int]
+
+
+def test_a_process_that_nothing_is_said_of_is_alone():
+    assert resolve_ranks(None, None) == (0, 1)
+
+
+def test_the_environment_says_it(environment):
+    environment.setenv("RANK", "3")
+    environment.setenv("WORLD_SIZE", " 16 ")
+    assert resolve_ranks(None, None) == (3, 16)
+
+
+@pytest.mark.usefixtures("default_group")
+def test_the_default_group_goes_before_the_environment(environment):
+    environment.setenv("RANK", "3")
+    environment.setenv("WORLD_SIZE", "16")
+    assert resolve_ranks(None, None) == (2, 5)
+
+
+@pytest.mark.usefixtures("default_group")
+def test_arguments_go_before_the_default_group():
+    assert resolve_ranks(0, 2) == (0, 2)
+
+
+def test_torch_without_distributed_is_no_obstacle(environment):
+    environment.setattr(torch.distributed, "is_available", lambda: False)
+    for name in ("is_initialized", "get_rank", "get_world_size"):  # it has none of them
+        environment.delattr(torch.distributed, name)
+    assert resolve_ranks(None, None) == (0, 1)
+
+
+def test_arguments_go_before_an_environment_that_is_malformed(environment):
+    environment.setenv("RANK", "three")
+    assert resolve_ranks(0, 2) == (0, 2)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 1), (True, None)])
+def test_one_of_the_two_alone_is_refused(rank, world_size):
+    with pytest.raises(ValueError, match="both or not at all") as caught:
+        resolve_ranks(rank, world_size)
+    assert f"but got rank={rank}, world_size={world_size}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, "1", [1]])
+def test_what_is_no_int_is_a_type_error(value):
+    with pytest.raises(TypeError, match="rank option should be an int") as caught:
+        resolve_ranks(value, 2)
+    assert f"rank={value!r}" in str(caught.value)
+    with pytest.raises(TypeError, match="world_size option should be an int") as caught:
+        resolve_ranks(0, value)
+    assert f"world_size={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "text"),
+    [
+        (0, 0, "world_size option should be 1 or more, but got world_size=0"),
+        (0, -1, "world_size option should be 1 or more, but got world_size=-1"),
+        (-1, 2, "rank option should be 0 or more, but got rank=-1"),
+        (2, 2, "rank option should be below world_size=2, but got rank=2"),
+        (7, 2, "rank option should be below world_size=2, but got rank=7"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(rank, world_size, text):
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        resolve_ranks(rank, world_size)
+
+
+@pytest.mark.parametrize(("name", "other"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_one_variable_alone_is_refused(environment, name, other):
+    environment.setenv(name, "1")
+    with pytest.raises(ValueError, match="both or not at all") as caught:
+        resolve_ranks(None, None)
+    assert f"{name}='1'" in str(caught.value)
+    assert f"{other}=None" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["", " ", "one", "1.0", "-1", "+1", "1_0", "0x1", "1 2", "١", "²"])
+def test_variables_that_are_no_numbers_are_refused(environment, name, text):
+    environment.setenv("RANK", "1")
+    environment.setenv("WORLD_SIZE", "2")
+    environment.setenv(name, text)
+    with pytest.raises(ValueError, match=f"environment variable {name} should be a") as caught:
+        resolve_ranks(None, None)
+    assert f"but got {name}={text!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "text"),
+    [
+        ("2", "2", "RANK should be below WORLD_SIZE=2, but got RANK=2"),
+        ("0", "0", "WORLD_SIZE should be a whole number, 1 or more, but got WORLD_SIZE='0'"),
+    ],
+)
+def test_variables_that_cannot_be_are_refused(environment, rank, world_size, text):
+    environment.setenv("RANK", rank)
+    environment.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match=f"environment variable {text}$"):
+        resolve_ranks(None, None)
