@@ -9,6 +9,7 @@ The layers; imports run downward only::
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
     workers     processes that load, and how they start and end; threads that stand still meanwhile
     memory      shared-memory slots, and how batches get in and out
+    sampling    orders of samples, and how they are cut for ranks and shards
     messages    what crosses between processes
     options, errors
 """
@@ -25,6 +26,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.fronts.dataloader import DataLoader
+from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
 
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ __all__ = [
     "DataLoader",
     "InternalError",
     "LoaderTimeoutError",
+    "ShardedDataLoader",
     "SharedMemoryError",
     "ShmloaderError",
     "TooManyFailures",

@@ -7,10 +7,10 @@ lives in :class:`Options`.
 
 import mmap
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 #: Batches that may be out with the user, uncopied, at the same time. A plain loop holds
 #: two at the moment of ``next()`` (the one in hand and the new one); two more leave room
@@ -21,6 +21,9 @@ LEND_LIMIT = 4
 #: Batches that may be ready on the device before the user asks: the one that the GPU will need
 #: next, and the one whose copy goes on meanwhile.
 DEVICE_PREFETCH = 2
+
+#: What becomes of samples that do not fill the last batch of an epoch.
+LastBatch = Literal["keep", "discard", "rollover"]
 
 #: A smaller cap would leave slots that not even the message about a failure fits.
 MINIMUM_SLOT_BYTES = 64 * 1024
@@ -39,6 +42,8 @@ class Options:
         worker_restarts: Dead workers that may be replaced in an epoch.
         device_prefetch: Batches that may be ready on the device.
         transform: Called with each batch on the device.
+        devices: Where the batches of each step go, one to each; None: a step is one batch.
+        window: Batches in flight; None for ``prefetch_factor * num_workers``.
         root: Where ``proc`` and ``sys`` are.
     """
 
@@ -46,6 +51,8 @@ class Options:
     worker_restarts: int = 0
     device_prefetch: int = DEVICE_PREFETCH
     transform: Callable[[Any], Any] | None = None
+    devices: Sequence[Any] | None = None
+    window: int | None = None
     root: str = "/"
 
 
@@ -196,4 +203,35 @@ def check_max_failures(max_failures: object, on_error: object) -> None:
         raise ValueError(
             "max_failures option counts samples that on_error='skip' leaves out or a function "
             "replaces; with on_error='raise' the first one raises"
+        )
+
+
+def check_last_batch(
+    last_batch: object,
+    batch_size: int | None,
+    *,
+    drop_last: bool = False,
+    has_batch_sampler: bool = False,
+    is_iterable: bool = False,
+) -> None:
+    """Check what is to become of samples that do not fill the last batch.
+
+    Raises:
+        ValueError: If it is none of the three, or does not go with the other arguments.
+    """
+    if last_batch is None:
+        return
+    got = f"but got last_batch={last_batch!r}"
+    if last_batch not in ("keep", "discard", "rollover"):
+        raise ValueError(f"last_batch option should be 'keep', 'discard' or 'rollover', {got}")
+    if drop_last:
+        raise ValueError(f"last_batch option is mutually exclusive with drop_last, {got}")
+    if has_batch_sampler or batch_size is None:
+        raise ValueError(
+            f"last_batch option needs batch_size, which makes the batches that it speaks of, {got}"
+        )
+    if is_iterable and last_batch == "rollover":
+        raise ValueError(
+            "last_batch option can not be 'rollover' for an IterableDataset, each worker of which "
+            f"makes its own batches, {got}"
         )

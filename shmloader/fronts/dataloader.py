@@ -6,10 +6,17 @@ import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch.utils.data
-from torch.utils.data import Dataset, DistributedSampler, IterDataPipe, MapDataPipe, Sampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    Sampler,
+)
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
@@ -17,8 +24,10 @@ from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
     DEVICE_PREFETCH,
+    LastBatch,
     Options,
     check_device_options,
+    check_last_batch,
     check_max_failures,
     check_on_error,
     check_worker_restarts,
@@ -26,6 +35,8 @@ from shmloader.options import (
     parse_size,
     slot_share,
 )
+from shmloader.sampling.plan import Progress
+from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.target import parse_device
 from shmloader.workers.fetch import OnError
 
@@ -91,6 +102,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             of the samples looked at, judged from the 100th on and at the epoch's end. More raise
             ``TooManyFailures`` with the last failure as its cause, and end the iterator. None:
             any number, but with "skip" an epoch in which all failed raises it, too.
+        last_batch: What becomes of samples that do not fill the last batch: "keep" gives them as
+            a shorter batch (torch's default), "discard" leaves them out (as ``drop_last=True``),
+            "rollover" puts them first in the next epoch. These are taken over when an epoch is
+            complete: one that is left early neither loses nor repeats what it began with. Not
+            together with ``drop_last`` or ``batch_sampler``.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all
@@ -129,7 +145,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         device_prefetch: int = DEVICE_PREFETCH,
         on_error: OnError = "raise",
         max_failures: int | Fraction | None = None,
+        last_batch: LastBatch | None = None,
     ) -> None:
+        check_last_batch(
+            last_batch,
+            batch_size,
+            drop_last=drop_last,
+            has_batch_sampler=batch_sampler is not None,
+            is_iterable=isinstance(dataset, IterableDataset),
+        )
+        drop_last = drop_last or last_batch == "discard"
         super().__init__(
             dataset,
             batch_size,
@@ -152,8 +177,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         check_worker_restarts(worker_restarts, self.num_workers)
         self.shm_size = shm_size
         self.worker_restarts = worker_restarts
-        has_device = parse_device(device) is not None
-        check_device_options(device, transform, device_prefetch)
+        wanted = self._wanted_devices(device)
+        parsed = [parse_device(one) for one in wanted]
+        has_device = any(one is not None for one in parsed)
+        named = next((one for one in wanted if one is not None), None)
+        check_device_options(named, transform, device_prefetch)
         if shm_size is not None:
             lent = lend_limit(has_device=has_device, device_prefetch=device_prefetch)
             window = self.num_workers * (self.prefetch_factor or 0)
@@ -171,6 +199,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.on_error = on_error
         self.max_failures = max_failures
         self.failures = FailureList()
+        self.last_batch = last_batch
+        if last_batch == "rollover":
+            assert batch_size is not None
+            # Set past torch's guard, which is there for users.
+            self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, batch_size)
+        # How far the newest epoch has come.
+        self._progress = Progress()
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -199,6 +234,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._open_iterators.add(iterator)
         return iterator
 
+    #: Whether what is drawn may be a list of index lists.
+    _may_shard = False
+
     @property
     def _is_in_ranks(self) -> bool:
         """Whether other loaders have to give as many samples as this one."""
@@ -207,6 +245,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             isinstance(sampler, DistributedSampler) and getattr(sampler, "num_replicas", 1) > 1
             for sampler in samplers
         )
+
+    def _wanted_devices(self, device: object) -> list[Any]:
+        """Where batches are to arrive; called by the constructor."""
+        return [device]
 
     def _options(self) -> Options:
         size = self.shm_size
@@ -228,7 +270,23 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if getattr(self._iterator, "is_closed", False):
             # Its workers died or were ended; the next epoch gets new ones.
             self._iterator = None
+        self._begin_epoch()
         return super().__iter__()
+
+    def _begin_epoch(self) -> None:
+        self._settle_epoch()
+        self._progress = Progress()
+
+    def _settle_epoch(self) -> None:
+        """Note what an epoch has left over for the next one, if it was complete."""
+        if self.last_batch == "rollover":
+            cast("RolloverBatchSampler", self.batch_sampler).settle(self._progress.delivered)
+
+    def __len__(self) -> int:
+        """Batches of the epoch that runs, or of the next one if none does; see torch's."""
+        if self._progress.is_ended:
+            self._settle_epoch()
+        return super().__len__()
 
     def close(self) -> None:
         """End all workers of this loader and free its memory. May be called again.

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from shmloader.engine.arena import Arena
+from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.wording import describe_indices
@@ -30,7 +30,10 @@ from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, slot_share
+from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
+from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage, pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import open_backend, parse_device
@@ -46,7 +49,9 @@ def _plan_and_watch(
     """How an iterator of this loader makes batches, and who notes the samples that fail."""
     is_iterable = iterator._dataset_kind == _DatasetKind.Iterable
     keep_size = loader.on_error == "skip" and loader._is_in_ranks
-    plan = FetchPlan(is_iterable, iterator._auto_collation, iterator._drop_last, keep_size)
+    plan = FetchPlan(
+        is_iterable, iterator._auto_collation, iterator._drop_last, keep_size, loader._may_shard
+    )
     if loader.on_error == "raise" or is_iterable:
         return plan, None
     watch = FailureWatch(
@@ -67,25 +72,35 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, options: Options) -> None:
         super().__init__(loader)
         self._device = parse_device(loader.device)
-        self._transform = _guarded(options.transform)
+        self._devices = [parse_device(device) for device in options.devices or ()]
+        self._transform = _transform_here(options)
+        self._progress = loader._progress
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = _plan_and_watch(self, loader)
-        if self._watch is not None:
+        if self._watch is not None or plan.may_shard:
             self._dataset_fetcher = plan.make_fetcher(
                 self._dataset, self._collate_fn, loader.on_error
             )
-            self._ticket_count = 0
+        self._ticket_count = 0
 
     def _next_data(self) -> Any:
         if self._is_closed:
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
-        data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
+        try:
+            data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
+        except StopIteration:
+            self._progress.is_ended = True
+            raise
         if self._device is not None:
-            data = map_tensors(self._to_device, data)
+            data = _move(data, self._device)
+        elif self._devices:
+            data = [_move(*part) for part in zip(data, self._devices, strict=False)]
         elif self._pin_memory:
             data = pin_batch(data, self._pin_memory_device)
-        return self._transform(data)
+        data = self._transform(data)
+        self._progress.delivered += 1
+        return data
 
     def _fetch(self) -> Any:
         index = self._next_index()  # type: ignore[no-untyped-call]
@@ -95,9 +110,6 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             if self._dataset_kind == _DatasetKind.Iterable:
                 raise
             raise map_style_stop(error) from error
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device)
 
     def _fetch_good(self, watch: FailureWatch) -> Any:
         """The next batch of which something is left."""
@@ -144,7 +156,9 @@ def _count_batches(index_sampler: Any) -> int | None:
     The length of a user's sampler may take long, or draw random numbers, and is the user's to ask.
     """
     sampler = index_sampler
-    if type(sampler) is BatchSampler:
+    if isinstance(sampler, StepPlan):
+        return len(sampler) if sampler.has_own_order else None
+    if type(sampler) in {BatchSampler, RolloverBatchSampler}:
         sampler = sampler.sampler
     if type(sampler) in {SequentialSampler, RandomSampler}:
         with contextlib.suppress(Exception):  # a dataset without a length
@@ -158,6 +172,10 @@ def _end(pool: ProcessPool, arena: Arena) -> None:
         pool.close()
     finally:
         finish(arena.close)
+
+
+def _move(batch: Any, device: torch.device | None) -> Any:
+    return batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _no_transform(batch: object) -> object:
@@ -178,6 +196,33 @@ def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     return guarded
 
 
+def _transform_here(options: Options) -> Callable[[Any], Any]:
+    """What is done to a batch on the CPU, on the user's thread."""
+    transform = options.transform
+    if options.devices is None or transform is None:
+        return _guarded(transform)
+
+    def transform_each(step: Any) -> Any:
+        return [transform(batch) for batch in step]
+
+    return _guarded(transform_each)
+
+
+def _device_stage(device: object, options: Options) -> tuple[Stage | None, PageLocker | None]:
+    """What copies batches to a device, or to several, and what locks their slots for it."""
+    wanted = [device] if options.devices is None else options.devices
+    parsed = [parse_device(one) for one in wanted]
+    backends = [None if one is None else open_backend(one) for one in parsed]
+    # Memory that is locked for one device is so for all.
+    locker = next((backend for backend in backends if backend is not None), None)
+    if locker is None:
+        return None, None
+    ahead, transform = options.device_prefetch, options.transform
+    if options.devices is None:
+        return DeviceStage(locker, ahead, transform), locker
+    return DevicesStage(backends, ahead, transform), locker
+
+
 class WorkerIterator(_BaseDataLoaderIter):
     """Batches out of worker processes, through shared memory.
 
@@ -188,23 +233,21 @@ class WorkerIterator(_BaseDataLoaderIter):
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
         super().__init__(loader)
+        self._progress = loader._progress
         worker_count, prefetch_factor = loader.num_workers, loader.prefetch_factor
         if prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        device = parse_device(loader.device)
+        stage, locker = _device_stage(loader.device, options)
         # Without a device (or "cpu") it runs here.
-        self._transform = _guarded(options.transform if device is None else None)
-        backend = None if device is None else open_backend(device)
-        stage: Stage | None = None
-        if backend is not None:
-            stage = DeviceStage(backend, options.device_prefetch, options.transform)
-        elif self._pin_memory:
+        self._transform = _transform_here(options) if stage is None else _no_transform
+        has_device = stage is not None
+        if stage is None and self._pin_memory:
             index = torch.accelerator.current_device_index()
             stage = PinStage(self._pin_memory_device, index)
-        window = worker_count * prefetch_factor
-        lent = lend_limit(has_device=backend is not None, device_prefetch=options.device_prefetch)
+        window = options.window or worker_count * prefetch_factor
+        lent = lend_limit(has_device=has_device, device_prefetch=options.device_prefetch)
         if options.shm_bytes is None:
             slot_bytes = uncapped_slot_bytes()
         else:
@@ -217,6 +260,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             _count_batches(self._index_sampler),
             free_memory(root, control_groups(root)),
             options.root,
+            options.window,
         )
         plan, watch = _plan_and_watch(self, loader)
         self._pool = ProcessPool(
@@ -239,7 +283,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 timeout_s=loader.timeout,
                 worker_restarts=options.worker_restarts,
                 is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-                locker=backend,
+                locker=locker,
                 demand=demand,
                 watch=watch,
             )
@@ -270,6 +314,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
         super()._reset(loader, first_iter)
+        self._progress = loader._progress
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None
         self._source.restart(self._sampler_iter)
@@ -279,9 +324,11 @@ class WorkerIterator(_BaseDataLoaderIter):
             try:
                 batch = self._next_batch()
             except StopIteration:
-                self._is_exhausted = True
+                self._is_exhausted = self._progress.is_ended = True
             else:
-                return self._transform(batch)
+                batch = self._transform(batch)
+                self._progress.delivered += 1
+                return batch
             if not self._persistent_workers:
                 self.close()  # what interrupts it has no other exception behind it
         raise StopIteration

@@ -47,6 +47,7 @@ class Demand:
         batch_count: Batches of an epoch, where that is known for sure.
         free_at_start: What was free before it touched anything.
         root: Where ``proc`` and ``sys`` are.
+        window: Batches in flight, where that is no multiple of the workers; else None.
     """
 
     worker_count: int
@@ -55,6 +56,7 @@ class Demand:
     batch_count: int | None = None
     free_at_start: Free | None = None
     root: str = "/"
+    window: int | None = None
 
     @property
     def slot_count(self) -> int:
@@ -65,17 +67,17 @@ class Demand:
 
     @property
     def _most_slots(self) -> int:
-        return self.prefetch_factor * self.worker_count + self.lend_limit
+        return (self.window or self.prefetch_factor * self.worker_count) + self.lend_limit
 
     def describe(self, slot_bytes: int) -> str:
         """The arithmetic, for slots of so many bytes."""
         if self.slot_count < self._most_slots:
             why = "one for each batch of an epoch"
         else:
-            why = (
-                f"prefetch_factor {self.prefetch_factor} * num_workers {self.worker_count} "
-                f"+ {self.lend_limit} lent"
-            )
+            window = f"prefetch_factor {self.prefetch_factor} * num_workers {self.worker_count}"
+            if self.window is not None:
+                window = f"prefetch {self.window}"
+            why = f"{window} + {self.lend_limit} lent"
         return (
             f"{self.slot_count} slots ({why}) × {format_bytes(slot_bytes)} = "
             f"{format_bytes(self.slot_count * slot_bytes)} of shared memory"

@@ -220,7 +220,7 @@ class _Worker:
             )
             if init_fn is not None:
                 init_fn(start.worker_id)
-            self._collate = SlotCollate(collate_fn, self._writer)
+            self._collate = SlotCollate(collate_fn, self._writer, may_pack=not start.plan.may_shard)
         except BaseException:  # noqa: BLE001 - a worker's outermost line; it is handed on
             self._prepare_error = RemoteError.caught(self._where).dumps()
         self._make_fetcher()

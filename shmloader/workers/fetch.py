@@ -5,8 +5,10 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Literal, NamedTuple
 
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind
 
+from shmloader.sampling.plan import is_sharded
 from shmloader.workers.bad_samples import BadSample, SampleReport
 
 #: What is done about a sample that fails; a function gets its index and its exception, and gives
@@ -30,12 +32,14 @@ class FetchPlan(NamedTuple):
         drop_last: Whether an iterable's last batch is left out when it is short.
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
             ranks or shards count on as many.
+        may_shard: Whether what is fetched may be a list of index lists: a list of batches.
     """
 
     is_iterable: bool
     auto_collation: bool
     drop_last: bool
     keep_size: bool = False
+    may_shard: bool = False
 
     def make_fetcher(
         self,
@@ -55,10 +59,23 @@ class FetchPlan(NamedTuple):
         """
         if on_error != "raise" and not self.is_iterable:
             return TolerantFetcher(self, dataset, collate_fn, on_error, where)
+        if self.may_shard:
+            return ShardFetcher(dataset, self.auto_collation, collate_fn, self.drop_last)
         kind = _DatasetKind.Iterable if self.is_iterable else _DatasetKind.Map
         return _DatasetKind.create_fetcher(
             kind, dataset, self.auto_collation, collate_fn, self.drop_last
         )
+
+
+class ShardFetcher(_MapDatasetFetcher):
+    """torch's fetcher; where the index is a list of index lists, it makes a list of batches."""
+
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        """The batch, or the batches."""
+        fetch: Callable[[Any], Any] = super().fetch
+        if is_sharded(possibly_batched_index):
+            return [fetch(shard) for shard in possibly_batched_index]
+        return fetch(possibly_batched_index)
 
 
 class TolerantFetcher:
@@ -89,12 +106,17 @@ class TolerantFetcher:
         return report
 
     def fetch(self, index: Any) -> Any:
-        """The batch of these indices, or of this one without batching.
+        """The batch of these indices, or of this one without batching; or a list of batches.
 
         Raises:
-            EmptyBatchError: If all its samples failed and were to be skipped.
+            EmptyBatchError: If all samples of a batch failed and were to be skipped.
             BaseException: What collate or ``on_error`` raises.
         """
+        if self._plan.may_shard and is_sharded(index):
+            return [self._fetch_batch(shard) for shard in index]
+        return self._fetch_batch(index)
+
+    def _fetch_batch(self, index: Any) -> Any:
         if not self._plan.auto_collation:
             return self._collate_fn(self._settle(self._load_each(self._get_one, [index]))[0])
         getitems = getattr(self._dataset, "__getitems__", None)

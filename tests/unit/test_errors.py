@@ -37,7 +37,7 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
 
 def test_the_public_names_are_these():
     assert set(shmloader.__all__) == {
-        *("DataLoader", "empty", "get_worker_info", "__version__"),
+        *("DataLoader", "ShardedDataLoader", "empty", "get_worker_info", "__version__"),
         *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
         *("ClosedLoaderError", "InternalError", "TooManyFailures"),
     }

@@ -1,0 +1,195 @@
+"""What a loader draws in place of its sampler, where a step is more than a batch of its own."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
+from shmloader.sampling.steps import step_count as count_steps
+from shmloader.sampling.streams import Streams
+
+
+class Progress:
+    """How far the newest epoch of a loader has come.
+
+    Attributes:
+        delivered: Batches handed over.
+        is_ended: Whether the user has seen its end.
+    """
+
+    __slots__ = ("delivered", "is_ended")
+
+    def __init__(self) -> None:
+        self.delivered = 0
+        self.is_ended = False
+
+
+class StepPlan(Sampler[list[Any]]):
+    """Index lists, or lists of index lists, one for each step of a rank.
+
+    Iterating begins the epoch :attr:`epoch`; what an unfinished epoch before it would have left
+    over counts as not drawn.
+
+    Attributes:
+        epoch: Number of the epoch that is iterated next.
+
+    Args:
+        batch_size: Samples of a batch; None where whole batches are dealt.
+        num_shards: Batches of a step; 0: a step is no list, but one batch, or what the batch
+            sampler gives.
+        cut: The rank's part of the global order, in samples, or in batches where these are dealt.
+        tail: Of the last global step.
+        seed: Of the order, with the epoch.
+        length: Of the dataset, whose indices are the order.
+        shuffle: Whether they are shuffled.
+        items: A sampler, or a batch sampler, that gives the order in place of these.
+        device_count: Most index lists of a step that a batch sampler gives, all of whose steps
+            must be lists of such; 0 for any.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None,
+        num_shards: int,
+        cut: Cut,
+        tail: Tail,
+        seed: int,
+        *,
+        length: int | None = None,
+        shuffle: bool = False,
+        items: Iterable[Any] | None = None,
+        device_count: int = 0,
+    ) -> None:
+        self.epoch = 0
+        self._batch_size = batch_size
+        self._num_shards = num_shards
+        self._cut = cut
+        self._tail = tail
+        self._seed = seed
+        self._length = length
+        self._shuffle = shuffle
+        self._items = items
+        self._device_count = device_count
+        # What the last complete epoch left over.
+        self._rest: list[Any] = []
+        self._steps: Steps | None = None
+        self._drawing: Iterator[Any] = iter(())
+
+    def __len__(self) -> int:
+        """Steps of the epoch that runs, or of the next one if none does.
+
+        Raises:
+            TypeError: If the user's sampler has no length.
+        """
+        return count_steps(self._item_count() + len(self._rest), self._cut, self._tail)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each step is cut into a list of batches."""
+        return self._num_shards > 0
+
+    @property
+    def has_own_order(self) -> bool:
+        """Whether no sampler of the user's gives the order."""
+        return self._items is None
+
+    def _item_count(self) -> int:
+        if self._length is not None:
+            return self._length
+        return len(self._items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The steps of the epoch."""
+        self._steps = self._begin()
+        self._drawing = self._shape(self._steps)
+        return self._drawing
+
+    def _begin(self) -> Steps:
+        if self._items is not None:
+            streams = Streams(self._seed, self.epoch)
+            return DrawnSteps(
+                self._items.__iter__,
+                streams,
+                self._cut,
+                self._tail,
+                self._rest,
+                _sample_count if self._batch_size is None else _one,
+            )
+        assert self._length is not None
+        order = order_of(self._length, self._seed, self.epoch, shuffle=self._shuffle)
+        return OrderSteps(Rest(self._rest, order) if self._rest else order, self._cut, self._tail)
+
+    def _shape(self, steps: Steps) -> Iterator[Any]:
+        size = self._batch_size
+        for items in steps:
+            if size is None:
+                (step,) = items
+                _check_step(step, steps.drawn - 1, self._device_count)
+                yield step
+            elif self._num_shards:
+                yield [items[at : at + size] for at in range(0, len(items), size)]
+            else:
+                yield items
+
+    def repeats_in(self, number: int) -> int:
+        """How many samples of step ``number`` (from 1) of the newest epoch are repeats."""
+        steps = self._steps
+        if steps is None or steps.repeats[0] != number:
+            return 0
+        return steps.repeats[1]
+
+    def settle(self, delivered: int) -> None:
+        """Take over what an epoch has left, if all its steps were handed over to the user.
+
+        Args:
+            delivered: How many were.
+        """
+        steps = self._steps
+        if steps is None or self._tail != "rollover" or delivered < steps.drawn:
+            return
+        if not steps.is_over and isinstance(self._items, Sized | None) and delivered >= len(self):
+            next(self._drawing, None)  # in-process, nobody has asked for the end
+        if steps.is_over:
+            self._rest, self._steps = steps.rest, None
+
+
+def is_sharded(step: object) -> bool:
+    """Whether a step is a list of index lists, judged by its first element."""
+    if not isinstance(step, list | tuple) or not step:
+        return False
+    return isinstance(step[0], list | tuple)
+
+
+def _one(_: object) -> int:
+    return 1
+
+
+def _sample_count(step: Any) -> int:
+    return sum(map(len, step)) if is_sharded(step) else len(step)
+
+
+def _check_step(step: Any, number: int, device_count: int) -> None:
+    """Raise ValueError where a step of the user's batch sampler cannot be loaded as it is."""
+    if isinstance(step, Sized) and len(step) == 0:
+        raise ValueError(f"step {number} of the batch sampler is empty: {step!r}")
+    if not is_sharded(step):
+        if device_count:
+            raise ValueError(
+                f"step {number} of the batch sampler should be a list of index lists, one for each "
+                f"of {device_count} devices, but is {step!r}"
+            )
+        return
+    if 0 < device_count < len(step):
+        raise ValueError(
+            f"step {number} of the batch sampler has {len(step)} index lists, and there are "
+            f"{device_count} devices"
+        )
+    for shard, indices in enumerate(step):
+        if not isinstance(indices, Sized) or is_sharded(indices):
+            raise ValueError(
+                f"step {number} of the batch sampler is a list of index lists, but its shard "
+                f"{shard} is {indices!r}"
+            )
+        if len(indices) == 0:
+            raise ValueError(f"step {number} of the batch sampler has an empty shard: {shard}")

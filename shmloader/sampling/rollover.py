@@ -1,0 +1,67 @@
+"""Batches that no epoch's end makes short: what is left over comes first in the next epoch."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, Sampler
+
+
+class _Epoch:
+    """How far an epoch was drawn, and what it leaves."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.rest: list[Any] = []
+        self.is_over = False
+
+
+class RolloverBatchSampler(BatchSampler):
+    """torch's batch sampler, but for the last batch.
+
+    What an epoch leaves over is taken over by :meth:`settle`, once the epoch is known to have been
+    complete: until then each iteration begins with what the last complete one has left.
+
+    Args:
+        sampler: Gives the indices.
+        batch_size: Length of each batch.
+    """
+
+    def __init__(self, sampler: Sampler[Any] | Iterable[Any], batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+        self._rest: list[Any] = []
+        self._epoch: _Epoch | None = None
+        self._drawing: Iterator[list[Any]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Full batches alone."""
+        self._epoch = _Epoch()
+        self._drawing = self._draw(self._epoch)
+        return self._drawing
+
+    def _draw(self, epoch: _Epoch) -> Iterator[list[Any]]:
+        batch = list(self._rest)
+        for index in self.sampler:
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                epoch.drawn += 1
+                yield batch
+                batch = []
+        epoch.rest, epoch.is_over = batch, True
+
+    def __len__(self) -> int:
+        """Batches of the epoch that runs, or of the next one if none does."""
+        return (len(self.sampler) + len(self._rest)) // self.batch_size  # type: ignore[arg-type]
+
+    def settle(self, delivered: int) -> None:
+        """Take over what an epoch has left, if it was complete.
+
+        Args:
+            delivered: Batches of it that were handed over to the user.
+        """
+        epoch = self._epoch
+        if epoch is None or delivered < epoch.drawn:
+            return
+        if not epoch.is_over and hasattr(self.sampler, "__len__") and delivered >= len(self):
+            next(self._drawing, None)  # in-process, nobody has asked for the end
+        if epoch.is_over:
+            self._rest, self._epoch = epoch.rest, None

@@ -1,0 +1,88 @@
+"""A rank's part of what any sampler, or batch sampler, gives."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from torch.utils.data import Sampler
+
+from shmloader.sampling.checks import whole_number
+from shmloader.sampling.ranks import resolve_ranks
+from shmloader.sampling.steps import Cut, DrawnSteps, Steps, step_count
+from shmloader.sampling.streams import Streams
+
+
+class ShardedSampler(Sampler[Any]):
+    """What one rank takes of a sampler's indices, or of a batch sampler's batches.
+
+    Every rank draws all that the sampler gives, under random streams that depend on ``seed`` and
+    the epoch alone (``random``, ``numpy.random`` and torch's, the process's own put back after),
+    and keeps its part: of each ``batch_size * world_size`` items the ``rank``-th run of
+    ``batch_size``. A sampler that has a generator of its own must be given the same on all ranks.
+
+    Each iteration that is begun counts an epoch, from 0.
+
+    Args:
+        sampler: A sampler, or a batch sampler; it is iterated anew for each epoch.
+        batch_size: Length of a run: the batch size of the loader that uses this as its
+            ``sampler``, so that the ranks' batches, one after the other, are a batch of one large
+            loader. 1 deals items one by one: right for a batch sampler, whose batches stay whole.
+        rank: This process's number. With ``world_size`` None: that of ``torch.distributed``'s
+            default group, else of torchrun's ``RANK``, else 0.
+        world_size: Number of ranks; likewise.
+        tail: What becomes of items that do not fill the last global step: ``"pad"`` fills it up
+            from the epoch's start, so that ranks have equally many; ``"drop"`` leaves them out;
+            ``"uneven"`` gives them to who is next.
+        seed: Of the random streams.
+
+    Raises:
+        ValueError, TypeError: For arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        batch_size: int = 1,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: Literal["pad", "drop", "uneven"] = "pad",
+        seed: int = 0,
+    ) -> None:
+        share = whole_number(batch_size, "batch_size", minimum=1)
+        if tail not in {"pad", "drop", "uneven"}:
+            raise ValueError(
+                f"tail option should be 'pad', 'drop' or 'uneven', but got tail={tail!r}"
+            )
+        self.sampler = sampler
+        self.rank, self.world_size = resolve_ranks(rank, world_size)
+        self.seed = whole_number(seed, "seed", minimum=0)
+        self.tail = tail
+        self._cut = Cut(share, self.rank, self.world_size)
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Name the epoch of the next iteration."""
+        self._epoch = whole_number(epoch, "epoch", minimum=0)
+
+    def __len__(self) -> int:
+        """Items of this rank in an epoch.
+
+        Raises:
+            TypeError: If the sampler has no length.
+        """
+        count = len(self.sampler)  # type: ignore[arg-type]
+        whole, left = divmod(count, self._cut.global_count)
+        if self.tail == "uneven":
+            return whole * self._cut.share + self._cut.count(left)
+        return step_count(count, self._cut, self.tail) * self._cut.share
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's items."""
+        # Here once the first item is drawn: torch's loaders ask for two iterators an epoch.
+        epoch = self._epoch
+        self._epoch = epoch + 1
+        steps: Steps = DrawnSteps(
+            self.sampler.__iter__, Streams(self.seed, epoch), self._cut, self.tail
+        )
+        for step in steps:
+            yield from step

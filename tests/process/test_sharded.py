@@ -1,0 +1,660 @@
+"""ShardedDataLoader with real workers: steps of several batches, ranks, devices, tails."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pickle
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+import shmloader
+from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
+from tests.process.support import Calls, Gate, Streams, wait_until
+
+pytestmark = pytest.mark.timeout(90)
+
+# Elements of int32 in a sample: above 64 KiB, so that a batch is lent, not copied out.
+LENGTH = 17_000
+
+
+def sample(index: int) -> tuple[torch.Tensor, int]:
+    return torch.full((LENGTH,), index, dtype=torch.int32), index
+
+
+def numbers(batch: Any) -> list[int]:
+    """The indices of a batch of samples, looked up in both of its fields."""
+    images, labels = batch
+    assert images.shape == (len(labels), LENGTH)
+    assert bool((images == labels[:, None]).all())
+    return labels.tolist()
+
+
+def steps_of(loader: Any) -> list[Any]:
+    return [
+        [numbers(batch) for batch in step] if type(step) is list and type(step[0]) is list
+        else numbers(step)
+        for step in loader
+    ]  # fmt: skip
+
+
+def values(loader: Any) -> list[Any]:
+    """Of loaders over numbers."""
+    return [
+        [batch.tolist() for batch in step] if type(step) is list else step.tolist()
+        for step in loader
+    ]
+
+
+# ---------------------------------------------------------------- shards of a step
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_each_step_is_a_list_of_batches_of_batch_size_each(workers) -> None:
+    loader = ShardedDataLoader(Calls(sample, 26), 3, num_shards=2, num_workers=workers)
+    steps = steps_of(loader)
+    assert len(loader) == 5
+    assert steps == [[[*range(n, n + 3)], [*range(n + 3, n + 6)]] for n in range(0, 24, 6)] + [
+        [[24, 25, 0], [1, 2, 3]]
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_what_collate_makes_of_each_index_list(workers) -> None:
+    dataset = TensorDataset(torch.rand(20, 5), torch.arange(20), torch.rand(20, 2, 40, 300))
+    plan = [[[3, 1], [2]], [7, 8, 9], [[4, 4, 4]], [[0, 1], [19, 18], [5]], [11]]
+    seen = list(ShardedDataLoader(dataset, batch_sampler=plan, num_workers=workers))
+    assert [type(step) for step in seen] == [list] * 5
+    for step, indices in zip(seen, plan, strict=True):
+        if isinstance(indices[0], list):
+            expected = [default_collate([dataset[i] for i in shard]) for shard in indices]
+            pairs = list(zip(step, expected, strict=True))
+        else:
+            pairs = [(step, default_collate([dataset[i] for i in indices]))]
+        for batch, wanted in pairs:
+            assert type(batch) is type(wanted)
+            for part, field in zip(batch, wanted, strict=True):
+                assert part.dtype == field.dtype
+                assert torch.equal(part, field)
+
+
+def test_all_shards_of_a_step_lie_in_one_slot(slots) -> None:
+    loader = ShardedDataLoader(Calls(sample, 48), 2, num_shards=4, num_workers=1, prefetch_factor=1)
+    steps = iter(loader)
+    step = next(steps)
+    homes = {slot_at(batch[0].data_ptr()) for batch in step}
+    assert len(homes) == 1
+    assert homes <= {*slots.maps()}
+    kept = [batch[0] for batch in step][2]
+    del step
+    rest = steps_of(steps)
+    assert len(rest) == 5
+    assert len(slots.maps()) <= 1 + 4
+    assert set(kept.flatten().tolist()) == {4, 5}
+
+
+def slot_at(address: int) -> int:
+    """The inode of the slot that is mapped at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _flags, _offset, _device, inode, *_ = line.split(maxsplit=5)
+        first, last = (int(part, 16) for part in span.split("-"))
+        if first <= address < last:
+            assert "memfd:shmloader" in line
+            return int(inode)
+    raise AssertionError("nothing is mapped there")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collates_by_hand_writes_into_the_slot_for_each_shard(workers) -> None:
+    def collate(samples: list[Any]) -> Any:
+        out = shmloader.empty((len(samples), LENGTH), torch.int32)
+        for row, (image, _) in zip(out, samples, strict=True):
+            row.copy_(image)
+        return {"image": out, "labels": [label for _, label in samples]}
+
+    loader = ShardedDataLoader(
+        Calls(sample, 12), 2, num_shards=3, num_workers=workers, batchify_fn=collate
+    )
+    for number, step in enumerate(loader):
+        for shard, batch in enumerate(step):
+            first = number * 6 + shard * 2
+            assert batch["labels"] == [first, first + 1]
+            assert batch["image"][:, 0].tolist() == [first, first + 1]
+
+
+class Together(Calls):
+    """A dataset that is asked for several samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(index, len(indices)) for index in indices]
+
+
+def test_samples_are_asked_for_shard_by_shard() -> None:
+    loader = ShardedDataLoader(Together(int, 12), 2, num_shards=3, num_workers=2)
+    (first, _) = values_of_pairs(loader)
+    assert first == [[(0, 2), (1, 2)], [(2, 2), (3, 2)], [(4, 2), (5, 2)]]
+
+
+def values_of_pairs(loader: Any) -> list[Any]:
+    return [
+        [list(zip(*[part.tolist() for part in batch], strict=True)) for batch in step]
+        for step in loader
+    ]
+
+
+@pytest.mark.parametrize(
+    "dataset", [np.arange(20) * 3, torch.arange(20) * 3, [*range(0, 60, 3)], range(0, 60, 3)],
+    ids=["array", "tensor", "list", "range"],
+)  # fmt: skip
+@pytest.mark.parametrize("workers", [0, 1])
+def test_arrays_tensors_and_sequences_are_datasets(dataset, workers) -> None:
+    loader = ShardedDataLoader(dataset, 4, num_workers=workers)
+    assert values(loader) == [[3 * n for n in range(k, k + 4)] for k in range(0, 20, 4)]
+    assert all(isinstance(batch, torch.Tensor) for batch in loader)
+    loader.close()
+
+
+def test_one_rank_without_shards_is_the_plain_loader() -> None:
+    dataset = Calls(sample, 23)
+    plain = DataLoader(dataset, 4, num_workers=2)
+    loader = ShardedDataLoader(dataset, 4, num_workers=2, tail="uneven")
+    assert steps_of(loader) == steps_of(plain)
+    assert len(loader) == len(plain)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_started_afresh_make_the_same_steps(method) -> None:
+    data = torch.arange(40)
+    options: dict[str, Any] = {"num_shards": 2, "shuffle": True, "rank": 1, "world_size": 2}
+    expected = values(ShardedDataLoader(data, 3, **options))
+    loader = ShardedDataLoader(data, 3, num_workers=1, multiprocessing_context=method, **options)
+    assert values(loader) == expected
+
+
+# ---------------------------------------------------------------- ranks and epochs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shards", [None, 2])
+def test_the_union_of_the_ranks_is_the_same_on_any_number_of_ranks(workers, shards) -> None:
+    def union(world_size: int) -> list[list[int]]:
+        loaders = [
+            ShardedDataLoader(
+                torch.arange(100), 24 // world_size // (shards or 1), shuffle=True, seed=5,
+                num_shards=shards, rank=rank, world_size=world_size, num_workers=workers,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        found = []
+        for _ in range(2):
+            for ranks in zip(*map(values, loaders), strict=True):
+                step = itertools.chain(*ranks)
+                found.append([*itertools.chain(*step)] if shards else [*step])
+        return found
+
+    expected = union(1)
+    assert len(expected) == 10
+    assert expected[:5] != expected[5:]
+    for world_size in (2, 3, 4):
+        assert union(world_size) == expected
+
+
+def test_each_iter_counts_an_epoch_and_set_epoch_names_the_next_one() -> None:
+    def loader(**options: Any) -> Any:
+        return ShardedDataLoader(torch.arange(30), 5, shuffle=True, **options)
+
+    for options in ({}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}):
+        one = loader(**options)
+        epochs = [values(one) for _ in range(4)]
+        assert len({str(epoch) for epoch in epochs}) == 4
+        assert one.epoch == 4
+        one.set_epoch(1)
+        assert one.epoch == 1
+        assert [values(one), values(one)] == epochs[1:3]
+        next(iter(one))  # an epoch that is left counts
+        assert values(one) == loader_at(loader(), 4)
+        one.close()
+    for bad in (-1, 1.5, True, "1"):
+        with pytest.raises((ValueError, TypeError), match=f"epoch={bad!r}"):
+            one.set_epoch(bad)
+
+
+def loader_at(loader: Any, epoch: int) -> list[Any]:
+    loader.set_epoch(epoch)
+    return values(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_padding_tells_of_the_batch_that_was_given_last(workers) -> None:
+    seen = []
+    for rank in range(3):
+        loader = ShardedDataLoader(
+            torch.arange(20), 4, rank=rank, world_size=3, num_workers=workers
+        )
+        assert loader.padding == 0
+        batches = iter(loader)
+        seen.append([(next(batches).tolist(), loader.padding) for _ in range(2)])
+        assert next(batches, None) is None
+    assert seen == [
+        [([0, 1, 2, 3], 0), ([12, 13, 14, 15], 0)],
+        [([4, 5, 6, 7], 0), ([16, 17, 18, 19], 0)],
+        [([8, 9, 10, 11], 0), ([0, 1, 2, 3], 4)],
+    ]
+
+
+def test_padding_is_refused_where_the_order_is_not_known() -> None:
+    loader = ShardedDataLoader(torch.arange(20), 4, num_workers=1, in_order=False)
+    with pytest.raises(RuntimeError, match="only with in_order=True"):
+        _ = loader.padding
+
+
+def test_ranks_of_torchrun_s_environment_are_taken(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = ShardedDataLoader(torch.arange(8), 2)
+    assert (loader.rank, loader.world_size) == (1, 2)
+    assert values(loader) == [[2, 3], [6, 7]]
+    assert ShardedDataLoader(torch.arange(8), 2, rank=0, world_size=1).world_size == 1
+
+
+def test_a_generator_shuffles_as_with_torch_on_one_rank() -> None:
+    theirs = torch.utils.data.DataLoader(
+        torch.arange(30), 4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    ours = ShardedDataLoader(
+        torch.arange(30), 4, shuffle=True, tail="uneven",
+        generator=torch.Generator().manual_seed(3),
+    )  # fmt: skip
+    for _ in range(2):
+        assert values(ours) == values(theirs)
+    with pytest.raises(ValueError, match="generator option can not be given for more than one"):
+        ShardedDataLoader(torch.arange(9), 2, generator=torch.Generator(), rank=0, world_size=2)
+
+
+def test_a_users_sampler_and_batch_sampler_are_cut() -> None:
+    data = torch.arange(40)
+    for make in (
+        lambda: {"sampler": RandomSampler(data), "batch_size": 5},
+        lambda: {"batch_sampler": BatchSampler(RandomSampler(data), 5, drop_last=False)},
+    ):
+        one = values(ShardedDataLoader(data, **make(), num_workers=1))
+        two = [
+            values(ShardedDataLoader(data, **make(), rank=rank, world_size=2)) for rank in (0, 1)
+        ]
+        assert [batch for ranks in zip(*two, strict=True) for batch in ranks] == one
+        assert sorted(itertools.chain(*one)) == list(range(40))
+        assert one != [[*range(k, k + 5)] for k in range(0, 40, 5)]
+
+
+# ---------------------------------------------------------------- last_batch
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rollover_puts_what_is_left_first_in_the_next_epoch(kind, workers) -> None:
+    loader = kind(torch.arange(10), 3, last_batch="rollover", num_workers=workers)
+    seen = []
+    for length in (3, 3, 4, 3, 3, 4):
+        assert len(loader) == length  # before
+        count = 0
+        for batch in loader:
+            seen += batch.tolist()
+            count += 1
+            assert len(loader) == length  # within
+        assert count == length
+    assert len(loader) == 3  # after
+    assert seen == [*range(10)] * 6
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_early_break_loses_nothing_that_was_rolled_over(kind, workers) -> None:
+    loader = kind(torch.arange(10), 3, last_batch="rollover", num_workers=workers)
+    list(loader)
+    for stop in (1, 2):
+        assert values(itertools.islice(loader, stop)) == [[9, 0, 1], [2, 3, 4]][:stop]
+        assert len(loader) == 3
+    assert values(loader) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
+    assert len(loader) == 4
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_is_complete_though_nobody_asked_for_its_end(kind, workers) -> None:
+    loader = kind(torch.arange(10), 3, last_batch="rollover", num_workers=workers)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert next(iter(loader)).tolist() == [9, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_keep_and_discard_are_what_they_say(kind) -> None:
+    data = torch.arange(10)
+    assert values(kind(data, 4, last_batch="keep"))[-1] == [8, 9]
+    assert values(kind(data, 4, last_batch="discard"))[-1] == [4, 5, 6, 7]
+    assert len(kind(data, 4, last_batch="discard")) == 2
+
+
+def test_rollover_carries_the_rest_of_all_ranks() -> None:
+    loaders = [
+        ShardedDataLoader(torch.arange(10), 2, last_batch="rollover", rank=rank, world_size=2)
+        for rank in (0, 1)
+    ]
+    seen = [
+        [*itertools.chain(*ranks)]
+        for _ in range(2)
+        for ranks in zip(*map(values, loaders), strict=True)
+    ]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_rollover_with_persistent_workers_and_a_shuffle_loses_no_sample() -> None:
+    loader = DataLoader(
+        torch.arange(10), 3, shuffle=True, last_batch="rollover", num_workers=2,
+        persistent_workers=True,
+    )  # fmt: skip
+    epochs = [list(itertools.chain(*values(loader))) for _ in range(3)]
+    assert sorted(itertools.chain(*epochs)) == sorted([*range(10)] * 3)
+    loader.close()
+
+
+# ---------------------------------------------------------------- in flight
+
+
+def test_prefetch_is_the_number_of_steps_in_flight() -> None:
+    gate = Gate()
+
+    def tell(index: int) -> int:
+        gate.open()
+        return index
+
+    for prefetch, workers in ((1, 2), (3, 2), (5, 2), (None, 3)):
+        loader = ShardedDataLoader(
+            Calls(tell, 20), 1, num_workers=workers, prefetch=prefetch, tail="drop"
+        )
+        steps = iter(loader)
+        count = 2 * workers if prefetch is None else prefetch
+        for _ in range(count):
+            gate.wait_until_open()
+        wait_until(functools.partial(idle, steps))
+        with pytest.raises(AssertionError):
+            gate.wait_until_open(0)
+        assert values(steps) == [[n] for n in range(20)]
+        for _ in range(20 - count):
+            gate.wait_until_open()
+    gate.close()
+
+
+def idle(steps: Any) -> bool:
+    from shmloader.workers.board import Phase
+
+    count = len(steps._workers)
+    return all(steps._pool.was_at(worker).phase is Phase.IDLE for worker in range(count))
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_skipped_sample_is_replaced_by_a_good_one_of_its_shard(workers) -> None:
+    def failing(index: int) -> int:
+        if index in (1, 6):
+            raise ValueError(f"bad {index}")
+        return index
+
+    loader = ShardedDataLoader(
+        Calls(failing, 12), 2, num_shards=3, num_workers=workers, on_error="skip"
+    )
+    assert values(loader) == [[[0, 0], [2, 3], [4, 5]], [[7, 7], [8, 9], [10, 11]]]
+    assert [failed.index for failed in loader.failures] == [1, 6]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_of_which_nothing_is_left_raises(workers) -> None:
+    def failing(index: int) -> int:
+        if index in (4, 5):
+            raise ValueError(f"bad {index}")
+        return index
+
+    loader = ShardedDataLoader(
+        Calls(failing, 12), 2, num_shards=3, num_workers=workers, on_error="skip",
+        max_failures=Fraction(1, 2),
+    )  # fmt: skip
+    with pytest.raises(TooManyFailures) as raised:
+        list(loader)
+    assert str(raised.value.__cause__).startswith("Caught ValueError") or "bad" in str(
+        raised.value.__cause__
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_shard_is_named(workers) -> None:
+    loader = ShardedDataLoader(
+        torch.arange(9), batch_sampler=[[[1], [2]], [[3], []], [[4], [5]]], num_workers=workers
+    )
+    with pytest.raises(ValueError, match="step 1 of the batch sampler has an empty shard: 1"):
+        list(loader)
+
+
+def test_a_death_names_the_indices_of_all_shards() -> None:
+    def dying(index: int) -> int:
+        if index == 7:
+            os._exit(3)
+        return index
+
+    loader = ShardedDataLoader(Calls(dying, 12), 2, num_shards=3, num_workers=2)
+    steps = iter(loader)
+    assert [batch.tolist() for batch in next(steps)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(WorkerDiedError, match=r"batch 1 \(.*6, 7.*10, 11"):
+        next(steps)
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    "devices", [["sim", "sim"], ["sim", "cpu"], ["cpu", "sim", "sim"]], ids=" ".join
+)
+def test_batch_i_arrives_on_device_i(devices, sim, slots) -> None:
+    loader = ShardedDataLoader(Calls(sample, 60), 2, devices=devices, num_workers=2)
+    seen: list[int] = []
+    for step in loader:
+        assert type(step) is list
+        assert [sim.has(batch[0]) for batch in step] == [device == "sim" for device in devices]
+        for batch, device in zip(step, devices, strict=True):
+            seen += numbers(sim.to_host(batch) if device == "sim" else batch)
+    assert seen == [*range(60)]
+    del step
+    loader.close()
+    assert slots.maps() == {}
+
+
+def test_a_hundred_steps_on_two_devices_arrive_whole_whoever_drops_them(sim) -> None:
+    loader = ShardedDataLoader(
+        Calls(sample, 400), 2, devices=["sim", "sim"], num_workers=2, prefetch_factor=2
+    )
+    sums = []
+    for step in loader:
+        sums.append([sim.checksum(batch[0]) for batch in step])
+        del step
+    wanted = ShardedDataLoader(Calls(sample, 400), 2, num_shards=2)
+    from tests.simulated import host_checksum
+
+    expected = [[host_checksum(batch[0]) for batch in step] for step in wanted]
+    assert [[one.value() for one in pair] for pair in sums] == expected
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["sim", "cpu"]], ids=str)
+def test_transform_is_called_with_each_batch(devices, sim) -> None:
+    loader = ShardedDataLoader(
+        Calls(sample, 16), 2, devices=devices, num_workers=1,
+        transform=lambda batch: {"image": batch[0], "count": 2},
+    )  # fmt: skip
+    for step in loader:
+        assert [batch["count"] for batch in step] == [2, 2]
+
+
+def test_devices_that_are_all_the_cpu_need_no_thread() -> None:
+    for workers in (0, 2):
+        loader = ShardedDataLoader(torch.arange(12), 2, devices=["cpu", "cpu"], num_workers=workers)
+        assert values(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["sim", "cpu"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ([1, 2], "step 1 .* should be a list of index lists, one for each of 2 devices"),
+        ([[1], [2], [3]], "step 1 .* has 3 index lists, and there are 2 devices"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_that_does_not_fit_the_devices_is_told(workers, devices, step, text, sim) -> None:
+    if workers == 0 and "sim" in devices:
+        devices = ["cpu", "cpu"]
+    loader = ShardedDataLoader(
+        Calls(sample, 8), batch_sampler=[[[0], [1]], step], devices=devices, num_workers=workers
+    )
+    with pytest.raises(ValueError, match=text):
+        list(loader)
+
+
+def test_a_step_may_have_fewer_batches_than_there_are_devices(sim) -> None:
+    loader = ShardedDataLoader(
+        Calls(sample, 8), batch_sampler=[[[0], [1, 2]], [[3]]], devices=["sim", "sim"],
+        num_workers=1,
+    )  # fmt: skip
+    assert [[numbers(sim.to_host(batch)) for batch in step] for step in loader] == [
+        [[0], [1, 2]],
+        [[3]],
+    ]
+
+
+def test_pinned_steps_are_lists_of_pinned_batches() -> None:
+    from tests.simulated import pinning
+
+    with pinning():
+        loader = ShardedDataLoader(
+            Calls(sample, 12), 2, num_shards=3, num_workers=2, pin_memory=True
+        )
+        for step in loader:
+            assert all(batch[0].is_pinned() for batch in step)
+            assert len(step) == 3
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({}, ValueError, "batch_size option is needed"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"batch_size": 2, "shuffle": True, "sampler": [1]}, ValueError, "shuffle"),
+        ({"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
+        ({"shuffle": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
+        ({"batch_size": 2, "num_shards": 0}, ValueError, "num_shards=0"),
+        ({"batch_size": 2, "num_shards": "2"}, TypeError, "num_shards='2'"),
+        ({"batch_size": 2, "devices": []}, ValueError, r"devices=\[\]"),
+        ({"batch_size": 2, "devices": "cpu"}, ValueError, "devices='cpu'"),
+        ({"batch_size": 2, "devices": ["cpu"], "num_shards": 2}, ValueError, "num_shards=2"),
+        (
+            {"batch_size": 2, "devices": ["cpu"], "device": "cpu"},
+            ValueError,
+            "devices option is mut",
+        ),
+        ({"batch_size": 2, "devices": ["nowhere"]}, ValueError, "nowhere"),
+        ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards option is mutually"),
+        ({"batch_size": 2, "rank": 1}, ValueError, "rank"),
+        ({"batch_size": 2, "rank": 2, "world_size": 2}, ValueError, "rank=2"),
+        ({"batch_size": 2, "tail": "keep"}, ValueError, "tail='keep'"),
+        ({"batch_size": 2, "last_batch": "pad"}, ValueError, "last_batch='pad'"),
+        (
+            {"batch_size": 2, "last_batch": "keep", "tail": "drop"},
+            ValueError,
+            "give one of the two",
+        ),
+        ({"last_batch": "keep", "batch_sampler": [[1]]}, ValueError, "last_batch='keep'"),
+        ({"batch_size": 2, "seed": "1"}, TypeError, "seed='1'"),
+        ({"batch_size": 2, "seed": -1}, ValueError, "seed=-1"),
+        ({"batch_size": 2, "collate_fn": list, "batchify_fn": list}, TypeError, "batchify_fn"),
+        ({"batch_size": 2, "num_workers": 1, "prefetch": 0}, ValueError, "prefetch=0"),
+        ({"batch_size": 2, "num_workers": 1, "prefetch": "1"}, TypeError, "prefetch='1'"),
+        ({"batch_size": 2, "prefetch": 2}, ValueError, "num_workers > 0"),
+        (
+            {"batch_size": 2, "num_workers": 1, "prefetch": 2, "prefetch_factor": 2},
+            ValueError,
+            "mutually exclusive",
+        ),
+        ({"batch_size": 2, "drop_last": True}, TypeError, "drop_last"),
+        ({"batch_size": 2, "nonsense": True}, TypeError, "nonsense"),
+        (
+            {"batch_size": 2, "sampler": DistributedSampler(range(8), 2, 0)},
+            ValueError,
+            "DistributedSampler gives a part",
+        ),
+        (
+            {"batch_sampler": BatchSampler(DistributedSampler(range(8), 2, 0), 2, drop_last=False)},
+            ValueError,
+            "DistributedSampler gives a part",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_by_the_constructor(options, error, text) -> None:
+    with pytest.raises(error, match=text):
+        ShardedDataLoader(torch.arange(8), **options)
+
+
+def test_an_iterable_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose its part by rank"):
+        ShardedDataLoader(Streams(lambda: iter([1])), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"last_batch": "all"}, "last_batch='all'"),
+        ({"last_batch": "keep", "drop_last": True}, "mutually exclusive with drop_last"),
+        ({"last_batch": "keep", "batch_size": None}, "needs batch_size"),
+        ({"last_batch": "keep", "batch_size": 1, "batch_sampler": [[1]]}, "needs batch_size"),
+    ],
+)
+def test_a_wrong_last_batch_is_told_by_the_constructor(options, text) -> None:
+    with pytest.raises(ValueError, match=text):
+        DataLoader(torch.arange(8), **options)
+
+
+def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
+    stream = Streams(lambda: iter(range(5)))
+    with pytest.raises(ValueError, match="IterableDataset"):
+        DataLoader(stream, 2, last_batch="rollover")
+    assert values(DataLoader(stream, 2, last_batch="keep")) == [[0, 1], [2, 3], [4]]
+    assert values(DataLoader(stream, 2, last_batch="discard")) == [[0, 1], [2, 3]]
+
+
+def test_options_are_readable_by_their_names_and_a_copy_goes_on() -> None:
+    sampler = SequentialSampler(range(8))
+    given: dict[str, Any] = {
+        "num_shards": 2, "rank": 1, "world_size": 2, "tail": "drop", "seed": 7, "prefetch": 3,
+        "num_workers": 1, "sampler": sampler, "batch_size": 2, "worker_restarts": 1,
+    }  # fmt: skip
+    loader = ShardedDataLoader(torch.arange(8), **given)
+    assert {name: getattr(loader, name) for name in given} == given
+    again = pickle.loads(pickle.dumps(loader))
+    assert values(again) == values(loader) == [[[4, 5], [6, 7]]]

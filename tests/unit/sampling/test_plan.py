@@ -1,0 +1,322 @@
+"""One global order, cut into steps, shards and ranks: the same whoever looks at it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.steps import Cut, Tail, step_count
+
+TAILS: list[Tail] = ["pad", "drop", "uneven", "rollover"]
+
+
+class Draws:
+    """A user's sampler that draws from all three global streams."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            parts = random.randrange(97), int(np.random.randint(97)), int(torch.randint(97, ()))
+            yield sum(parts) % max(1, self.length)
+
+
+KINDS = ["sequential", "shuffled", "torch's sampler", "a sampler that draws"]
+
+
+def plan_of(
+    kind: str,
+    length: int,
+    *,
+    batch_size: int = 1,
+    shards: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    tail: Tail = "pad",
+    seed: int = 0,
+) -> StepPlan:
+    items: Any = {"torch's sampler": RandomSampler(range(length)) if length else [],
+                  "a sampler that draws": Draws(length)}.get(kind)  # fmt: skip
+    return StepPlan(
+        batch_size,
+        shards,
+        Cut(batch_size * max(1, shards), rank, world_size),
+        tail,
+        seed,
+        length=length if items is None else None,
+        shuffle=kind == "shuffled",
+        items=items,
+    )
+
+
+def flat(step: Any) -> list[Any]:
+    return [*itertools.chain(*step)] if step and isinstance(step[0], list) else [*step]
+
+
+def epoch_of(plan: StepPlan, epoch: int = 0) -> list[Any]:
+    plan.epoch = epoch
+    return list(plan)
+
+
+def union(plans: list[StepPlan], epoch: int = 0) -> list[list[Any]]:
+    """What the ranks get at each step, one after the other."""
+    steps = [epoch_of(plan, epoch) for plan in plans]
+    return [
+        [index for rank in ranks for index in flat(rank)]
+        for ranks in itertools.zip_longest(*steps, fillvalue=[])
+    ]
+
+
+cuts = st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    length=st.integers(0, 60),
+    cut=cuts,
+    tail=st.sampled_from(TAILS),
+    seed=st.integers(0, 3),
+    epoch=st.integers(0, 2),
+)
+def test_the_ranks_together_have_the_one_global_order(kind, length, cut, tail, seed, epoch) -> None:
+    batch_size, shards, world_size = cut
+    share = batch_size * max(1, shards)
+    count = share * world_size
+    (one,) = [plan_of(kind, length, batch_size=length or 1, tail="uneven", seed=seed)]
+    order = [index for step in epoch_of(one, epoch) for index in step]
+    assert len(order) == length
+    plans = [
+        plan_of(
+            kind, length, batch_size=batch_size, shards=shards, rank=rank, world_size=world_size,
+            tail=tail, seed=seed,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    steps = union(plans, epoch)
+    together = [index for step in steps for index in step]
+    whole = length // count * count
+    left = length - whole
+    if tail in {"drop", "rollover"}:
+        assert together == order[:whole]
+    elif tail == "uneven":
+        assert together == order
+    else:
+        repeats = (count - left) % count if length else 0
+        again = list(itertools.islice(itertools.cycle(order or [0]), repeats))
+        assert together == order + again
+        assert all(len(step) == count for step in steps)
+    # Step by step, not only as a whole.
+    for number, step in enumerate(steps):
+        assert step == together[number * count :][: len(step)]
+    # Lengths, and what repeats, rank by rank.
+    for rank, plan in enumerate(plans):
+        assert len(plan) == len(epoch_of(plan, epoch)) == step_count(length, plan._cut, tail)
+        repeated = sum(plan.repeats_in(number + 1) for number in range(len(plan)))
+        if tail != "pad" or left == 0:
+            assert repeated == 0
+        else:
+            assert repeated == plan.repeats_in(len(plan))
+            assert repeated == share - min(share, max(0, left - rank * share))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_order_is_the_same_for_every_world_size_with_as_large_a_global_batch(kind, tail):
+    def steps(world_size: int, shards: int) -> list[Any]:
+        batch_size = 24 // world_size // max(1, shards)
+        return union(
+            [
+                plan_of(kind, 130, batch_size=batch_size, shards=shards, rank=rank,
+                        world_size=world_size, tail=tail)
+                for rank in range(world_size)
+            ],
+            epoch=1,
+        )  # fmt: skip
+
+    expected = steps(1, 0)
+    assert len(expected) == {"pad": 6, "uneven": 6}.get(tail, 5)
+    for world_size, shards in [(1, 4), (2, 0), (2, 3), (3, 0), (3, 2), (4, 1), (8, 0), (12, 2)]:
+        assert steps(world_size, shards) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_shards_is_a_list_of_batches(kind) -> None:
+    steps = epoch_of(plan_of(kind, 50, batch_size=4, shards=3))
+    assert [[len(batch) for batch in step] for step in steps] == [[4, 4, 4]] * 5
+    plain = epoch_of(plan_of(kind, 50, batch_size=12))
+    assert [flat(step) for step in steps] == plain
+    assert all(type(index) is int for index in plain[0])
+
+
+def test_an_uneven_tail_of_shards_has_fewer_batches() -> None:
+    steps = epoch_of(plan_of("sequential", 31, batch_size=4, shards=3, tail="uneven"))
+    assert steps[2] == [[24, 25, 26, 27], [28, 29, 30]]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_seed_and_epoch_choose_the_order(kind) -> None:
+    orders = [
+        [index for step in epoch_of(plan_of(kind, 40, seed=seed), epoch) for index in step]
+        for seed in range(2)
+        for epoch in range(2)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    again = [index for step in epoch_of(plan_of(kind, 40, seed=1), 1) for index in step]
+    assert again == orders[3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_process_keeps_its_own_streams(kind) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    seed()
+    expected = [drawn() for _ in range(4)]
+    seed()
+    seen = [drawn()]
+    steps = iter(plan_of(kind, 30, batch_size=4))
+    for _ in range(3):
+        next(steps)
+        seen.append(drawn())
+    assert seen == expected
+    # Nor does what the process draws meanwhile change the order.
+    assert [index for step in steps for index in step] == [
+        index for step in epoch_of(plan_of(kind, 30, batch_size=4))[3:] for index in step
+    ]
+
+
+def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() -> None:
+    weights = WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=torch.Generator().manual_seed(3))
+    expected = list(weights)
+    weights.generator.manual_seed(3)
+    plan = StepPlan(1, 0, Cut(1), "pad", 0, items=weights)
+    assert [index for step in epoch_of(plan) for index in step] == expected
+
+
+# ---------------------------------------------------------------- batch samplers
+
+
+def batches(length: int, size: int = 3) -> BatchSampler:
+    return BatchSampler(SequentialSampler(range(length)), size, drop_last=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_are_dealt_whole(world_size) -> None:
+    every = list(batches(33))  # eleven
+
+    def steps(rank: int, tail: Tail) -> list[Any]:
+        plan = StepPlan(None, 0, Cut(1, rank, world_size), tail, 0, items=batches(33))
+        found = epoch_of(plan)
+        assert len(found) == len(plan)
+        return found
+
+    for tail in ("pad", "drop", "uneven"):
+        ranks = [steps(rank, tail) for rank in range(world_size)]
+        dealt = [batch for step in itertools.zip_longest(*ranks) for batch in step if batch]
+        missing = -len(every) % world_size
+        if tail == "pad":
+            assert dealt == every + every[:missing]
+        elif tail == "drop":
+            assert dealt == every[: len(every) // world_size * world_size]
+        else:
+            assert dealt == every
+
+
+def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
+    plans = [
+        StepPlan(None, 0, Cut(1, rank, 3), "pad", 0, items=[[1, 2, 3], [[4, 5], [6]], [7, 8], [9]])
+        for rank in range(3)
+    ]
+    assert [epoch_of(plan) for plan in plans] == [
+        [[1, 2, 3], [9]],
+        [[[4, 5], [6]], [1, 2, 3]],
+        [[7, 8], [[4, 5], [6]]],
+    ]
+    assert [plan.repeats_in(2) for plan in plans] == [0, 3, 3]
+    assert [plan.repeats_in(1) for plan in plans] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ([], r"step 1 of the batch sampler is empty: \[\]"),
+        ([[1], []], "step 1 of the batch sampler has an empty shard: 1"),
+        ([[], [1]], "step 1 of the batch sampler has an empty shard: 0"),
+        ([[1], 2], "its shard 1 is 2"),
+        ([[1], [[2]]], r"its shard 1 is \[\[2\]\]"),
+    ],
+)
+def test_a_step_with_nothing_to_load_is_named(step, text) -> None:
+    steps = iter(StepPlan(None, 0, Cut(1), "pad", 0, items=[[1, 2], step, [3]]))
+    assert next(steps) == [1, 2]
+    with pytest.raises(ValueError, match=text):
+        next(steps)
+
+
+# ---------------------------------------------------------------- rollover
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_an_epoch_leaves_over_comes_first_in_the_next(kind, world_size) -> None:
+    plans = [
+        plan_of(kind, 10, batch_size=4 // world_size, rank=rank, world_size=world_size,
+                tail="rollover")
+        for rank in range(world_size)
+    ]  # fmt: skip
+    orders = [
+        epoch_of(plan_of(kind, 10, batch_size=10, tail="uneven"), epoch)[0] for epoch in range(4)
+    ]
+    seen, lengths = [], []
+    for epoch in range(4):
+        lengths.append(len(plans[0]))
+        steps = union(plans, epoch)
+        seen += [index for step in steps for index in step]
+        for plan in plans:
+            plan.settle(len(steps))
+    assert lengths == [2, 3, 2, 3]
+    assert seen == [index for order in orders for index in order]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_that_is_left_early_takes_nothing_over(kind) -> None:
+    plan = plan_of(kind, 10, batch_size=4, tail="rollover")
+    epoch_of(plan, 0)
+    plan.settle(2)
+    first = epoch_of(plan, 1)
+    assert len(first) == len(plan) == 3
+    plan.settle(2)  # the user left before the third
+    assert epoch_of(plan, 1) == first
+    plan.settle(3)
+    assert len(plan) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_whose_end_nobody_asked_for_is_complete(kind) -> None:
+    plan = plan_of(kind, 10, batch_size=4, tail="rollover")
+    plan.epoch = 0
+    steps = iter(plan)
+    for _ in range(2):
+        next(steps)
+    plan.settle(2)
+    assert len(epoch_of(plan, 1)) == 3
