@@ -154,7 +154,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             has_batch_sampler=batch_sampler is not None,
             is_iterable=isinstance(dataset, IterableDataset),
         )
-        drop_last = drop_last or last_batch == "discard"
+        if last_batch == "discard":
+            drop_last = True
         super().__init__(
             dataset,
             batch_size,
