@@ -103,31 +103,26 @@ class SlotCollate:
     Args:
         collate_fn: The function.
         writer: Of the slot.
-        may_pack: Whether what one call returns is all that the slot is to hold.
 
     Returns:
         What the wrapped function returned; or the :class:`FlatLayout` of a batch that is in
         the slot already.
     """
 
-    def __init__(
-        self, collate_fn: Callable[[object], object], writer: SlotWriter, *, may_pack: bool = True
-    ) -> None:
+    def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
         self._collate_fn = collate_fn
         self._writer = writer
         # The packer knows what torch's map says of tensors, arrays and numbers; a user who
         # changed the map means to be asked.
         is_plain = (
-            may_pack
-            and collate_fn is torch_collate.default_collate
+            collate_fn is torch_collate.default_collate
             and torch_collate.default_collate_fn_map.items() <= _plain_map().items()
         )
         self.packer = FlatPacker(writer) if is_plain else None
 
     def __call__(self, samples: object) -> "object | FlatLayout":
         """Collate the samples of one batch."""
-        # A slot that is in use already holds samples, which must not be written over.
-        if self.packer is not None and self._writer.used_bytes == 0:
+        if self.packer is not None:
             layout = self.packer.pack(samples)
             if layout is not None:
                 return layout

@@ -11,6 +11,7 @@ Everything else goes the general way (:mod:`shmloader.memory.codec`).
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,12 +50,18 @@ class FlatLayout(NamedTuple):
     Attributes:
         container: 0 for a bare tensor, 1 for a list, 2 for a dict.
         keys: The dict's keys, in order; else empty.
-        groups: The fields.
+        groups: The fields; of all batches, one batch after the other, where there are several.
+        shards: How many batches there are, as a list; 0: the one, by itself.
     """
 
     container: int
     keys: tuple[object, ...]
     groups: tuple[Group, ...]
+    shards: int = 0
+
+
+def _field_count(layout: FlatLayout) -> int:
+    return sum(len(group.positions) for group in layout.groups)
 
 
 def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
@@ -94,7 +101,8 @@ class FlatReader:
         self._container = layout.container
         self._keys = layout.keys
         self._pieces = [_make_piece(group) for group in layout.groups]
-        self._count = sum(len(group.positions) for group in layout.groups)
+        self._count = _field_count(layout)
+        self._shards = layout.shards
         self.lends = any(piece.is_lendable for piece in self._pieces)
 
     def read(self, slot: Slot, lease: object | None) -> object:
@@ -108,7 +116,7 @@ class FlatReader:
         if owner is not self:
             sources = [_make_source(slot, piece.group) for piece in self._pieces]
             slot.views = (self, sources)
-        if self._container == BARE:
+        if self._container == BARE and not self._shards:
             return _take(self._pieces[0], sources[0], lease)
         fields: list[Any] = [None] * self._count
         for piece, source in zip(self._pieces, sources, strict=True):
@@ -118,8 +126,16 @@ class FlatReader:
             else:
                 for position, tensor in zip(positions, _take_all(piece, source), strict=True):
                     fields[position] = tensor
+        if not self._shards:
+            return self._contain(fields)
+        length = self._count // self._shards
+        return [self._contain(fields[at : at + length]) for at in range(0, self._count, length)]
+
+    def _contain(self, fields: list[Any]) -> object:
         if self._container == LIST:
             return fields
+        if self._container == BARE:
+            return fields[0]
         return dict(zip(self._keys, fields, strict=True))
 
 
@@ -176,3 +192,53 @@ def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
     copied = np.ndarray((rows, *piece.group.shape), piece.numpy_dtype, block, strides=strides)
     np.copyto(copied, source.numpy())
     return list(map(torch.from_numpy, copied))
+
+
+class ShardLayouts:
+    """Makes one layout of those of a step's batches, which lie in one slot."""
+
+    def __init__(self) -> None:
+        self._parts: list[FlatLayout] = []
+        self._whole: FlatLayout | None = None
+
+    def joined(self, step: list[Any], slot: Slot) -> "FlatLayout | list[Any]":
+        """The layout of a step, the very same object for as long as its parts are.
+
+        Args:
+            step: The batches, or the layouts of those that were packed.
+            slot: Where these lie.
+
+        Returns:
+            The batches, if they are not all packed, or not alike; copied out of the slot.
+        """
+        if len(step) != len(self._parts) or any(map(operator.is_not, step, self._parts)):
+            self._parts = []
+            self._whole = _join(step)
+            if self._whole is None:
+                return [
+                    FlatReader(part).read(slot, None) if type(part) is FlatLayout else part
+                    for part in step
+                ]
+            self._parts = step
+        assert self._whole is not None
+        return self._whole
+
+
+def _join(step: list[Any]) -> FlatLayout | None:
+    """One layout for several; None if they are not alike."""
+    if not step or not all(type(part) is FlatLayout for part in step):
+        return None
+    first = step[0]
+    count = _field_count(first)
+    groups = []
+    for number, layout in enumerate(step):
+        if (layout.container, layout.keys, _field_count(layout)) != (
+            first.container,
+            first.keys,
+            count,
+        ):
+            return None
+        for group in layout.groups:
+            positions = tuple(position + number * count for position in group.positions)
+            groups.append(group._replace(positions=positions))
+    return FlatLayout(first.container, first.keys, tuple(groups), len(step))

@@ -30,6 +30,9 @@ from shmloader.memory.stacking import stack_into
 # Keys that are equal only if they are the same: not so 1, True and 1.0.
 _KEY_TYPES = frozenset({str, int})
 
+# Plans that are kept, of each packer, and so their places in each slot.
+_MOST_PLANS = 64
+
 _ONLY_TENSORS = {torch.Tensor}
 
 # What numpy makes of a list of scalars of a dtype.
@@ -140,17 +143,18 @@ class FlatPacker:
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        self._plan: _Plan | None = None
+        # By where in the slot the batch begins: with several in a slot, a plan for each.
+        self._plans: dict[int, _Plan] = {}
 
     def pack(self, samples: object) -> FlatLayout | None:
-        """Pack a batch, or leave it to the general way.
+        """Pack a batch behind what the slot holds already, or leave it to the general way.
 
         Args:
             samples: What the dataset gave for the batch's indices.
 
         Returns:
             The layout, the very same object for as long as batches are alike; None if these
-            samples are not flat, or not alike. The slot then holds nothing of worth.
+            samples are not flat, or not alike. The slot then holds what it held before.
 
         Raises:
             SharedMemoryError: If the batch does not fit the slot.
@@ -165,23 +169,30 @@ class FlatPacker:
         fields = [spec for spec, _ in read]
         sources = [source for _, source in read]
         signature = (container, keys, len(samples), fields)
-        plan = self._plan
+        start = self._writer.used_bytes
+        plan = self._plans.get(start)
         if plan is None or plan.signature != signature:
-            plan = self._plan = _make_plan(container, keys, len(samples), fields)
-        self._writer.rewind()
-        self._writer.allocate(plan.end)
-        if not self._fill(plan, sources):
-            self._writer.rewind()
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.clear()
+            plan = _make_plan(container, keys, len(samples), fields, start)
+            self._plans[start] = plan
+        self._writer.allocate(plan.end - start)
+        if not self._fill(plan, start, sources):
+            self._writer.rewind(start)
             return None
         return plan.layout
 
-    def _fill(self, plan: _Plan, sources: list[Any]) -> bool:
+    def _fill(self, plan: _Plan, start: int, sources: list[Any]) -> bool:
         slot = self._writer.slot
         try:
-            owner, targets = slot.views
-            if owner is not plan:
+            owner, known = slot.views
+            if owner is not self or len(known) > _MOST_PLANS:
+                known = {}
+                slot.views = (self, known)
+            made_for, targets = known.get(start, (None, []))
+            if made_for is not plan:
                 targets = [_make_target(slot, group) for group in plan.layout.groups]
-                slot.views = (plan, targets)
+                known[start] = (plan, targets)
             for group, target in zip(plan.layout.groups, targets, strict=True):
                 if not _fill_group(group, target, sources):
                     return False
@@ -260,15 +271,17 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
     raise _NotFlatError
 
 
-def _make_plan(container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec]) -> _Plan:
-    """Give each field its place: small ones of a kind side by side."""
+def _make_plan(
+    container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec], start: int
+) -> _Plan:
+    """Give each field its place from ``start`` on: small ones of a kind side by side."""
     alike: dict[Any, list[int]] = {}
     for position, spec in enumerate(fields):
         dtype, shape = spec
         small = shape is not None and (batch * math.prod(shape) * dtype.itemsize <= COPY_OUT_BYTES)
         alike.setdefault(spec if small else (position, spec), []).append(position)
     groups = []
-    end = 0
+    end = start
     for positions in alike.values():
         dtype, shape = fields[positions[0]]
         full = (batch, *(shape or ()))

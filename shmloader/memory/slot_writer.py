@@ -55,10 +55,10 @@ class SlotWriter:
         self._thread = threading.get_ident()
         self.is_offered = is_offered
 
-    def rewind(self) -> None:
-        """Forget what was written, for a second try at the same batch."""
+    def rewind(self, used_bytes: int = 0) -> None:
+        """Forget what was written since so many bytes were used, for a second try."""
         self._rewound = self.touched_bytes
-        self._used = 0
+        self._used = used_bytes
 
     @property
     def slot(self) -> Slot:

@@ -26,7 +26,7 @@ from shmloader.faults import FAULTS
 from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.debug import checksum
 from shmloader.memory.encoder import encode
-from shmloader.memory.flat import FlatLayout
+from shmloader.memory.flat import FlatLayout, ShardLayouts
 from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
@@ -157,6 +157,7 @@ class _Worker:
         # What the main process builds this worker's batches by, if not told otherwise.
         self._last_layout = b""
         self._last_flat_layout: object = None
+        self._shard_layouts = ShardLayouts()
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the socket ends."""
@@ -220,7 +221,7 @@ class _Worker:
             )
             if init_fn is not None:
                 init_fn(start.worker_id)
-            self._collate = SlotCollate(collate_fn, self._writer, may_pack=not start.plan.may_shard)
+            self._collate = SlotCollate(collate_fn, self._writer)
         except BaseException:  # noqa: BLE001 - a worker's outermost line; it is handed on
             self._prepare_error = RemoteError.caught(self._where).dumps()
         self._make_fetcher()
@@ -323,6 +324,8 @@ class _Worker:
             Its layout, pickled; None if that is the same as for the last batch.
         """
         batch = self._fetcher.fetch(indices)
+        if type(batch) is list and self._start.plan.may_shard:
+            batch = self._shard_layouts.joined(batch, self._writer.slot)
         flat = batch if type(batch) is FlatLayout else None
         if flat is None:
             layout = encode(
