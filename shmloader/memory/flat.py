@@ -211,17 +211,20 @@ class ShardLayouts:
         Returns:
             The batches, if they are not all packed, or not alike; copied out of the slot.
         """
-        if len(step) != len(self._parts) or any(map(operator.is_not, step, self._parts)):
-            self._parts = []
-            self._whole = _join(step)
-            if self._whole is None:
-                return [
-                    FlatReader(part).read(slot, None) if type(part) is FlatLayout else part
-                    for part in step
-                ]
+        whole = self._whole
+        if (
+            whole is None
+            or len(step) != len(self._parts)
+            or any(map(operator.is_not, step, self._parts))
+        ):
             self._parts = step
-        assert self._whole is not None
-        return self._whole
+            whole = self._whole = _join(step)
+        if whole is not None:
+            return whole
+        self._parts = []  # they may hold the slot
+        return [
+            FlatReader(part).read(slot, None) if type(part) is FlatLayout else part for part in step
+        ]
 
 
 def _join(step: list[Any]) -> FlatLayout | None:

@@ -1,1 +1,5 @@
 """Which samples a loader gives, and in which order."""
+
+from shmloader.sampling.sharded import ShardedSampler
+
+__all__ = ["ShardedSampler"]

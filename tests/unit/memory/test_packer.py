@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.flat import FlatLayout, FlatReader, ShardLayouts
 from shmloader.memory.packer import FlatPacker
 from shmloader.memory.slot import Slot
 from tests.parity.compare import assert_same
@@ -395,3 +395,68 @@ def test_a_packed_batch_is_held_by_nobody(bench, packer):
 def test_a_batch_too_large_for_its_slot_is_a_shared_memory_error():
     with open_bench(MIB) as bench, pytest.raises(SharedMemoryError, match="raise shm_size"):
         FlatPacker(bench.writer).pack([torch.zeros(MIB // 4), torch.zeros(MIB // 4)])
+
+
+# Several batches in a slot ---------------------------------------------------------------------
+
+
+KINDS = {
+    "tensors": lambda n: torch.arange(6.0) * n,
+    "numbers": lambda n: n,
+    "tuples": lambda n: (torch.full((2, 3), n), n, np.float32(n) * np.ones(2, np.float32)),
+    "dicts": lambda n: {"x": torch.full((4,), n), "y": float(n), 3: torch.tensor(n)},
+    "large": lambda n: (torch.full((20_000,), n, dtype=torch.int32), n),
+}
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [[2], [2, 2, 2], [3, 1, 2]], ids=str)
+def test_batches_are_packed_behind_one_another_and_read_as_a_list(
+    bench, packer, kind, sizes, lent
+) -> None:
+    joiner = ShardLayouts()
+    wholes = []
+    for turn in range(3):
+        bench.writer.open(bench.slot)
+        numbers = iter(range(turn, 99))
+        shards = [[KINDS[kind](next(numbers)) for _ in range(size)] for size in sizes]
+        whole = joiner.joined([packer.pack(shard) for shard in shards], bench.slot)
+        batches = bench.read(whole, lent=lent)
+        assert type(batches) is list
+        for batch, shard in zip(batches, shards, strict=True):
+            assert_same(batch, collated_by_torch(shard))
+        wholes.append(whole)
+    assert wholes[0] is wholes[1] is wholes[2]
+
+
+def test_batches_that_are_not_alike_come_out_as_they_are(bench, packer) -> None:
+    first, second = [torch.arange(3.0)], [{"x": torch.arange(3.0)}]
+    layouts = [packer.pack(first), packer.pack(second)]
+    made_otherwise = torch.ones(2)
+    step = ShardLayouts().joined([*layouts, made_otherwise], bench.slot)
+    assert_same(step[0], collated_by_torch(first))
+    assert_same(step[1], collated_by_torch(second))
+    assert step[2] is made_otherwise
+    assert ShardLayouts().joined([], bench.slot) == []
+
+
+def test_a_batch_that_cannot_be_packed_leaves_those_before_it(bench, packer) -> None:
+    good = [torch.arange(3.0), torch.arange(3.0)]
+    layout = packer.pack(good)
+    used = bench.writer.used_bytes
+    assert packer.pack([torch.arange(3.0), torch.arange(4.0)]) is None
+    assert bench.writer.used_bytes == used
+    other = packer.pack([torch.arange(5.0)])
+    assert_same(bench.read(layout, lent=False), collated_by_torch(good))
+    assert_same(bench.read(other, lent=False), collated_by_torch([torch.arange(5.0)]))
+
+
+def test_batches_of_ever_new_sizes_keep_no_plan_for_ever(bench, packer) -> None:
+    for size in range(1, 200):
+        bench.writer.open(bench.slot)
+        packer.pack([torch.arange(20.0)] * size)
+        packer.pack([torch.arange(20.0)] * 2)
+    assert len(packer._plans) <= 66
+    _, known = bench.slot.views
+    assert len(known) <= 66

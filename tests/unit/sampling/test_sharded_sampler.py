@@ -1,0 +1,120 @@
+"""ShardedSampler: a rank's part of any sampler, for torch's loader as well."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from shmloader.sampling import ShardedSampler
+
+
+def ranks(
+    world_size: int, make=lambda: RandomSampler(range(50)), **options
+) -> list[ShardedSampler]:
+    return [
+        ShardedSampler(make(), rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ranks_share_one_order(batch_size, tail, world_size) -> None:
+    (order,) = [list(one) for one in ranks(1, tail="uneven")]
+    count = batch_size * world_size
+    parts = [list(one) for one in ranks(world_size, batch_size=batch_size, tail=tail)]
+    assert [len(part) for part in parts] == [
+        len(one) for one in ranks(world_size, batch_size=batch_size, tail=tail)
+    ]
+    runs = [
+        index
+        for steps in itertools.zip_longest(
+            *[itertools.batched(part, batch_size) if hasattr(itertools, "batched")
+              else [part[at : at + batch_size] for at in range(0, len(part), batch_size)]
+              for part in parts],
+            fillvalue=(),
+        )
+        for run in steps
+        for index in run
+    ]  # fmt: skip
+    missing = -len(order) % count
+    if tail == "pad":
+        assert runs == order + order[:missing]
+    elif tail == "drop":
+        assert runs == order[: len(order) // count * count]
+    else:
+        assert runs == order
+
+
+def test_torchs_loader_makes_the_batches_of_one_large_loader() -> None:
+    data = torch.arange(50)
+    (large,) = ranks(1, batch_size=8)
+    one = DataLoader(data, batch_size=8, sampler=large)
+    loaders = [
+        DataLoader(data, batch_size=4, sampler=sampler) for sampler in ranks(2, batch_size=4)
+    ]
+    epochs = []
+    for _ in range(2):
+        seen = [
+            [*itertools.chain(*[batch.tolist() for batch in batches])]
+            for batches in zip(*loaders, strict=True)
+        ]
+        assert seen == [batch.tolist() for batch in one]
+        epochs.append(seen)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_batch_samplers_batches_stay_whole() -> None:
+    def make() -> BatchSampler:
+        return BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+
+    assert [list(one) for one in ranks(2, make)] == [
+        [[0, 1, 2], [6, 7, 8]],
+        [[3, 4, 5], [9]],
+    ]
+    assert [len(one) for one in ranks(3, make, tail="uneven")] == [2, 1, 1]
+
+
+def test_each_iteration_is_an_epoch_and_set_epoch_names_it() -> None:
+    (one,) = ranks(1)
+    epochs = [list(one) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    one.set_epoch(1)
+    iter(one)  # nothing is drawn from it
+    assert [list(one), list(one)] == epochs[1:]
+
+
+def test_the_process_keeps_its_own_streams_and_they_do_not_matter() -> None:
+    (one,) = ranks(1)
+    random.seed(4)
+    torch.manual_seed(4)
+    before = random.getstate(), torch.get_rng_state()
+    first = list(one)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    torch.manual_seed(5)
+    one.set_epoch(0)
+    assert list(one) == first
+    (other,) = ranks(1, seed=1)
+    assert list(other) != first
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"batch_size": 0}, ValueError),
+        ({"batch_size": True}, TypeError),
+        ({"tail": "rollover"}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"rank": 0}, ValueError),
+        ({"rank": 2, "world_size": 2}, ValueError),
+    ],
+)
+def test_wrong_arguments_are_told(options, error) -> None:
+    with pytest.raises(error):
+        ShardedSampler([1, 2], **options)
