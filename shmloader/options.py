@@ -232,6 +232,6 @@ def check_last_batch(
         )
     if is_iterable and last_batch == "rollover":
         raise ValueError(
-            "last_batch option can not be 'rollover' for an IterableDataset, each worker of which "
-            f"makes its own batches, {got}"
+            "last_batch option can not be 'rollover' for an IterableDataset or a data pipe, which "
+            f"make their own batches, {got}"
         )

@@ -152,7 +152,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             batch_size,
             drop_last=drop_last,
             has_batch_sampler=batch_sampler is not None,
-            is_iterable=isinstance(dataset, IterableDataset),
+            is_iterable=isinstance(dataset, IterableDataset | MapDataPipe),
         )
         if last_batch == "discard":
             drop_last = True
@@ -223,6 +223,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "worker_restarts": self.worker_restarts,
                 "device": self.device,
                 "on_error": self.on_error != "raise",
+                "last_batch": self.last_batch == "rollover",
+                "steps of several batches": self._may_shard,
             }
             wanted = [name for name, value in ours.items() if value]
             if wanted:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
+from shmloader.fronts import dataloader
 from tests.process.support import Calls, Gate, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(90)
@@ -646,6 +647,28 @@ def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
         DataLoader(stream, 2, last_batch="rollover")
     assert values(DataLoader(stream, 2, last_batch="keep")) == [[0, 1], [2, 3], [4]]
     assert values(DataLoader(stream, 2, last_batch="discard")) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        (DataLoader, {"shm_size": "1GiB"}, "shm_size"),
+        (DataLoader, {"worker_restarts": 1}, "worker_restarts"),
+        (DataLoader, {"on_error": "skip"}, "on_error"),
+        (DataLoader, {"last_batch": "rollover"}, "last_batch"),
+        (ShardedDataLoader, {}, "steps of several batches"),
+    ],
+)
+def test_where_torchs_workers_have_to_do_our_own_options_are_refused(
+    kind, options, named, monkeypatch
+) -> None:
+    monkeypatch.setattr(dataloader, "is_supported", lambda: False)
+    loader = kind(torch.arange(8), 2, num_workers=1, **options)
+    with pytest.raises(RuntimeError, match=f"It has no use for {named}"):
+        iter(loader)
+    plain = DataLoader(torch.arange(8), 2, num_workers=1)
+    with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
+        assert values(plain) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_options_are_readable_by_their_names_and_a_copy_goes_on() -> None:
