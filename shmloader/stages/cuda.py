@@ -1,11 +1,9 @@
 """CUDA, and ROCm by the same names, as a device that batches are copied to.
 
-Slots are page-locked by the driver's own functions: a refusal by the runtime would leave an error
-behind that the user's next call reports. What cannot be page-locked goes by way of torch's pinned
-memory, which costs one more copy.
+Slots are page-locked by :mod:`shmloader.stages.drivers`. What cannot be page-locked goes by way of
+torch's pinned memory, which costs one more copy.
 """
 
-import ctypes
 import os
 import warnings
 from contextlib import AbstractContextManager
@@ -14,47 +12,10 @@ from typing import Any
 import torch
 
 from shmloader.memory.slot import Slot
+from shmloader.stages.drivers import Driver, open_driver
 
-# <cuda.h>
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for all contexts of the process
-_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # A slot is locked in such steps, so that it need not be locked anew for each larger batch.
 _STEP_BYTES = 2 << 20
-
-
-class _Driver:
-    """The functions of the driver that torch does not offer."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        self._register = library.cuMemHostRegister_v2
-        self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-        self._unregister = library.cuMemHostUnregister
-        self._unregister.argtypes = [ctypes.c_void_p]
-        self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
-        self._exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
-        self._error_name = library.cuGetErrorName
-        self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-
-    def register(self, address: int, nbytes: int) -> str:
-        """Page-lock memory; returns why not, or nothing."""
-        return self._name(self._register(address, nbytes, _PORTABLE))
-
-    def unregister(self, address: int) -> None:
-        """Undo it."""
-        self._unregister(address)
-
-    def relax_capture(self) -> None:
-        """Let this thread work while another one captures a CUDA graph."""
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        self._exchange_mode(ctypes.byref(mode))
-
-    def _name(self, error: int) -> str:
-        if error == 0:
-            return ""
-        name = ctypes.c_char_p()
-        self._error_name(error, ctypes.byref(name))
-        return (name.value or b"").decode() or f"CUDA error {error}"
 
 
 def move_to(batch: Any, device: Any) -> Any:
@@ -75,10 +36,10 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._driver: _Driver | None = None
+        self._driver: Driver | None = None
         self._refusal = ""
         try:
-            self._driver = _Driver()
+            self._driver = open_driver()
         except (OSError, AttributeError) as error:
             self._refuse(str(error))
         self._pid = os.getpid()

@@ -47,7 +47,7 @@ LOG: list[tuple[object, ...]] = []
 @pytest.fixture
 def log(monkeypatch):
     LOG.clear()
-    monkeypatch.setattr(cuda, "_Driver", Driver)
+    monkeypatch.setattr(cuda, "open_driver", Driver)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(Driver, "refuses", "")
     return LOG
@@ -128,7 +128,7 @@ def test_without_the_driver_s_library_it_warns_and_goes_by_pinned_memory(log, sl
     def missing():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(cuda, "_Driver", missing)
+    monkeypatch.setattr(cuda, "open_driver", missing)
     with pytest.warns(RuntimeWarning, match="by way of pinned memory.*libcuda"):
         ours = backend()
     ours.lock(slot, 1)

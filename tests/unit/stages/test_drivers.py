@@ -1,0 +1,105 @@
+"""How the drivers' functions are called, over libraries that only write down."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+
+import pytest
+import torch
+
+from shmloader.stages import drivers
+from shmloader.stages.drivers import CudaDriver, HipDriver, open_driver
+
+
+class Library:
+    """Functions that note their arguments, and return what they are told to."""
+
+    def __init__(self, prefix: str) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.error = 0
+        self.prefix = prefix
+
+    def __getattr__(self, name: str):
+        if not name.startswith(self.prefix):
+            raise AttributeError(name)
+
+        def call(*arguments):
+            values = []
+            for value in arguments:
+                held = getattr(value, "_obj", value)  # of a byref
+                values.append(held.value if isinstance(held, ctypes.c_int) else held)
+            self.calls.append((name, *values))
+            if name == "hipGetErrorName":
+                return b"hipErrorOutOfMemory"
+            if name == "cuGetErrorName":
+                values[1].value = b"CUDA_ERROR_NOT_PERMITTED"
+                return 0
+            return self.error
+
+        setattr(self, name, call)
+        return call
+
+
+def test_cuda_registers_for_all_devices_and_says_why_not() -> None:
+    library = Library("cu")
+    driver = CudaDriver(library)
+    assert driver.register(4096, 100) == ""
+    driver.unregister(4096)
+    driver.relax_capture()
+    assert library.calls == [
+        ("cuMemHostRegister_v2", 4096, 100, 1),
+        ("cuMemHostUnregister", 4096),
+        ("cuThreadExchangeStreamCaptureMode", 2),
+    ]
+    library.error = 800
+    assert driver.register(4096, 100) == "CUDA_ERROR_NOT_PERMITTED"
+
+
+def test_hip_registers_for_all_devices_and_leaves_no_error_behind() -> None:
+    library = Library("hip")
+    driver = HipDriver(library)
+    assert driver.register(4096, 100) == ""
+    driver.unregister(4096)
+    driver.relax_capture()
+    assert library.calls == [
+        ("hipHostRegister", 4096, 100, 1),
+        ("hipHostUnregister", 4096),
+        ("hipThreadExchangeStreamCaptureMode", 2),
+    ]
+    for refused, result in (
+        (lambda: driver.register(4096, 100), "hipErrorOutOfMemory"),
+        (lambda: driver.unregister(4096), None),
+        (driver.relax_capture, None),
+    ):
+        library.error = 2
+        library.calls.clear()
+        assert refused() == result
+        assert ("hipGetLastError",) in library.calls
+
+
+def test_the_build_of_torch_says_which(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(drivers, "CudaDriver", lambda: made.append("cuda"))
+    monkeypatch.setattr(drivers, "HipDriver", lambda: made.append("hip"))
+    for version in (None, "6.4"):
+        monkeypatch.setattr(torch.version, "hip", version)
+        open_driver()
+    assert made == ["cuda", "hip"]
+
+
+def test_the_library_that_torch_has_loaded_is_found(tmp_path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 0 08:01 9 /x/torch/lib/libamdhip64.so.6\n7f01-7f02 rw-p 0\n")
+    assert drivers._loaded_library("libamdhip64.so", maps) == "/x/torch/lib/libamdhip64.so.6"
+    with pytest.raises(OSError, match=r"libcuda\.so is not loaded"):
+        drivers._loaded_library("libcuda.so", maps)
+
+
+def test_a_library_that_is_not_there_is_an_os_error(monkeypatch) -> None:
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("there is a driver")
+    with pytest.raises(OSError, match="libcuda"):
+        CudaDriver()
+    with pytest.raises(OSError, match=r"libamdhip64\.so is not loaded"):
+        HipDriver()
