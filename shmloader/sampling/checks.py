@@ -31,3 +31,21 @@ def whole_number(
     if below is not None and number >= below:
         raise ValueError(f"{name} {kind} should be below {below}, {got}")
     return number
+
+
+def flag(value: object, name: str) -> bool:
+    """Check what is either so or not so.
+
+    Args:
+        value: What the user gave.
+        name: The option's name, for the message.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: If it is no bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} option should be True or False, but got {name}={value!r}")
+    return value

@@ -1,10 +1,10 @@
-"""Numbers as users give them."""
+"""Numbers and flags as users give them."""
 
 import numpy as np
 import pytest
 import torch
 
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.checks import flag, whole_number
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3)])
@@ -29,3 +29,15 @@ def test_the_bounds_are_told():
         whole_number(0, "some", minimum=1, below=2)
     with pytest.raises(ValueError, match=r"some option should be below 2, but got some=2$"):
         whole_number(2, "some", minimum=1, below=2)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_is_itself(value):
+    assert flag(value, "some") is value
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "True", np.True_, torch.tensor(True)])
+def test_what_is_neither_true_nor_false_is_a_type_error(value):
+    with pytest.raises(TypeError, match="some option should be True or False, but") as caught:
+        flag(value, "some")
+    assert f"got some={value!r}" in str(caught.value)
