@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import (
     Dataset,
-    DistributedSampler,
     IterableDataset,
     IterDataPipe,
     MapDataPipe,
@@ -36,6 +35,7 @@ from shmloader.options import (
     slot_share,
 )
 from shmloader.sampling.plan import Progress
+from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.target import parse_device
 from shmloader.workers.fetch import OnError
@@ -244,10 +244,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _is_in_ranks(self) -> bool:
         """Whether other loaders have to give as many samples as this one."""
         samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
-        return any(
-            isinstance(sampler, DistributedSampler) and getattr(sampler, "num_replicas", 1) > 1
-            for sampler in samplers
-        )
+        return any(map(is_cut_for_ranks, samplers))
 
     def _wanted_devices(self, device: object) -> list[Any]:
         """Where batches are to arrive; called by the constructor."""

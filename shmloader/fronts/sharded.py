@@ -11,7 +11,7 @@ from shmloader.fronts.dataloader import DataLoader
 from shmloader.options import LastBatch, Options, check_last_batch
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import StepPlan
-from shmloader.sampling.ranks import resolve_ranks
+from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.steps import Cut, Tail
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -33,7 +33,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         batch_size: Samples of each batch: of a rank, or of each shard of a rank.
         shuffle: Whether each epoch has a random order of its own. It takes no memory.
         sampler: Gives the order in place of these. Each rank draws all of it, under random
-            streams (``random``, ``numpy.random``, torch) that depend on ``seed`` and the epoch.
+            streams (``random``, ``numpy.random``, torch) that depend on ``seed`` and the epoch. If
+            it has ``set_epoch``, that is called with the epoch.
         last_batch: ``tail`` in other words: "keep" is "uneven", "discard" is "drop"; "rollover"
             puts what the last global batch lacks to be full first in the next epoch.
         batch_sampler: Gives index lists; or lists of index lists, each of which makes a batch of
@@ -216,8 +217,7 @@ def _check_dataset(dataset: object) -> None:
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:
     for found in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
-        is_cut = hasattr(found, "num_replicas") or hasattr(found, "world_size")
-        if isinstance(found, DistributedSampler) or (is_cut and hasattr(found, "rank")):
+        if isinstance(found, DistributedSampler) or is_cut_for_ranks(found):
             raise ValueError(
                 f"{type(found).__name__} gives a part of the samples to each rank, and "
                 "ShardedDataLoader would cut that part again: give it shuffle=True, or a sampler "

@@ -1,5 +1,6 @@
 """What a loader draws in place of its sampler, where a step is more than a batch of its own."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
@@ -109,7 +110,7 @@ class StepPlan(Sampler[list[Any]]):
         if self._items is not None:
             streams = Streams(self._seed, self.epoch)
             return DrawnSteps(
-                self._items.__iter__,
+                functools.partial(_begin, self._items, self.epoch),
                 streams,
                 self._cut,
                 self._tail,
@@ -159,6 +160,14 @@ def is_sharded(step: object) -> bool:
     if not isinstance(step, list | tuple) or not step:
         return False
     return isinstance(step[0], list | tuple)
+
+
+def _begin(items: Iterable[Any], epoch: int) -> Iterator[Any]:
+    """Iterate over a user's sampler, which may count epochs itself."""
+    set_epoch = getattr(items, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    return iter(items)
 
 
 def _one(_: object) -> int:

@@ -74,3 +74,12 @@ def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
             f"but got {name}={text!r}"
         )
     return int(digits)
+
+
+def is_cut_for_ranks(sampler: object) -> bool:
+    """Whether a sampler gives one rank's part alone, of several.
+
+    So torch's ``DistributedSampler`` (``num_replicas`` and ``rank``) and others of its kind.
+    """
+    count = getattr(sampler, "num_replicas", getattr(sampler, "world_size", 1))
+    return hasattr(sampler, "rank") and isinstance(count, int) and count > 1

@@ -25,6 +25,7 @@ from torch.utils.data import (
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
 from shmloader.fronts import dataloader
+from shmloader.sampling import BucketBatchSampler, DistributedWeightedSampler, ShardedSampler
 from tests.process.support import Calls, Gate, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(90)
@@ -300,6 +301,34 @@ def test_a_users_sampler_and_batch_sampler_are_cut() -> None:
         assert [batch for ranks in zip(*two, strict=True) for batch in ranks] == one
         assert sorted(itertools.chain(*one)) == list(range(40))
         assert one != [[*range(k, k + 5)] for k in range(0, 40, 5)]
+
+
+def test_batches_of_like_lengths_are_steps_of_shards() -> None:
+    lengths = [n % 7 + 1 for n in range(60)]
+    buckets = BucketBatchSampler(lengths, 3, 4, num_shards=2, shuffle=True)
+    dataset = Calls(lambda index: (index, lengths[index]), 60)
+    for workers in (0, 2):
+        loader = ShardedDataLoader(dataset, batch_sampler=buckets, num_workers=workers)
+        assert len(loader) == 10
+        steps = list(loader)
+        assert [len(step) for step in steps] == [2] * 10
+        seen = [batch[0].tolist() for step in steps for batch in step]
+        assert sorted(itertools.chain(*seen)) == [*range(60)]
+        spread = [int(batch[1].max() - batch[1].min()) for step in steps for batch in step]
+        assert max(spread) <= 3
+
+
+@pytest.mark.parametrize("kind", ["weighted", "sharded", "torch's"])
+def test_a_sampler_that_gives_a_ranks_part_is_refused_and_its_batches_keep_their_size(kind) -> None:
+    make = {
+        "weighted": lambda size: DistributedWeightedSampler([1.0] * 8, rank=0, world_size=size),
+        "sharded": lambda size: ShardedSampler(range(8), 2, rank=0, world_size=size),
+        "torch's": lambda size: DistributedSampler(range(8), size, 0),
+    }[kind]
+    with pytest.raises(ValueError, match="gives a part of the samples to each rank"):
+        ShardedDataLoader(torch.arange(8), 2, sampler=make(2))
+    assert DataLoader(torch.arange(8), 2, sampler=make(2))._is_in_ranks
+    assert not DataLoader(torch.arange(8), 2, sampler=make(1))._is_in_ranks
 
 
 # ---------------------------------------------------------------- last_batch

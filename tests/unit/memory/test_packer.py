@@ -430,6 +430,16 @@ def test_batches_are_packed_behind_one_another_and_read_as_a_list(
     assert wholes[0] is wholes[1] is wholes[2]
 
 
+def test_steps_that_change_get_a_layout_of_their_own(bench, packer) -> None:
+    joiner = ShardLayouts()
+    for sizes in ([2, 2], [2, 1], [1, 1], [2, 2]):
+        bench.writer.open(bench.slot)
+        shards = [[torch.arange(4.0) + size] * size for size in sizes]
+        whole = joiner.joined([packer.pack(shard) for shard in shards], bench.slot)
+        for batch, shard in zip(bench.read(whole, lent=False), shards, strict=True):
+            assert_same(batch, collated_by_torch(shard))
+
+
 def test_batches_that_are_not_alike_come_out_as_they_are(bench, packer) -> None:
     first, second = [torch.arange(3.0)], [{"x": torch.arange(3.0)}]
     layouts = [packer.pack(first), packer.pack(second)]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+from shmloader.sampling import BucketBatchSampler
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.steps import Cut, Tail, step_count
 
@@ -211,6 +212,15 @@ def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() 
     weights.generator.manual_seed(3)
     plan = StepPlan(1, 0, Cut(1), "pad", 0, items=weights)
     assert [index for step in epoch_of(plan) for index in step] == expected
+
+
+def test_a_sampler_that_counts_epochs_is_told_the_epoch() -> None:
+    plan = StepPlan(
+        None, 0, Cut(1), "pad", 0, items=BucketBatchSampler([*range(40)], 4, 3, shuffle=True)
+    )
+    orders = [epoch_of(plan, epoch) for epoch in (0, 1, 2, 1)]
+    assert orders[1] == orders[3]
+    assert orders[0] != orders[1] != orders[2]
 
 
 # ---------------------------------------------------------------- batch samplers

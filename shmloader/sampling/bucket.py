@@ -1,0 +1,138 @@
+"""Batches of samples that are about equally long.
+
+How an epoch is cut, with 4 shards and batches of 2::
+
+    samples, by length   a b c d e f g h i j k l m n o p q r s t u v w x y z
+    steps of 4 · 2       ├──────────────┤├──────────────┤├──────────────┤├─┤
+    buckets, 2 of them   ├──────────────────────────────┤├─────────────────┤
+    batches of 2         ├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├─┤
+
+Within a bucket samples can be shuffled before batches are cut, and then all full steps. Buckets
+end where steps do: else each bucket could have a short step, not the last one alone.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import cycle, islice, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmloader.sampling.checks import flag, non_negatives, whole_number
+from shmloader.sampling.epochs import EpochSampler, random_numbers
+
+
+class BucketBatchSampler(EpochSampler[list[Any]]):
+    """Batches of samples of similar length, so that little of a padded batch is padding.
+
+    Samples are sorted by length and cut into buckets at quantiles of the lengths, rounded so that a
+    bucket has whole steps: their sizes differ by ``batch_size`` (times ``num_shards``) at most. All
+    samples of a batch are of one bucket. An epoch gives each sample once, in ``ceil(samples /
+    batch_size)`` batches; only the last can have fewer than ``batch_size``.
+
+    With ``num_shards``, what is given is a list of that many batches, one for each device, all of
+    one bucket. Where the batches do not come out even, the last step is made up by the batches
+    that precede it in order of buckets, so these samples come twice, and their lengths are the
+    nearest. (Where an epoch has not as many batches as shards, they are repeated in turn.)
+
+    Random numbers are of numpy's Philox, keyed by (seed, epoch).
+
+    Attributes:
+        batch_size, num_buckets, num_shards, shuffle, seed: As given.
+        lengths: As given, as an array.
+        bucket_sizes: Samples of each bucket, the shortest first. Fewer than ``num_buckets`` where
+            there are not as many steps; a single empty one without samples.
+        epoch: Number of the next epoch.
+
+    Args:
+        lengths: Each sample's length, in any unit: a sequence, 1-d numpy array or tensor of ints
+            or floats, none of them negative. Sample i is index i.
+        batch_size: Samples of a batch, for each shard, from 1.
+        num_buckets: Buckets to cut, from 1. With more, less is padded; with fewer, a batch's
+            samples are more at random. (For 4,000 log-normal lengths, sigma 1, in batches of 16,
+            padding is 309 % of the data with 1 bucket, 57 % with 10 and 4 % with 250.)
+        num_shards: Batches given at a time; 0 for a batch instead of a list of them.
+        shuffle: Whether each epoch has random batches, in random order but for a last step that is
+            short, which is of the longest samples; those of equal length are spread over buckets at
+            random, too. Else batches ascend in length, and where that is equal, in index.
+        seed: Seed of the random numbers, from 0 to 2**64 - 1.
+
+    Raises:
+        TypeError: If a number is no int, ``shuffle`` no bool, or ``lengths`` no numbers.
+        ValueError: If a number is out of range, or ``lengths`` not 1-d, or one of them negative,
+            infinite or NaN.
+    """
+
+    def __init__(
+        self,
+        lengths: object,
+        batch_size: int,
+        num_buckets: int = 10,
+        num_shards: int = 0,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed)
+        self.lengths = non_negatives(lengths, "lengths")
+        self.batch_size = whole_number(batch_size, "batch_size", minimum=1)
+        self.num_buckets = whole_number(num_buckets, "num_buckets", minimum=1)
+        self.num_shards = whole_number(num_shards, "num_shards", minimum=0)
+        self.shuffle = flag(shuffle, "shuffle")
+        self._step_size = self.batch_size * max(self.num_shards, 1)
+        bucket_count = max(1, min(self.num_buckets, len(self)))
+        self._edges = [
+            min(bucket * len(self) // bucket_count * self._step_size, len(self.lengths))
+            for bucket in range(bucket_count + 1)
+        ]
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Samples of each bucket."""
+        return tuple(end - begin for begin, end in pairwise(self._edges))
+
+    def __len__(self) -> int:
+        """Steps of an epoch: batches, or with ``num_shards`` lists of them."""
+        return math.ceil(len(self.lengths) / self._step_size)
+
+    def _draw(self, epoch: int) -> Iterator[list[Any]]:
+        random = random_numbers(self.seed, epoch)
+        order = (self._shuffled_order(random) if self.shuffle else self._order()).tolist()
+        full_count = len(order) // self._step_size
+        steps = random.permutation(full_count).tolist() if self.shuffle else range(full_count)
+        for step in steps:
+            begin = step * self._step_size
+            yield self._given(self._batches(order[begin : begin + self._step_size]))
+        if full_count < len(self):
+            yield self._given(self._last_batches(order))
+
+    def _given(self, batches: list[list[int]]) -> list[Any]:
+        return batches if self.num_shards else batches[0]
+
+    def _order(self) -> npt.NDArray[np.int64]:
+        """Indices by length, equal ones as they are."""
+        return np.argsort(self.lengths, kind="stable")
+
+    def _shuffled_order(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Indices by bucket, at random within each."""
+        # Before sorting, so that it is left to chance which of equal lengths a bucket's edge parts.
+        mixed = random.permutation(len(self.lengths))
+        order = mixed[np.argsort(self.lengths[mixed], kind="stable")]
+        for begin, end in pairwise(self._edges):
+            random.shuffle(order[begin:end])
+        return order
+
+    def _batches(self, indices: list[int]) -> list[list[int]]:
+        return [
+            indices[begin : begin + self.batch_size]
+            for begin in range(0, len(indices), self.batch_size)
+        ]
+
+    def _last_batches(self, order: list[int]) -> list[list[int]]:
+        """As many batches as a step has: what remains behind the full steps, and those before."""
+        wanted_count = self._step_size // self.batch_size
+        batch_count = math.ceil(len(order) / self.batch_size)
+        first = max(0, batch_count - wanted_count)
+        batches = self._batches(order[first * self.batch_size :])
+        return list(islice(cycle(batches), wanted_count))

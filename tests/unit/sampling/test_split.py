@@ -1,0 +1,162 @@
+"""Parts of the indices."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from shmloader.sampling.split import SplitSampler
+
+LENGTHS = st.integers(0, 60)
+PART_COUNTS = st.integers(1, 12)
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+def parts(length, num_parts, **options):
+    return [list(SplitSampler(length, num_parts, part, **options)) for part in range(num_parts)]
+
+
+@given(LENGTHS, PART_COUNTS)
+@settings(derandomize=True)
+def test_parts_are_contiguous_and_together_are_everything(length, num_parts):
+    found = parts(length, num_parts, shuffle=False)
+    assert list(itertools.chain(*found)) == list(range(length))
+
+
+@given(LENGTHS, PART_COUNTS)
+@settings(derandomize=True)
+def test_the_first_parts_are_longer_by_one(length, num_parts):
+    size, longer_count = divmod(length, num_parts)
+    sizes = [len(part) for part in parts(length, num_parts)]
+    assert sizes == [size + 1] * longer_count + [size] * (num_parts - longer_count)
+
+
+@given(LENGTHS, PART_COUNTS, SEEDS)
+@settings(derandomize=True)
+def test_shuffling_changes_only_the_order(length, num_parts, seed):
+    shuffled = parts(length, num_parts, seed=seed)
+    assert [sorted(part) for part in shuffled] == parts(length, num_parts, shuffle=False)
+
+
+def test_each_epoch_has_an_order_of_its_own():
+    sampler = SplitSampler(50, 2, 1)
+    orders = [tuple(sampler) for _ in range(5)]
+    assert len(set(orders)) == 5
+    sampler.set_epoch(3)
+    assert tuple(sampler) == orders[3]
+
+
+def test_seed_and_part_change_the_order():
+    def order(part, seed):
+        return tuple(index - 25 * part for index in SplitSampler(50, 2, part, seed=seed))
+
+    assert len({order(part, seed) for part in range(2) for seed in range(3)}) == 6
+    assert order(1, 2) == order(1, 2)
+
+
+def test_without_shuffling_all_epochs_are_alike():
+    sampler = SplitSampler(7, 2, 1, shuffle=False)
+    assert [list(sampler) for _ in range(3)] == [[4, 5, 6]] * 3
+
+
+@given(LENGTHS, PART_COUNTS, st.booleans(), SEEDS)
+@settings(derandomize=True)
+def test_even_parts_have_the_size_of_the_longest(length, num_parts, shuffle, seed):
+    even = parts(length, num_parts, even_size=True, shuffle=shuffle, seed=seed)
+    assert {len(part) for part in even} == {-(-length // num_parts)}
+    for part, own in zip(even, parts(length, num_parts, shuffle=False), strict=True):
+        added = Counter(part) - Counter(own)
+        assert Counter(part) - added == Counter(own)  # its own are all there
+        assert all(0 <= index < length for index in added)
+
+
+def test_what_fills_a_part_is_of_the_whole_set_and_another_in_each_epoch():
+    sampler = SplitSampler(11, 4, 3, even_size=True, shuffle=False)
+    epochs = [list(sampler) for _ in range(300)]
+    assert {tuple(indices[:-1]) for indices in epochs} == {(9, 10)}
+    assert {indices[-1] for indices in epochs} == set(range(11))
+    again = SplitSampler(11, 4, 3, even_size=True, shuffle=False)
+    assert [list(again) for _ in range(300)] == epochs
+
+
+def test_what_fills_differs_with_part_and_seed():
+    def fills(part, seed):
+        sampler = SplitSampler(1001, 4, part, even_size=True, shuffle=False, seed=seed)
+        return tuple(list(sampler)[-1] for _ in range(5))
+
+    assert len({fills(part, seed) for part in (1, 2, 3) for seed in range(3)}) == 9
+
+
+@given(LENGTHS, PART_COUNTS, st.integers(1, 4), st.booleans(), st.booleans(), SEEDS)
+@settings(derandomize=True)
+def test_each_time_through_gives_the_whole_part(
+    length, num_parts, repeat, even_size, shuffle, seed
+):
+    options = {"even_size": even_size, "shuffle": shuffle, "seed": seed}
+    for part in range(num_parts):
+        once = sorted(SplitSampler(length, num_parts, part, **options))
+        sampler = SplitSampler(length, num_parts, part, repeat=repeat, **options)
+        indices = list(sampler)
+        assert len(sampler) == len(indices) == repeat * len(once)
+        for time in range(repeat):
+            assert sorted(indices[time * len(once) : (time + 1) * len(once)]) == once
+
+
+def test_each_time_through_has_an_order_of_its_own():
+    indices = list(SplitSampler(30, repeat=4))
+    assert len({tuple(indices[time * 30 : (time + 1) * 30]) for time in range(4)}) == 4
+
+
+def test_all_orders_come_about():
+    sampler = SplitSampler(4)
+    found = Counter(tuple(sampler) for _ in range(2400))
+    assert len(found) == 24
+    assert 60 < min(found.values()) <= max(found.values()) < 140  # 100 each, 4 deviations
+
+
+def test_indices_are_ints_and_arguments_attributes():
+    sampler = SplitSampler(9, 2, 1, True, 3, False, seed=4)
+    assert {type(index) for index in sampler} == {int}
+    assert {type(index) for index in SplitSampler(9, 2, 1, True)} == {int}
+    names = ("length", "num_parts", "part_index", "even_size", "repeat", "shuffle", "seed")
+    assert [getattr(sampler, name) for name in names] == [9, 2, 1, True, 3, False, 4]
+
+
+def test_torchs_loader_takes_it():
+    loader = DataLoader(range(100, 107), 2, sampler=SplitSampler(7, 2, 1, shuffle=False))
+    assert torch.cat(list(loader)).tolist() == [104, 105, 106]
+    assert len(loader) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"length": -1}, ValueError, "length option should be 0 or more, but got length=-1"),
+        ({"length": 2.5}, TypeError, "length option should be an int, but got length=2.5"),
+        ({"num_parts": 0}, ValueError, "num_parts option should be 1 or more, but got num_parts=0"),
+        ({"num_parts": True}, TypeError, "num_parts option should be an int, but got num_parts=T"),
+        ({"part_index": -1}, ValueError, "part_index option should be 0 or more, but got part_ind"),
+        (
+            {"part_index": 2},
+            ValueError,
+            "part_index option should be below num_parts=2, but got part_index=2",
+        ),
+        (
+            {"part_index": "0"},
+            TypeError,
+            "part_index option should be an int, but got part_index='0",
+        ),
+        ({"even_size": 1}, TypeError, "even_size option should be True or False, but got even_siz"),
+        ({"repeat": 0}, ValueError, "repeat option should be 1 or more, but got repeat=0"),
+        ({"repeat": None}, TypeError, "repeat option should be an int, but got repeat=None"),
+        ({"shuffle": "yes"}, TypeError, "shuffle option should be True or False, but got shuffle"),
+        ({"seed": -3}, ValueError, "seed option should be 0 or more, but got seed=-3"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, kind, text):
+    with pytest.raises(kind, match=f"^{text}"):
+        SplitSampler(**{"length": 10, "num_parts": 2, **arguments})
