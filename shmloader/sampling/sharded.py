@@ -57,6 +57,7 @@ class ShardedSampler(Sampler[Any]):
         self.rank, self.world_size = resolve_ranks(rank, world_size)
         self.seed = whole_number(seed, "seed", minimum=0)
         self.tail = tail
+        self.batch_size = share
         self._cut = Cut(share, self.rank, self.world_size)
         self._epoch = 0
 
