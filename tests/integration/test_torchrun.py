@@ -1,0 +1,550 @@
+"""ShardedDataLoader in the processes that torchrun starts: on one machine, and on two.
+
+A second machine is a network namespace that a veth pair joins to the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from shmloader import ShardedDataLoader
+from tests.process.support import ROOT, TOLD_S, wait_until
+
+# A start takes some four seconds of processor time a rank, and the machine may be busy.
+LIMIT_S = 150
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+MARK = "SHMLOADER_TEST_RUN"
+
+# 4 global batches of 24, and 14 samples: with 4 ranks of 6 samples a batch, two of them have a
+# full batch of these, one has a batch of 2, and one has none.
+SAMPLES = 110
+GLOBAL_BATCH = 24
+SEED = 5
+
+
+class Run:
+    """A command that starts processes, all of which carry a mark in their environment.
+
+    As a context, it ends with none of them alive.
+    """
+
+    def __init__(self, command: list[str], folder: Path, **environment: str) -> None:
+        """Start it in a folder."""
+        self._mark = uuid.uuid4().hex
+        self._words = " ".join(command)
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",  # torchrun sets it otherwise, and says so
+            MARK: self._mark,
+        }
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables, **environment},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        self.process.communicate()
+
+    def _processes(self) -> list[psutil.Process]:
+        """Those that live. torchrun gives each rank a session of its own, so none would do."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                is_ours = process.environ().get(MARK) == self._mark
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def _kill(self) -> None:
+        while processes := self._processes():  # a killed one may just have started another
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=1)
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Wait for its end, which leaves no process behind."""
+        try:
+            out, err = self.process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            out, err = self.process.communicate()
+            raise AssertionError(
+                f"still running after {LIMIT_S} s: {self._words}\n{out}\n{err}"
+            ) from None
+        wait_until(lambda: not self._processes(), TOLD_S)
+        return subprocess.CompletedProcess(self._words, self.process.returncode, out, err)
+
+    def succeed(self) -> str:
+        """Wait for its end, with code 0 and nothing on stderr; what it printed."""
+        done = self.finish()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == ""
+        return done.stdout
+
+
+def torchrun(folder: Path, program: Path, *arguments: str, options: list[str]) -> list[str]:
+    """The command that starts a program on several ranks."""
+    # Logs are not redirected; the folder for them is made nevertheless.
+    start = [sys.executable, "-m", "torch.distributed.run", f"--log-dir={folder / 'logs'}"]
+    return [*start, *options, str(program), *arguments]
+
+
+def on_ranks(count: int, folder: Path, program: Path, *arguments: str) -> Run:
+    options = ["--standalone", f"--nproc-per-node={count}"]
+    return Run(torchrun(folder, program, *arguments, options=options), folder)
+
+
+def write_program(folder: Path, source: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def read_ranks(folder: Path, world_size: int) -> list[Any]:
+    """What the ranks wrote, each into a file of its own."""
+    assert len(list(folder.glob("rank*.json"))) == world_size
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def union(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """The global batches of an epoch: what the ranks got at each step, one after the other."""
+    return [[*itertools.chain(*step)] for step in itertools.zip_longest(*ranks, fillvalue=[])]
+
+
+def orders_of_epochs(count: int = 2, *, is_drawn: bool = False) -> list[list[int]]:
+    """The global order of the first epochs: that of a single batch, which nothing cuts."""
+    data = torch.arange(SAMPLES)
+    order: dict[str, Any] = {"sampler": RandomSampler(data)} if is_drawn else {"shuffle": True}
+    loader = ShardedDataLoader(data, SAMPLES, **order, seed=SEED, rank=0, world_size=1)
+    orders = [next(iter(loader)).tolist() for _ in range(count)]
+    assert len(set(map(tuple, orders))) == count
+    for one in orders:
+        assert sorted(one) == [*range(SAMPLES)]
+    return orders
+
+
+def in_global_batches(order: list[int], tail: str) -> list[list[int]]:
+    there = len(order) - len(order) % GLOBAL_BATCH if tail == "drop" else len(order)
+    whole = [*order[:there]]
+    if tail == "pad":
+        whole += order[: -len(order) % GLOBAL_BATCH]
+    return [whole[at : at + GLOBAL_BATCH] for at in range(0, len(whole), GLOBAL_BATCH)]
+
+
+# ---------------------------------------------------------------- one order on all ranks
+
+# The random streams of the ranks differ, and so does what they have drawn from them.
+SHARES = f"""
+    import json, os, random, sys
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+    from torch.utils.data import RandomSampler
+    from shmloader import ShardedDataLoader
+
+    own = int(os.environ["RANK"])
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+    torch.rand(own)
+
+    # Batches that are lent, not copied out.
+    data = torch.arange({SAMPLES})[:, None].expand({SAMPLES}, 4096)
+    cases = json.loads(sys.argv[1])
+    found = []
+    for tail, workers, is_drawn in cases:
+        loader = ShardedDataLoader(
+            data,
+            {GLOBAL_BATCH} // int(os.environ["WORLD_SIZE"]),
+            shuffle=not is_drawn,
+            sampler=RandomSampler(data) if is_drawn else None,
+            seed={SEED},
+            tail=tail,
+            num_workers=workers,
+        )
+        epochs = []
+        for _ in range(2):
+            epochs.append([])
+            for batch in loader:
+                assert bool((batch == batch[:, :1]).all())
+                epochs[-1].append((batch[:, 0].tolist(), loader.padding))
+            assert len(epochs[-1]) == len(loader)
+        found.append(epochs)
+    Path(f"rank{{loader.rank}}.json").write_text(json.dumps(found))
+"""
+
+# tail, num_workers, whether a sampler draws the order from torch's random stream
+CASES = [
+    ("pad", 0, False),
+    ("pad", 1, False),
+    ("drop", 1, False),
+    ("uneven", 0, False),
+    ("uneven", 1, False),
+    ("pad", 1, True),
+]
+
+
+def assert_one_order(ranks: list[Any], cases: list[tuple[str, int, bool]]) -> None:
+    """All ranks together have the global batches of one rank, and know what is repeated."""
+    for number, (tail, _, is_drawn) in enumerate(cases):
+        for epoch, order in enumerate(orders_of_epochs(is_drawn=is_drawn)):
+            of_ranks = [found[number][epoch] for found in ranks]
+            batches = [[batch for batch, _ in steps] for steps in of_ranks]
+            assert union(batches) == in_global_batches(order, tail), cases[number]
+            if tail == "pad":
+                assert len(set(map(len, itertools.chain(*batches)))) == 1
+                assert len(set(map(len, batches))) == 1
+            if tail != "drop":
+                counted = [
+                    batch[: len(batch) - padding]
+                    for batch, padding in itertools.chain(*of_ranks)
+                ]  # fmt: skip
+                assert sorted(itertools.chain(*counted)) == [*range(SAMPLES)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_union_of_batches_is_the_same_on_any_number_of_ranks(world_size, tmp_path) -> None:
+    program = write_program(tmp_path, SHARES)
+    with on_ranks(world_size, tmp_path, program, json.dumps(CASES)) as run:
+        run.succeed()
+    assert_one_order(read_ranks(tmp_path, world_size), CASES)
+
+
+# ---------------------------------------------------------------- ranks that differ in pace
+
+# An event is a pipe with a name, which the test holds open: it has happened once it has a byte.
+PACES = f"""
+    import json, os, select
+    from pathlib import Path
+
+    import torch
+    from shmloader import ShardedDataLoader
+
+    def happens(event):
+        os.write(os.open(event, os.O_RDWR), b"x")
+
+    def wait_until(event):
+        ready, _, _ = select.select([os.open(event, os.O_RDWR)], [], [], 60)
+        assert ready, f"rank {{rank}}: not in 60 s: {{event}}"
+
+    def make_loader():
+        return ShardedDataLoader(
+            torch.arange({SAMPLES}), {GLOBAL_BATCH} // 3, shuffle=True, seed={SEED}, num_workers=1
+        )
+
+    def start_at_different_times():
+        if rank == 1:
+            wait_until("rank 0 has a batch")
+        if rank == 2:
+            wait_until("rank 1 has all batches")
+        got = []
+        for batch in make_loader():
+            got.append(batch.tolist())
+            if rank == 0 and len(got) == 1:
+                happens("rank 0 has a batch")
+                wait_until("rank 2 has a batch")
+            if rank == 2 and len(got) == 1:
+                happens("rank 2 has a batch")
+        if rank == 1:
+            happens("rank 1 has all batches")
+        return [got]
+
+    def one_is_slow():
+        got = []
+        for batch in make_loader():
+            got.append(batch.tolist())
+            if rank == 1 and len(got) == 1:
+                wait_until("rank 0 has ended its epoch")
+                wait_until("rank 2 has ended its epoch")
+        if rank != 1:
+            happens(f"rank {{rank}} has ended its epoch")
+        return [got]
+
+    def one_stops_early():
+        loader = make_loader()
+        epochs = [[], []]
+        for got in epochs:
+            for batch in loader:
+                got.append(batch.tolist())
+                if got is epochs[0] and len(got) == 2:
+                    if rank == 2:
+                        break
+                    wait_until("rank 2 has left")
+            if rank == 2 and got is epochs[0]:
+                happens("rank 2 has left")
+        return epochs
+
+    rank = int(os.environ["RANK"])
+    found = [start_at_different_times(), one_is_slow(), one_stops_early()]
+    Path(f"rank{{rank}}.json").write_text(json.dumps(found))
+"""
+
+EVENTS = [
+    "rank 0 has a batch",
+    "rank 1 has all batches",
+    "rank 2 has a batch",
+    "rank 0 has ended its epoch",
+    "rank 2 has ended its epoch",
+    "rank 2 has left",
+]
+
+
+@pytest.fixture
+def _events(tmp_path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for event in EVENTS:
+            os.mkfifo(tmp_path / event)
+            held = os.open(tmp_path / event, os.O_RDWR)
+            stack.callback(os.close, held)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_events")
+def test_ranks_that_start_late_are_slow_or_stop_early_hold_nobody_up(tmp_path) -> None:
+    with on_ranks(3, tmp_path, write_program(tmp_path, PACES)) as run:
+        run.succeed()
+    starting, slow, early = zip(*read_ranks(tmp_path, 3), strict=True)
+    first, second = (in_global_batches(order, "pad") for order in orders_of_epochs())
+    for epochs in (starting, slow):
+        assert union([of_rank[0] for of_rank in epochs]) == first
+    *others, left = [of_rank[0] for of_rank in early]
+    assert left == [batch[16:] for batch in first[:2]]
+    assert union(others) == [batch[:16] for batch in first]
+    assert union([of_rank[1] for of_rank in early]) == second
+
+
+# ---------------------------------------------------------------- two hosts
+
+
+class CannotMakeError(Exception):
+    """This machine does not let us make hosts of our own; says why."""
+
+
+def run_command(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError as error:
+        raise CannotMakeError(f"{' '.join(command)}: {error}") from None
+    except subprocess.CalledProcessError as error:
+        raise CannotMakeError(f"{' '.join(command)}: {error.stderr.strip()}") from None
+
+
+class Host:
+    """A network, a name and an /etc/hosts of its own, which are there as long as this is open.
+
+    A process holds these namespaces, and ends when its stdin does: at the latest with the test.
+    """
+
+    def __init__(
+        self, name: str, names: Path, rights: list[str], beside: Host | None = None
+    ) -> None:
+        """Make it.
+
+        Args:
+            name: The host's.
+            names: What is its /etc/hosts.
+            rights: Options of unshare that give the right to make it.
+            beside: A host made with these, which this one shares them with.
+        """
+        self.name = name
+        self._has_user = bool(rights)
+        set_up = 'hostname "$0" && mount --bind "$1" /etc/hosts && echo made && exec cat'
+        make = ["--net", "--uts", "--mount", "sh", "-c", set_up, name, str(names)]
+        if beside is None:
+            make = ["unshare", *rights, *make]
+        else:
+            make = beside.with_rights("unshare", *make)
+        try:
+            self._holder = subprocess.Popen(
+                make,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=names.parent,
+            )
+        except FileNotFoundError as error:
+            raise CannotMakeError(str(error)) from None
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "made\n":
+            _, why = self._holder.communicate(timeout=10)
+            raise CannotMakeError(f"{' '.join(make[:-5])}: {why.strip()}")
+
+    @property
+    def pid(self) -> int:
+        return self._holder.pid
+
+    def with_rights(self, *words: str) -> list[str]:
+        """A command in its user namespace, if it has one."""
+        if not self._has_user:
+            return [*words]
+        return ["nsenter", f"--target={self.pid}", "--user", "--preserve-credentials", *words]
+
+    def command(self, *words: str) -> list[str]:
+        """A command on this host, in the folder of its names."""
+        enter = ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--wd"]
+        return self.with_rights(*enter, *words)
+
+    def close(self) -> None:
+        self._holder.communicate(timeout=10)
+
+
+# Addresses that are there for examples.
+ADDRESSES = {"first": "192.0.2.1", "second": "192.0.2.2"}
+
+
+def two_hosts(names: Path, stack: contextlib.ExitStack) -> tuple[Host, Host]:
+    """Two of them that nothing joins.
+
+    Raises:
+        CannotMakeError: If not even a user namespace of our own gives the right to.
+    """
+    refusals = []
+    for rights in ([], ["--user", "--map-root-user"]):
+        try:
+            first = Host("first", names, rights)
+        except CannotMakeError as error:
+            refusals.append(str(error))
+        else:
+            stack.callback(first.close)
+            second = Host("second", names, rights, beside=first)
+            stack.callback(second.close)
+            return first, second
+    raise CannotMakeError("; ".join(refusals))
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Iterator[tuple[Host, Host]]:
+    """Two hosts without any network: not even their own 127.0.0.1 is up."""
+    names = tmp_path / "hosts"
+    lines = [f"{address} {name}" for name, address in ADDRESSES.items()]
+    names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+    with contextlib.ExitStack() as stack:
+        try:
+            made = two_hosts(names, stack)
+        except CannotMakeError as error:
+            pytest.skip(f"network namespaces cannot be made: {error}")
+        yield made
+
+
+@pytest.fixture
+def joined_hosts(hosts) -> tuple[Host, Host]:
+    """Two hosts that a veth pair joins."""
+    first, second = hosts
+    wire = ["ip", "link", "add", "wire", "type", "veth", "peer", "name", "wire"]
+    try:
+        run_command(first.command(*wire, "netns", str(second.pid)))
+        for host in hosts:
+            address = f"{ADDRESSES[host.name]}/24"
+            run_command(host.command("ip", "address", "add", address, "dev", "wire"))
+            for name in ("lo", "wire"):
+                run_command(host.command("ip", "link", "set", name, "up"))
+    except CannotMakeError as error:
+        pytest.skip(f"network namespaces cannot be joined: {error}")
+    return first, second
+
+
+HOSTS = f"""
+    import json, os, socket
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from shmloader import ShardedDataLoader
+
+    dist.init_process_group("gloo")
+    loader = ShardedDataLoader(
+        torch.arange({SAMPLES}),
+        {GLOBAL_BATCH} // dist.get_world_size(),
+        shuffle=True,
+        seed={SEED},
+        num_workers=1,
+    )
+    batches, sums = [], []
+    for batch in loader:
+        batches.append(batch.tolist())
+        total = batch.sum()
+        dist.all_reduce(total)
+        sums.append(total.item())
+    found = {{
+        "batches": batches,
+        "sums": sums,
+        "network": os.readlink("/proc/self/ns/net"),
+        "host": socket.gethostname(),
+    }}
+    Path(f"rank{{loader.rank}}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_two_hosts_have_the_batches_of_one_rank(joined_hosts, tmp_path) -> None:
+    program = write_program(tmp_path, HOSTS)
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for host in joined_hosts:
+            options = [
+                "--nnodes=2",
+                "--nproc-per-node=1",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={joined_hosts[0].name}:29400",
+            ]
+            command = host.command(*torchrun(tmp_path, program, options=options))
+            # It asks for the name of ::ffff:192.0.2.1, has none, and warns.
+            run = Run(command, tmp_path, TORCH_CPP_LOG_LEVEL="ERROR")
+            runs.append(stack.enter_context(run))
+        for run in runs:
+            run.succeed()
+    ranks = read_ranks(tmp_path, 2)
+    assert {rank["host"] for rank in ranks} == set(ADDRESSES)
+    here = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - no path
+    assert len({here, *(rank["network"] for rank in ranks)}) == 3
+    expected = in_global_batches(orders_of_epochs()[0], "pad")
+    assert union([rank["batches"] for rank in ranks]) == expected
+    for rank in ranks:
+        assert rank["sums"] == [sum(batch) for batch in expected]
+
+
+def test_ranks_that_no_network_joins_agree_nevertheless(hosts, tmp_path) -> None:
+    program = write_program(tmp_path, SHARES)
+    cases = [("pad", 1, False), ("uneven", 1, False)]
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for rank, host in enumerate(hosts):
+            command = host.command(sys.executable, str(program), json.dumps(cases))
+            run = Run(command, tmp_path, RANK=str(rank), WORLD_SIZE="2")
+            runs.append(stack.enter_context(run))
+        for run in runs:
+            run.succeed()
+    assert_one_order(read_ranks(tmp_path, 2), cases)
