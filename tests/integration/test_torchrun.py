@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from shmloader import ShardedDataLoader
+from tests.integration.test_examples import assert_refused, run_example
 from tests.process.support import ROOT, TOLD_S, wait_until
 
 # A start takes some four seconds of processor time a rank, and the machine may be busy.
@@ -548,3 +550,54 @@ def test_ranks_that_no_network_joins_agree_nevertheless(hosts, tmp_path) -> None
         for run in runs:
             run.succeed()
     assert_one_order(read_ranks(tmp_path, 2), cases)
+
+
+# ---------------------------------------------------------------- examples/train_ddp.py
+
+
+def assert_trained(printed: str, *, epoch_count: int, world_size: int) -> None:
+    *epochs, accuracy, waiting = printed.splitlines()
+    assert len(epochs) == epoch_count
+    # Each image once, though the last batch is filled up.
+    pattern = rf"Epoch {epoch_count}/{epoch_count}: loss \d\.\d+, accuracy \d\d\.\d% of 1437 images"
+    assert re.fullmatch(pattern, epochs[-1]), epochs[-1]
+    match = re.fullmatch(r"Test accuracy: ([\d.]+) % of 360 images", accuracy)
+    assert match, accuracy
+    assert float(match[1]) >= 95
+    assert re.fullmatch(
+        r"Waited for data: [\d.]+ s of [\d.]+ s of training \(\d+%\) on the rank that waited "
+        rf"longest; ranks: {world_size}, workers of each: 1",
+        waiting,
+    )
+
+
+@pytest.mark.slow
+def test_train_ddp_reaches_the_same_accuracy_on_one_rank_and_on_two(tmp_path) -> None:
+    # 24 of the test images do not fill a batch of 56, so the second of two ranks has a step less.
+    arguments = ["--epochs", "10", "--batch-size", "56", "--require-accuracy", "95"]
+    alone = run_example("train_ddp.py", *arguments)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert alone.stderr == ""
+    assert_trained(alone.stdout, epoch_count=10, world_size=1)
+    with on_ranks(2, tmp_path, ROOT / "examples" / "train_ddp.py", *arguments) as run:
+        assert_trained(run.succeed(), epoch_count=10, world_size=2)
+
+
+@pytest.mark.slow
+def test_train_ddp_ends_with_status_1_below_the_required_accuracy() -> None:
+    result = run_example("train_ddp.py", "--epochs", "1", "--require-accuracy", "100.1")
+    assert result.returncode == 1, result.stderr
+    assert "Waited for data" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--epochs", "0"], ["--epochs", "'0'", "from 1 up"]),
+        (["--batch-size", "16"], ["--batch-size", "16 images", "among 3 ranks"]),
+    ],
+)
+def test_train_ddp_refuses_a_wrong_argument_in_one_line(arguments, words, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    assert_refused(run_example("train_ddp.py", *arguments), *words)
