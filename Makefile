@@ -11,13 +11,14 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench faults chaos clean
+.PHONY: help demo test check bench sample faults chaos clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
+	@echo "make sample  a sample of the faults that covers their kinds pairwise (3 minutes; CI runs it)"
 	@echo "make faults  every fault at every point (tests/faults); hours, --help lists the options"
 	@echo "make chaos   1,000 kills at random times (tests/faults/chaos.py)"
 	@echo "make clean   remove .venv, caches and build outputs"
@@ -37,6 +38,9 @@ check: $(STAMP)-test
 
 bench: $(STAMP)-test
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+sample: $(STAMP)-test
+	@$(BIN)/python -m tests.faults --sample --template $(ARGS)
 
 faults: $(STAMP)-test
 	@$(BIN)/python -m tests.faults $(ARGS)
