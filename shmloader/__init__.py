@@ -7,7 +7,7 @@ The layers; imports run downward only::
     fronts      what users see: loaders and their iterators
     stages      what happens to a batch after the engine, on a thread: pinning, copying to a device
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
-    workers     processes that load, and how they start and end; threads that stand still meanwhile
+    workers     processes that load, or threads; how they start and end; who stands still meanwhile
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
     messages    what crosses between processes

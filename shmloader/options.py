@@ -81,6 +81,41 @@ def check_worker_restarts(value: object, num_workers: int) -> None:
         raise ValueError("worker_restarts option needs num_workers > 0")
 
 
+def check_thread_pool(
+    thread_pool: object, num_workers: int, *, is_iterable: bool, given: dict[str, bool]
+) -> None:
+    """Check ``thread_pool``: whether workers are threads.
+
+    Args:
+        thread_pool: It.
+        num_workers: How many workers there are.
+        is_iterable: Whether the dataset is iterated, rather than indexed.
+        given: Which options for processes were given.
+
+    Raises:
+        TypeError: If it is not a bool.
+        ValueError: If there are no workers, if threads cannot load the dataset, or have no use for
+            an option.
+    """
+    if not isinstance(thread_pool, bool):
+        raise TypeError(f"thread_pool option should be a bool, but got thread_pool={thread_pool!r}")
+    if not thread_pool:
+        return
+    if num_workers == 0:
+        raise ValueError("thread_pool option needs num_workers > 0: the number of threads")
+    if is_iterable:
+        raise ValueError(
+            "thread_pool option needs a map-style dataset: threads would share the iterator of an "
+            "iterable one, or of a data pipe"
+        )
+    useless = [name for name, is_given in given.items() if is_given]
+    if useless:
+        raise ValueError(
+            f"thread_pool=True has no use for {', '.join(useless)}: workers are threads of this "
+            "process, and share its memory"
+        )
+
+
 def check_device_options(device: object, transform: object, device_prefetch: object) -> None:
     """Check what goes with ``device``.
 

@@ -29,6 +29,11 @@ waits in order for the user's thread. While any loader of the process forks a wo
 stand still where they hold no lock (:mod:`shmloader.workers.parking`); a dead worker is replaced by
 the user's thread.
 
+With ``thread_pool=True`` workers are threads of the main process. There are no slots then and no
+messages: the engine (``threaded``) puts tickets into a queue, from which an idle thread takes the
+oldest; the thread makes the batch, sets it as the ticket's answer and rings a bell
+(:mod:`shmloader.workers.threads`). Draws, order, failures, stages and ends are the same.
+
 The words:
 
 ticket
@@ -41,6 +46,8 @@ layout
     Where a batch's parts lie in its slot.
 lease
     A lent slot's views; dies with the last of them.
+worker
+    A process that loads; or a thread, with ``thread_pool=True``.
 window
     The tickets in flight.
 
@@ -48,5 +55,6 @@ Modules, each with one concern: ``slots`` (states of slots, pure), ``routing`` (
 gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
 themselves, in the main process, and their page locks), ``answers`` (what may come back),
 ``failures`` (bad samples, counted and listed), ``wording`` (texts of errors), ``inbox`` (tickets
-from another thread) and ``engine`` (the only one that acts).
+from another thread), ``lateness`` (what a timeout says), ``base`` (where tickets come from, and how
+an engine ends), ``engine`` (the only one that acts on processes) and ``threaded`` (on threads).
 """

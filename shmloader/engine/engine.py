@@ -8,8 +8,7 @@ they have, and their answers wait in the sockets.
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Iterator
 
 from shmloader.engine.answers import (
     Batch,
@@ -20,8 +19,8 @@ from shmloader.engine.answers import (
     UnreadableLayout,
 )
 from shmloader.engine.arena import Arena, PageLocker
+from shmloader.engine.base import EngineBase
 from shmloader.engine.failures import FailureWatch
-from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.sender import Sender
@@ -29,6 +28,7 @@ from shmloader.engine.slots import SlotState
 from shmloader.engine.wording import (
     describe_change,
     describe_death,
+    describe_loading,
     describe_restart,
     describe_ticket,
 )
@@ -64,21 +64,11 @@ from shmloader.workers.remote_error import RemoteError
 _log = logging.getLogger("shmloader")
 
 
-def _do_nothing() -> None:
-    """Where no other thread has anything to say."""
-
-
-def _do_it(function: Callable[[], None]) -> None:
-    function()
-
-
-class Engine:
-    """Batches of one iterator, epoch after epoch.
+class Engine(EngineBase):
+    """Batches out of worker processes.
 
     Attributes:
         arena: The memory of its slots.
-        has_delivered: Whether the last call of ``next_batch`` came to its end: what interrupts the
-            caller afterwards loses a batch.
 
     Args:
         pool: Its workers; the engine owns it from now on.
@@ -111,10 +101,9 @@ class Engine:
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
     ) -> None:
+        super().__init__(window=window, timeout_s=timeout_s)
         self._pool = pool
         self._worker_count = worker_count
-        self._window = window
-        self._timeout_s = timeout_s
         self._restart_limit = worker_restarts
         self._is_iterable = is_iterable
         self._scheduler = Scheduler(
@@ -126,61 +115,12 @@ class Engine:
         self._watch = watch
         self._layouts = Layouts(worker_count)
         self._sender = Sender(pool, self.arena, worker_count)
-        self._draw: Callable[[], object] = iter(()).__next__
         # Deaths that were noted, and whose worker is to be replaced.
         self._to_replace: dict[int, Death] = {}
         # Those that have left the epoch before.
         self._ready_workers: set[int] = set()
-        # The text alone: the error's traceback holds us.
-        self._closed_because = ""
-        self._is_closed = False
-        self.has_delivered = False
-        # Whether we are between two things that belong together: a message is taken and noted,
-        # indices are drawn and sent.
-        self._is_amid = False
-        # Whether a ticket has left the scheduler, and its batch has not reached our caller.
-        self._is_handing_over = False
-        # Of an engine with a thread of its own.
-        self._inbox: Inbox | None = None
-        self._pause: Callable[[], None] = _do_nothing
-        self._have_done: Callable[[Callable[[], None]], None] = _do_it
 
     # Epochs ------------------------------------------------------------------------------
-
-    def start(self, tickets: Iterator[object]) -> None:
-        """Begin the first epoch.
-
-        Args:
-            tickets: The sampler's index batches; drawn on the thread that calls us.
-        """
-        self._draw = tickets.__next__
-        self._prime()
-
-    def attach(
-        self,
-        inbox: Inbox,
-        pause: Callable[[], None],
-        have_done: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Belong to a thread of its own until :meth:`detach`.
-
-        Args:
-            inbox: Where tickets come from, in place of ``start``'s.
-            pause: Called between two steps, where no lock is held; may raise.
-            have_done: Has the user's thread do something.
-        """
-        self._inbox, self._draw = inbox, inbox.__next__
-        self._pause, self._have_done = pause, have_done
-
-    def detach(self) -> None:
-        """Belong to the user's thread again."""
-        self._inbox, self._draw = None, iter(()).__next__
-        self._pause, self._have_done = _do_nothing, _do_it
-
-    def take_tickets(self) -> None:
-        """Send what has been drawn by the user's thread to workers."""
-        for indices in self._inbox or ():
-            self._offer_indices(indices)
 
     def wake(self) -> None:
         """Get the engine's thread out of its wait; from any thread."""
@@ -228,61 +168,14 @@ class Engine:
         if self._watch is not None:
             self._watch.start_epoch()
 
-    def _deadline(self) -> float | None:
-        return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
-
-    def _prime(self) -> None:
-        for _ in range(self._window):
-            self._offer()
-
     # One batch ---------------------------------------------------------------------------
 
-    def next_batch(self) -> object:
-        """The next batch.
-
-        Raises:
-            StopIteration: At the end of the epoch.
-            WorkerDiedError: If the worker that had it is dead. The engine is closed then.
-            TooManyFailures: If too many samples failed. The engine is closed then.
-            LoaderTimeoutError: If it did not come in time; nothing is lost.
-            ClosedLoaderError: After ``close()``.
-            Exception: The user's own, from the dataset or collate; the batch is lost, the next
-                call gives the next one.
-        """
-        self.check_open()
-        self.has_delivered = False
-        try:
-            batch = self._next_batch()
-            self.has_delivered = True
-            return batch
-        except BaseException as error:
-            if self._is_closed_elsewhere(error):
-                raise ClosedLoaderError("the iterator was closed meanwhile") from error
-            # A Ctrl-C, or what a signal handler raised, may come between two things that belong
-            # together, and to go on would be to leave out a batch. While we only waited, nothing
-            # is lost.
-            is_interrupt = not isinstance(error, Exception)
-            if (self._is_amid and not self._pool.is_waiting) or (
-                self._is_handing_over and is_interrupt
-            ):
-                self.close()
-            if isinstance(error, KeyboardInterrupt):
-                # Without what was being handled just then, which is nothing to the user.
-                raise error from None
-            raise
-        finally:
-            self._is_amid = self._is_handing_over = self._pool.is_waiting = False
-
-    def _is_closed_elsewhere(self, error: BaseException) -> bool:
-        """Whether this came of another thread, which has closed what we were looking at."""
-        return (
-            self._is_closed
-            and not self._closed_because
-            and isinstance(error, Exception)
-            and not isinstance(error, ClosedLoaderError | StopIteration)
-        )
+    @property
+    def _has_only_waited(self) -> bool:
+        return self._pool.is_waiting
 
     def _next_batch(self) -> object:
+        self._pool.is_waiting = False
         scheduler = self._scheduler
         deadline: float | None = None
         while True:
@@ -321,10 +214,9 @@ class Engine:
             self._pause()
             self.check_open()
 
-    def _awaits_tickets(self) -> bool:
-        """Whether the user's thread may still give one that a worker takes."""
-        inbox = self._inbox
-        return inbox is not None and not inbox.is_ended and self._scheduler.takes_tickets
+    @property
+    def _takes_tickets(self) -> bool:
+        return self._scheduler.takes_tickets
 
     def _note_samples(self, watch: FailureWatch, ticket: Ticket) -> bool:
         """Count the samples of a ticket that is next; whether nothing is left of its batch."""
@@ -365,10 +257,7 @@ class Engine:
         if type(answer) is Failure:
             self._settle(ticket, is_kept=answer.is_kept)
             self._offer()
-            pid = self._pool.pid(ticket.worker_id)
-            answer.error.reraise(
-                f"Worker {ticket.worker_id} (pid {pid}) was loading {describe_ticket(ticket)}."
-            )
+            answer.error.reraise(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
         if type(answer) is Death:
             self._settle(ticket, is_kept=False)
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
@@ -420,26 +309,6 @@ class Engine:
                 self._sender.retire(slot_id)
 
     # Tickets out -------------------------------------------------------------------------
-
-    def _offer(self) -> None:
-        """Draw one index batch and send it to a worker."""
-        was_amid, self._is_amid = self._is_amid, True
-        try:
-            indices = self._draw()
-        except Exception as error:
-            self._is_amid = was_amid
-            if isinstance(error, StopIteration):
-                return
-            raise  # of the user's sampler, which may go on
-        self._offer_indices(indices)
-        self._is_amid = was_amid
-
-    def _replace_ticket(self) -> None:
-        """Offer a ticket in place of one that gives the user nothing."""
-        if self._inbox is None:
-            self._offer()
-        else:
-            self._inbox.ask()
 
     def _offer_indices(self, indices: object) -> None:
         ticket = self._scheduler.offer(indices)
@@ -616,22 +485,3 @@ class Engine:
         """End the workers alone, where another thread looks at the slots; from any thread."""
         self._is_closed = True
         self._pool.close()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed: by the user, a worker's death, or too many failures."""
-        return self._is_closed
-
-    def check_open(self) -> None:
-        """Raise ClosedLoaderError if it is closed."""
-        if self._is_closed:
-            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        """Close, and raise."""
-        self._closed_because = f" since: {error}"
-        self.close()
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame, and would wait for the garbage collector

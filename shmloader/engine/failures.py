@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import overload
 
+from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
 from shmloader.workers.bad_samples import LISTED, SampleReport, describe_index
 
@@ -156,7 +157,7 @@ class FailureWatch:
         self._last = None
 
     def note(
-        self, report: SampleReport, batch: str, worker: int | None = None, pid: int = 0
+        self, report: SampleReport, batch: str, worker: int | None = None, pid: int | None = None
     ) -> TooManyFailures | None:
         """Take note of a batch's samples.
 
@@ -164,12 +165,13 @@ class FailureWatch:
             report: What became of them.
             batch: The batch in words, for an exception's note.
             worker: Whose report it is; None for this process.
-            pid: Its process number.
+            pid: Its process number; None for a thread.
 
         Returns:
             What to raise instead of handing the batch over, if too many have failed.
         """
-        who = "This process" if worker is None else f"Worker {worker} (pid {pid})"
+        who = "this process" if worker is None else describe_worker(worker, pid)
+        who = f"{who[0].upper()}{who[1:]}"
         self._listed.total += report.failed_count
         for bad in report.newest:
             index = describe_index(bad.index)

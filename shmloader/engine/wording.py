@@ -7,6 +7,7 @@ import itertools
 import reprlib
 import signal
 from collections.abc import Iterable
+from typing import Protocol
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
@@ -19,8 +20,37 @@ _SIGBUS_HINT = (
 
 # Indices that a text names one by one.
 _SHOWN = 8
+# Modules of ours that call the user's code: a stack is shown up to there.
+_OURS = ("child", "threads", "thread_task")
 # Calls of a stack that a text shows.
 _FRAMES_SHOWN = 12
+
+
+class Numbered(Protocol):
+    """A ticket, or a thread's task: what is told of it."""
+
+    @property
+    def seq(self) -> int:
+        """Its number in the epoch."""
+
+    @property
+    def indices(self) -> object:
+        """What the sampler gave."""
+
+    @property
+    def worker_id(self) -> int | None:
+        """Who has it; None: no worker has, yet."""
+
+
+def describe_worker(worker_id: int, pid: int | None) -> str:
+    """A worker by its number, and that of its process; a thread has no such number."""
+    return f"worker thread {worker_id}" if pid is None else f"worker {worker_id} (pid {pid})"
+
+
+def describe_loading(ticket: Numbered, pid: int | None) -> str:
+    """For an exception's note: which worker raised it, and where."""
+    who = describe_worker(ticket.worker_id or 0, pid)
+    return f"W{who[1:]} was loading {describe_ticket(ticket)}."
 
 
 def describe_end(death: Death) -> str:
@@ -53,7 +83,7 @@ def describe_indices(indices: object) -> str:
     return f"indices {shown}" if indices else "no indices"
 
 
-def describe_ticket(ticket: Ticket) -> str:
+def describe_ticket(ticket: Numbered) -> str:
     """A ticket by its number and indices."""
     return f"batch {ticket.seq} ({describe_indices(ticket.indices)})"
 
@@ -94,16 +124,16 @@ def describe_restart(worker_id: int, death: Death, seqs: list[int], skipped: int
     return f"{text} Its random streams start anew.{_describe_oom(death)}"
 
 
-def describe_work(worker_id: int, pid: int, at_work: AtWork, ticket: Ticket | None) -> str:
+def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Numbered | None) -> str:
     """What a worker is at, with the frames of its stack.
 
     Args:
         worker_id: Which.
-        pid: Its process number.
+        pid: Its process number; None for a thread.
         at_work: What it says.
         ticket: What it says it loads, if that is in flight.
     """
-    text = f"Worker {worker_id} (pid {pid}) "
+    text = f"W{describe_worker(worker_id, pid)[1:]} "
     what = describe_ticket(ticket) if ticket is not None else f"batch {at_work.seq}"
     text += {
         Phase.STARTING: "has been starting",
@@ -124,7 +154,7 @@ def describe_work(worker_id: int, pid: int, at_work: AtWork, ticket: Ticket | No
 
 
 def _is_not_ours(frame: str) -> bool:
-    return "/shmloader/workers/child.py" not in frame
+    return not any(f"/shmloader/workers/{name}.py" in frame for name in _OURS)
 
 
 def describe_change(ticket: Ticket, pid: int, sums: str) -> str:
@@ -144,20 +174,21 @@ def describe_change(ticket: Ticket, pid: int, sums: str) -> str:
 
 
 def describe_timeout(
-    timeout_s: float, waiting: Iterable[tuple[Ticket, int]], work: list[str]
+    timeout_s: float, waiting: Iterable[tuple[Numbered, int | None]], work: list[str]
 ) -> str:
     """What a timeout waited for.
 
     Args:
         timeout_s: How long.
-        waiting: Tickets, each with its worker's process number.
+        waiting: Tickets, each with its worker's process number; None for a thread.
         work: What each worker is at.
     """
     parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
-    parts += [
-        f"B{describe_ticket(ticket)[1:]} is with worker {ticket.worker_id} (pid {pid})."
-        for ticket, pid in waiting
-    ]
+    for ticket, pid in waiting:
+        place = "waits for a worker"
+        if ticket.worker_id is not None:
+            place = f"is with {describe_worker(ticket.worker_id, pid)}"
+        parts.append(f"B{describe_ticket(ticket)[1:]} {place}.")
     head = " ".join([*parts, "No batch is lost: next() may be called again."])
     return "\n".join([head, *work])
 

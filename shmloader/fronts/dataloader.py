@@ -20,6 +20,7 @@ from torch.utils.data import (
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
+from shmloader.fronts.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
     DEVICE_PREFETCH,
@@ -29,6 +30,7 @@ from shmloader.options import (
     check_last_batch,
     check_max_failures,
     check_on_error,
+    check_thread_pool,
     check_worker_restarts,
     lend_limit,
     parse_size,
@@ -107,6 +109,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             "rollover" puts them first in the next epoch. These are taken over when an epoch is
             complete: one that is left early neither loses nor repeats what it began with. Not
             together with ``drop_last`` or ``batch_sampler``.
+        thread_pool: Whether workers are threads of this process, for map-style datasets that wait,
+            or let go of the interpreter, and are safe to use from several threads. Nothing is
+            copied, ``get_worker_info()`` is None, and no random stream is seeded: the threads use
+            this process's. Not with ``multiprocessing_context``, ``shm_size``, ``worker_restarts``.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all
@@ -146,7 +152,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         on_error: OnError = "raise",
         max_failures: int | Fraction | None = None,
         last_batch: LastBatch | None = None,
+        thread_pool: bool = False,
     ) -> None:
+        self.thread_pool = thread_pool  # torch's constructor warns of too many processes
         check_last_batch(
             last_batch,
             batch_size,
@@ -199,6 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
         self.on_error = on_error
         self.max_failures = max_failures
+        self._check_thread_pool()
         self.failures = FailureList()
         self.last_batch = last_batch
         if last_batch == "rollover":
@@ -212,11 +221,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _get_iterator(self) -> Any:
         """An iterator over a new epoch; torch's ``__iter__`` calls it."""
+        self._check_thread_pool()  # attributes may have been set since
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             # torch's own, for its graph of data pipes.
             return super()._get_iterator()
         if self.num_workers == 0:
             iterator: Any = InProcessIterator(self, self._options())
+        elif self.thread_pool:
+            iterator = ThreadIterator(self, self._options())
         elif not is_supported():
             ours = {
                 "shm_size": self.shm_size,
@@ -236,6 +248,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             iterator = WorkerIterator(self, self._options())
         self._open_iterators.add(iterator)
         return iterator
+
+    def _check_thread_pool(self) -> None:
+        given = {
+            "multiprocessing_context": self.multiprocessing_context is not None,
+            "shm_size": self.shm_size is not None,
+            "worker_restarts": bool(self.worker_restarts),
+        }
+        is_iterable = isinstance(self.dataset, IterableDataset | MapDataPipe)
+        check_thread_pool(self.thread_pool, self.num_workers, is_iterable=is_iterable, given=given)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does; threads may be many."""
+        if not self.thread_pool:
+            super().check_worker_number_rationality()
 
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False

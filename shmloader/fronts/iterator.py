@@ -4,6 +4,7 @@ Both derive from torch's, which reads the loader, warns, draws the base seed and
 yielded; so the main process's random streams are used as torch uses them.
 """
 
+import abc
 import contextlib
 import functools
 import weakref
@@ -21,6 +22,7 @@ from torch.utils.data.dataloader import (
 )
 
 from shmloader.engine.arena import Arena, PageLocker
+from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.wording import describe_indices
@@ -43,7 +45,7 @@ from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 
 
-def _plan_and_watch(
+def plan_and_watch(
     iterator: _BaseDataLoaderIter, loader: Any
 ) -> tuple[FetchPlan, FailureWatch | None]:
     """How an iterator of this loader makes batches, and who notes the samples that fail."""
@@ -77,7 +79,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._progress = loader._progress
         self._is_closed = False
         self._closed_because = ""
-        plan, self._watch = _plan_and_watch(self, loader)
+        plan, self._watch = plan_and_watch(self, loader)
         if self._watch is not None or plan.may_shard:
             self._dataset_fetcher = plan.make_fetcher(
                 self._dataset, self._collate_fn, loader.on_error
@@ -223,80 +225,42 @@ def _device_stage(device: object, options: Options) -> tuple[Stage | None, PageL
     return DevicesStage(backends, ahead, transform), locker
 
 
-class WorkerIterator(_BaseDataLoaderIter):
-    """Batches out of worker processes, through shared memory.
+class EngineIterator(_BaseDataLoaderIter):
+    """Batches out of an engine; a subclass says what its workers are.
 
-    Used from one thread at a time. Dropped or garbage, it ends its workers and frees its memory,
-    but for what lies under batches that the user holds.
+    Used from one thread at a time. Dropped or garbage, it ends its workers.
     """
+
+    _pool: Any
+    _engine: EngineBase
 
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
         super().__init__(loader)
         self._progress = loader._progress
-        worker_count, prefetch_factor = loader.num_workers, loader.prefetch_factor
-        if prefetch_factor <= 0:
+        if loader.prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         stage, locker = _device_stage(loader.device, options)
         # Without a device (or "cpu") it runs here.
         self._transform = _transform_here(options) if stage is None else _no_transform
-        has_device = stage is not None
         if stage is None and self._pin_memory:
             index = torch.accelerator.current_device_index()
             stage = PinStage(self._pin_memory_device, index)
-        window = options.window or worker_count * prefetch_factor
-        lent = lend_limit(has_device=has_device, device_prefetch=options.device_prefetch)
-        if options.shm_bytes is None:
-            slot_bytes = uncapped_slot_bytes()
-        else:
-            slot_bytes = slot_share(options.shm_bytes, window + lent)
-        root = Path(options.root)
-        demand = Demand(
-            worker_count,
-            prefetch_factor,
-            lent,
-            _count_batches(self._index_sampler),
-            free_memory(root, control_groups(root)),
-            options.root,
-            options.window,
-        )
-        plan, watch = _plan_and_watch(self, loader)
-        self._pool = ProcessPool(
-            loader.multiprocessing_context,
-            worker_count,
-            (loader.dataset, loader.collate_fn, loader.worker_init_fn, loader.on_error),
-            plan,
-            int(self._base_seed),
-            demand,
-            may_replace=options.worker_restarts > 0,
-        )
+        window = options.window or loader.num_workers * loader.prefetch_factor
         try:
-            self._engine = Engine(
-                self._pool,
-                worker_count=worker_count,
-                window=window,
-                lend_limit=lent,
-                slot_bytes=slot_bytes,
-                in_order=loader.in_order,
-                timeout_s=loader.timeout,
-                worker_restarts=options.worker_restarts,
-                is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-                locker=locker,
-                demand=demand,
-                watch=watch,
-            )
-            # Ends the workers when the iterator is garbage. At the interpreter's exit the pool
-            # does. It must not hold the sampler, which may hold the loader and us; an engine does,
+            self._open(loader, options, window, locker)
+            # Ends the workers when the iterator is garbage. At the interpreter's exit others do.
+            # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
-            self._source: Engine | StageThread = self._engine
+            self._source: EngineBase | StageThread = self._engine
             if stage is None:
-                end = functools.partial(_end, self._pool, self._engine.arena)
+                end = self._make_end()
             else:
                 self._pool.enable_wake()
                 self._source = StageThread(self._engine, stage, window, loader.timeout)
-                end = functools.partial(self._source.running.end)
+                end = self._source.running.end
             self._finalizer = weakref.finalize(self, end)
             self._finalizer.atexit = False
             self._next_batch: Callable[[], Any] = self._source.next_batch
@@ -308,8 +272,17 @@ class WorkerIterator(_BaseDataLoaderIter):
         except BaseException:
             if hasattr(self, "_finalizer"):
                 self.close()
-            self._pool.close()  # a Ctrl-C may come before anybody else knows of the workers
+            if hasattr(self, "_pool"):
+                self._pool.close()  # a Ctrl-C may come before anybody else knows of the workers
             raise
+
+    @abc.abstractmethod
+    def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
+        """Start the workers, ``_pool``, and make their ``_engine``."""
+
+    @abc.abstractmethod
+    def _make_end(self) -> Callable[[], None]:
+        """What is left to do when this is garbage; holds neither this nor the engine."""
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
@@ -343,13 +316,13 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._num_yielded += 1
             if FAULTS is not None:
                 FAULTS.reach("main.return")
+            return batch
         except Exception:
             raise
         except BaseException:
             if self._source.has_delivered:
                 self.close()  # a Ctrl-C: to go on would be to leave out a batch
             raise
-        return batch
 
     def close(self) -> None:
         """End the workers and free the memory; may be called again."""
@@ -363,11 +336,65 @@ class WorkerIterator(_BaseDataLoaderIter):
         """Whether its workers were ended: by ``close``, the end, a death, many failures."""
         return self._engine.is_closed
 
+    def _shutdown_workers(self) -> None:
+        """torch's name for :meth:`close`."""
+        self.close()
+
+
+class WorkerIterator(EngineIterator):
+    """Batches out of worker processes, through shared memory.
+
+    Ended, it frees its memory, but for what lies under batches that the user holds.
+    """
+
+    _pool: ProcessPool
+    _engine: Engine
+
+    def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
+        lent = lend_limit(has_device=locker is not None, device_prefetch=options.device_prefetch)
+        if options.shm_bytes is None:
+            slot_bytes = uncapped_slot_bytes()
+        else:
+            slot_bytes = slot_share(options.shm_bytes, window + lent)
+        root = Path(options.root)
+        demand = Demand(
+            loader.num_workers,
+            loader.prefetch_factor,
+            lent,
+            _count_batches(self._index_sampler),
+            free_memory(root, control_groups(root)),
+            options.root,
+            options.window,
+        )
+        plan, watch = plan_and_watch(self, loader)
+        self._pool = ProcessPool(
+            loader.multiprocessing_context,
+            loader.num_workers,
+            (loader.dataset, loader.collate_fn, loader.worker_init_fn, loader.on_error),
+            plan,
+            int(self._base_seed),
+            demand,
+            may_replace=options.worker_restarts > 0,
+        )
+        self._engine = Engine(
+            self._pool,
+            worker_count=loader.num_workers,
+            window=window,
+            lend_limit=lent,
+            slot_bytes=slot_bytes,
+            in_order=loader.in_order,
+            timeout_s=loader.timeout,
+            worker_restarts=options.worker_restarts,
+            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            locker=locker,
+            demand=demand,
+            watch=watch,
+        )
+
+    def _make_end(self) -> Callable[[], None]:
+        return functools.partial(_end, self._pool, self._engine.arena)
+
     @property
     def _workers(self) -> list[Any]:
         """The worker processes; read by tools that know torch's iterator."""
         return self._pool.processes
-
-    def _shutdown_workers(self) -> None:
-        """torch's name for :meth:`close`."""
-        self.close()

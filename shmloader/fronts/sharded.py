@@ -116,8 +116,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 "generator option can not be given for more than one rank, since their orders "
                 f"could not agree (world_size={ranks[1]}); seed= chooses the order"
             )
-        if thread_pool:
-            options["thread_pool"] = True
         self.devices = devices
         super().__init__(
             dataset,
@@ -129,6 +127,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             collate_fn or batchify_fn,
             pin_memory,
             generator=generator,
+            thread_pool=thread_pool,
             **options,
         )
         self.num_shards = num_shards

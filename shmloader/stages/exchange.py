@@ -7,10 +7,11 @@ anywhere: on either thread, even inside of these lines.
 import collections
 import contextlib
 import enum
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from shmloader.workers.bell import Bell
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +38,6 @@ class Wish(enum.Enum):
     """What the engine's thread asks for without waiting."""
 
     TICKET = enum.auto()
-
-
-class Bell:
-    """One thread waits, others ring. Rung before, it need not wait."""
-
-    def __init__(self) -> None:
-        self._silence = threading.Lock()
-        self._silence.acquire()
-
-    def ring(self) -> None:
-        """Have the one that waits go on; from any thread."""
-        try:  # noqa: SIM105 - once or twice a batch
-            self._silence.release()
-        except RuntimeError:
-            pass  # it rings already
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it has rung, or for a time."""
-        if timeout_s is None:
-            self._silence.acquire()
-        else:
-            self._silence.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
 
 
 class Call:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
-from shmloader.engine.engine import Engine
+from shmloader.engine.base import EngineBase
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
@@ -67,7 +67,7 @@ def _explained(error: StopIteration) -> RuntimeError:
 class _Thread(Parkable):
     """One epoch's thread. Holds no sampler, which may hold the loader, whose end must end us."""
 
-    def __init__(self, engine: Engine, stage: Stage) -> None:
+    def __init__(self, engine: EngineBase, stage: Stage) -> None:
         super().__init__()
         self._engine = engine
         self._stage = stage
@@ -187,7 +187,7 @@ class _Thread(Parkable):
         call.raise_error()
 
 
-def end(engine: Engine, stage: Stage) -> None:
+def end(engine: EngineBase, stage: Stage) -> None:
     """Close a stage, then its engine, whose slots the stage may read."""
     try:
         stage.close()
@@ -206,7 +206,7 @@ class Running:
         stage: What follows.
     """
 
-    def __init__(self, engine: Engine, stage: Stage) -> None:
+    def __init__(self, engine: EngineBase, stage: Stage) -> None:
         self._engine = engine
         self._stage = stage
         self.pid = os.getpid()
@@ -270,7 +270,7 @@ class StageThread:
         running: What must be ended; holds neither this object nor the sampler.
     """
 
-    def __init__(self, engine: Engine, stage: Stage, window: int, timeout_s: float) -> None:
+    def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
         self.running = Running(engine, stage)
         self._engine = engine
         self._stage = stage
@@ -281,7 +281,7 @@ class StageThread:
         self._tickets_out = 0
         # Whether an interruption now may lose a batch, or a ticket.
         self._is_taking = False
-        #: As :attr:`Engine.has_delivered`.
+        #: As :attr:`EngineBase.has_delivered`.
         self.has_delivered = False
 
     def start(self, tickets: Iterator[object]) -> None:
@@ -301,14 +301,15 @@ class StageThread:
                 raise
 
     def restart(self, tickets: Iterator[object]) -> None:
-        """Begin a further epoch with the same workers; see :meth:`Engine.restart`."""
+        """Begin a further epoch with the same workers; see :meth:`EngineBase.restart`."""
+        self._check_process()
         self.running.end_epoch()
         self._stage.close()
         self._engine.restart(iter(()))
         self.start(tickets)
 
     def next_batch(self) -> object:
-        """The next batch; see :meth:`Engine.next_batch`."""
+        """The next batch; see :meth:`EngineBase.next_batch`."""
         thread = self.running.thread
         if thread is None:
             self._engine.check_open()
@@ -374,14 +375,17 @@ class StageThread:
             # Looked at after each ring: by now the one who closes may have done all there is to do.
             if thread.is_stopping:
                 raise ClosedLoaderError("the iterator is closed")
-            if os.getpid() != self.running.pid:
-                raise ClosedLoaderError("the iterator belongs to the process that made it")
+            self._check_process()
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 self._raise_late(results)
             else:
                 results.wait(left)
         return result
+
+    def _check_process(self) -> None:
+        if os.getpid() != self.running.pid:
+            raise ClosedLoaderError("the iterator belongs to the process that made it")
 
     def _raise_late(self, results: Results) -> None:
         """Raise that no batch has come in time; unless one has, while workers were asked."""

@@ -31,7 +31,8 @@ _LINE = struct.Struct("=5q")
 _LINE_BYTES = 64
 
 #: Asks a worker for its stack. Python, torch and their libraries leave real-time signals alone.
-STACK_SIGNAL = signal.SIGRTMIN + 13
+#: A system that has none has no worker processes of ours either.
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 
 # A stack comes in many small writes: it is whole when nothing more comes for so long.
 _QUIET_MS = 20

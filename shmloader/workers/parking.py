@@ -5,7 +5,8 @@ or the GPU's driver just then leaves their locks held for ever in the child. So 
 ours registers here, and waits at a point where it holds none for as long as a worker is forked.
 
 At the interpreter's exit they stand still for good: a daemon thread that wants the GIL then is
-ended wherever it is, inside torch's C++ as well, which aborts the process.
+ended wherever it is, inside torch's C++ as well, which aborts the process. Threads that run the
+user's code (:mod:`shmloader.workers.threads`) are among those; only a fork does not wait for them.
 """
 
 import contextlib
@@ -55,7 +56,13 @@ class Parkable:
 
     While it waits for what another thread of this process gives, it says so by
     :meth:`resting`: then it need not be waited for.
+
+    Attributes:
+        parks_for_forks: Whether it stands still while this process forks, too, and not at the
+            interpreter's exit alone.
     """
+
+    parks_for_forks = True
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -115,7 +122,7 @@ class Parkable:
         self.wake()
 
     def wake(self) -> None:
-        """Get the thread out of a wait for something else; for subclasses."""
+        """Get the thread out of what it is at, or waits for; for subclasses."""
 
     def await_still(self, deadline: float) -> None:
         """Wait until the thread stands still, or until ``deadline``."""
@@ -142,7 +149,11 @@ def all_parked() -> Iterator[None]:
     with _Parkables.lock:
         was_unwilling = ident in _Parkables.unwilling
         _Parkables.unwilling.add(ident)
-        parked = [thread for thread in _Parkables.live if thread._ident != ident]
+        parked = [
+            thread
+            for thread in _Parkables.live
+            if thread.parks_for_forks and thread._ident != ident
+        ]
         try:
             _ask(parked)
             yield
@@ -160,6 +171,11 @@ def may_wait_here() -> bool:
     The garbage collector may have us called anywhere.
     """
     return threading.get_ident() not in _Parkables.unwilling
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter ends: threads of ours stand still for good."""
+    return _Parkables.is_exiting
 
 
 def _ask(threads: list[Parkable]) -> None:

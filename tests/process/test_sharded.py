@@ -188,6 +188,51 @@ def test_workers_started_afresh_make_the_same_steps(method) -> None:
     assert values(loader) == expected
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_threads_make_the_same_steps(shards) -> None:
+    options: dict[str, Any] = {"num_shards": shards, "shuffle": True, "rank": 1, "world_size": 2}
+    expected = steps_of(ShardedDataLoader(Calls(sample, 40), 3, **options))
+    loader = ShardedDataLoader(
+        Calls(sample, 40), 3, num_workers=3, prefetch=4, thread_pool=True, **options
+    )
+    assert loader.thread_pool is True
+    assert steps_of(loader) == expected
+
+
+@pytest.mark.parametrize("devices", [["sim", "sim"], ["sim", "cpu"], ["cpu", "cpu"]], ids=" ".join)
+def test_steps_of_threads_arrive_on_their_devices(devices, sim) -> None:
+    loader = ShardedDataLoader(
+        Calls(sample, 24), 2, devices=devices, num_workers=2, thread_pool=True
+    )
+    seen: list[int] = []
+    for step in loader:
+        for batch, device in zip(step, devices, strict=True):
+            seen += numbers(sim.to_host(batch) if device == "sim" else batch)
+    assert seen == [*range(24)]
+
+
+def test_threads_replace_bad_samples_shard_by_shard() -> None:
+    def failing(index: int) -> int:
+        if index in (1, 6):
+            raise ValueError(f"bad {index}")
+        return index
+
+    loader = ShardedDataLoader(
+        Calls(failing, 12), 2, num_shards=3, num_workers=2, on_error="skip", thread_pool=True
+    )
+    assert values(loader) == [[[0, 0], [2, 3], [4, 5]], [[7, 7], [8, 9], [10, 11]]]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_rollover_with_threads_is_the_same(kind) -> None:
+    loader = kind(torch.arange(10), 3, last_batch="rollover", num_workers=2, thread_pool=True)
+    assert [values(loader) for _ in range(2)] == [
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
+        [[9, 0, 1], [2, 3, 4], [5, 6, 7]],
+    ]
+    assert len(loader) == 4
+
+
 # ---------------------------------------------------------------- ranks and epochs
 
 

@@ -13,6 +13,7 @@ from shmloader.options import (
     Options,
     check_max_failures,
     check_on_error,
+    check_thread_pool,
     parse_size,
     slot_share,
 )
@@ -167,3 +168,25 @@ def test_a_limit_of_failures_makes_no_sense_where_the_first_one_raises(most):
     check_max_failures(None, "raise")
     with pytest.raises(ValueError, match="on_error='raise' the first one raises"):
         check_max_failures(most, "raise")
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize("is_iterable", [False, True])
+def test_without_threads_nothing_is_asked_of_the_other_options(num_workers, is_iterable):
+    check_thread_pool(False, num_workers, is_iterable=is_iterable, given={"shm_size": True})
+
+
+def test_what_threads_have_no_use_for_is_named():
+    given = {"multiprocessing_context": True, "shm_size": False, "worker_restarts": True}
+    text = "thread_pool=True has no use for multiprocessing_context, worker_restarts: workers are"
+    with pytest.raises(ValueError, match=text):
+        check_thread_pool(True, 1, is_iterable=False, given=given)
+    check_thread_pool(True, 1, is_iterable=False, given=dict.fromkeys(given, False))
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes", "", [], 1.0])
+def test_whether_workers_are_threads_is_a_bool(value):
+    text = f"thread_pool option should be a bool, but got thread_pool={value!r}"
+    with pytest.raises(TypeError) as caught:
+        check_thread_pool(value, 1, is_iterable=False, given={})
+    assert str(caught.value) == text

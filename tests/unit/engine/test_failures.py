@@ -151,6 +151,16 @@ def test_an_error_is_as_the_loader_would_raise_it_and_holds_no_frame():
     assert (error.__traceback__, error.__context__, error.__cause__) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("who", "text"),
+    [((), "This process"), ((1, 99), "Worker 1 (pid 99)"), ((1, None), "Worker thread 1")],
+)
+def test_an_error_s_note_says_whose_it_is(who, text):
+    listed = FailureList()
+    make_watch(listed).note(report(4, 17), "batch 3", *who)
+    assert listed[0].error.__notes__ == [f"{text} was loading index 17 of batch 3."]
+
+
 def test_an_error_noted_while_another_is_handled_does_not_hold_that():
     class Held(Exception):  # noqa: N818 - what matters is who holds it
         pass

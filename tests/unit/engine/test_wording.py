@@ -9,10 +9,12 @@ from shmloader.engine.wording import (
     describe_death,
     describe_end,
     describe_indices,
+    describe_loading,
     describe_restart,
     describe_ticket,
     describe_timeout,
     describe_work,
+    describe_worker,
 )
 from shmloader.workers.board import AtWork, Phase
 
@@ -104,6 +106,25 @@ def test_a_timeout_names_time_batch_and_worker():
     assert describe_timeout(0.25, [], []).startswith("DataLoader timed out after 0.25 seconds. No")
 
 
+def test_a_timeout_names_a_thread_and_a_ticket_that_no_thread_has():
+    taken, waiting = Ticket(41, 0, 0, [7]), Ticket(42, None, 0, 8)
+    assert describe_timeout(5.0, [(taken, None), (waiting, None)], []) == (
+        "DataLoader timed out after 5 seconds. "
+        "Batch 41 (indices 7) is with worker thread 0. "
+        "Batch 42 (index 8) waits for a worker. "
+        "No batch is lost: next() may be called again."
+    )
+
+
+def test_a_worker_is_told_by_its_process_or_as_a_thread():
+    assert describe_worker(3, 812) == "worker 3 (pid 812)"
+    assert describe_worker(3, None) == "worker thread 3"
+    ticket = Ticket(41, 3, 0, [7])
+    told = "was loading batch 41 (indices 7)."
+    assert describe_loading(ticket, 812) == f"Worker 3 (pid 812) {told}"
+    assert describe_loading(ticket, None) == f"Worker thread 3 {told}"
+
+
 STACK = """  File "/data/set.py", line 7 in decode
   File "/data/set.py", line 3 in __getitem__
   File "/lib/shmloader/workers/child.py", line 300 in _load"""
@@ -143,6 +164,18 @@ STACK = """  File "/data/set.py", line 7 in decode
 )
 def test_what_a_worker_is_at(at_work, ticket, text):
     assert describe_work(3, 812, at_work, ticket) == text
+
+
+@pytest.mark.parametrize("module", ["child", "threads", "thread_task"])
+def test_a_stack_ends_where_ours_begins(module):
+    stack = (
+        f'  File "set.py", line 7 in decode\n  File "/lib/shmloader/workers/{module}.py", line 3'
+    )
+    text = describe_work(3, None, AtWork(Phase.LOADING, 0, 41, 4.81, stack), None)
+    assert text == (
+        "Worker thread 3 has been loading batch 41 for 4.8 s, the innermost call first:\n"
+        '  File "set.py", line 7 in decode'
+    )
 
 
 def test_a_deep_stack_is_cut():

@@ -125,6 +125,28 @@ def test_one_that_does_not_come_to_a_pause_is_waited_for_for_a_time(monkeypatch)
     stubborn.end()
 
 
+def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypatch) -> None:
+    class Loader(Counter):
+        parks_for_forks = False
+
+    loader = Loader()
+    while not loader.count:
+        time.sleep(0)
+    with all_parked():
+        before = loader.count
+        deadline = time.monotonic() + 10
+        while loader.count == before:
+            assert time.monotonic() < deadline
+            time.sleep(0)
+    monkeypatch.setattr(parking._Parkables, "is_exiting", False)
+    assert not parking.is_exiting()
+    parking._stand_still_for_good()
+    assert parking.is_exiting()
+    assert loader.stands_for_good
+    loader.release()
+    loader.end()
+
+
 def test_one_of_ours_that_forks_does_not_wait_for_itself() -> None:
     took = []
 

@@ -1,0 +1,228 @@
+"""What both engines have: where their tickets come from, who calls them, how they end."""
+
+import abc
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from shmloader.engine.inbox import Inbox
+from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+
+
+def _do_nothing() -> None:
+    """Where no other thread has anything to say."""
+
+
+def _do_it(function: Callable[[], None]) -> None:
+    function()
+
+
+class EngineBase(abc.ABC):
+    """Batches of one iterator, epoch after epoch.
+
+    Runs on the thread that calls ``next_batch``: the user's, or one of
+    :mod:`shmloader.stages.thread`.
+
+    Attributes:
+        has_delivered: Whether the last call of ``next_batch`` came to its end: what interrupts the
+            caller afterwards loses a batch.
+
+    Args:
+        window: Most tickets in flight.
+        timeout_s: Longest wait for a batch; 0 for ever.
+    """
+
+    def __init__(self, *, window: int, timeout_s: float) -> None:
+        self._window = window
+        self._timeout_s = timeout_s
+        self._draw: Callable[[], object] = iter(()).__next__
+        # The text alone: the error's traceback holds us.
+        self._closed_because = ""
+        self._is_closed = False
+        self.has_delivered = False
+        # Whether we are between two things that belong together: a message is taken and noted,
+        # indices are drawn and sent.
+        self._is_amid = False
+        # Whether a ticket has left the window, and its batch has not reached our caller.
+        self._is_handing_over = False
+        # Of an engine with a thread of its own.
+        self._inbox: Inbox | None = None
+        self._pause: Callable[[], None] = _do_nothing
+        self._have_done: Callable[[Callable[[], None]], None] = _do_it
+
+    # Epochs ------------------------------------------------------------------------------
+
+    def start(self, tickets: Iterator[object]) -> None:
+        """Begin the first epoch.
+
+        Args:
+            tickets: The sampler's index batches; drawn on the thread that calls us.
+        """
+        self._draw = tickets.__next__
+        self._prime()
+
+    @abc.abstractmethod
+    def restart(self, tickets: Iterator[object]) -> None:
+        """Begin a further epoch with the same workers."""
+
+    def _prime(self) -> None:
+        for _ in range(self._window):
+            self._offer()
+
+    def attach(
+        self,
+        inbox: Inbox,
+        pause: Callable[[], None],
+        have_done: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Belong to a thread of its own until :meth:`detach`.
+
+        Args:
+            inbox: Where tickets come from, in place of ``start``'s.
+            pause: Called between two steps, where no lock is held; may raise.
+            have_done: Has the user's thread do something.
+        """
+        self._inbox, self._draw = inbox, inbox.__next__
+        self._pause, self._have_done = pause, have_done
+
+    def detach(self) -> None:
+        """Belong to the user's thread again."""
+        self._inbox, self._draw = None, iter(()).__next__
+        self._pause, self._have_done = _do_nothing, _do_it
+
+    def take_tickets(self) -> None:
+        """Send what has been drawn by the user's thread to workers."""
+        for indices in self._inbox or ():
+            self._offer_indices(indices)
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Get the engine's thread out of its wait; from any thread."""
+
+    # One batch ---------------------------------------------------------------------------
+
+    def next_batch(self) -> object:
+        """The next batch.
+
+        Raises:
+            StopIteration: At the end of the epoch.
+            WorkerDiedError: If the worker that had it is dead. The engine is closed then.
+            TooManyFailures: If too many samples failed. The engine is closed then.
+            LoaderTimeoutError: If it did not come in time; nothing is lost.
+            ClosedLoaderError: After ``close()``.
+            Exception: The user's own, from the dataset or collate; the batch is lost, the next
+                call gives the next one.
+        """
+        self.check_open()
+        self.has_delivered = False
+        try:
+            batch = self._next_batch()
+            self.has_delivered = True
+            return batch
+        except BaseException as error:
+            if self._is_closed_elsewhere(error):
+                raise ClosedLoaderError("the iterator was closed meanwhile") from error
+            # A Ctrl-C, or what a signal handler raised, may come between two things that belong
+            # together, and to go on would be to leave out a batch. While we only waited, nothing
+            # is lost.
+            is_interrupt = not isinstance(error, Exception)
+            if (self._is_amid and not self._has_only_waited) or (
+                self._is_handing_over and is_interrupt
+            ):
+                self.close()
+            if isinstance(error, KeyboardInterrupt):
+                # Without what was being handled just then, which is nothing to the user.
+                raise error from None
+            raise
+        finally:
+            self._is_amid = self._is_handing_over = False
+
+    @abc.abstractmethod
+    def _next_batch(self) -> object:
+        """The same, with ``_is_amid`` and ``_is_handing_over`` kept up to date."""
+
+    @property
+    def _has_only_waited(self) -> bool:
+        """Whether nothing had been taken, though we were amid something."""
+        return False
+
+    def _is_closed_elsewhere(self, error: BaseException) -> bool:
+        """Whether this came of another thread, which has closed what we were looking at."""
+        return (
+            self._is_closed
+            and not self._closed_because
+            and isinstance(error, Exception)
+            and not isinstance(error, ClosedLoaderError | StopIteration)
+        )
+
+    def _deadline(self) -> float | None:
+        return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
+
+    @abc.abstractmethod
+    def late(self) -> LoaderTimeoutError:
+        """What is to be raised when a batch has not come in time. From any thread."""
+
+    # Tickets out -------------------------------------------------------------------------
+
+    def _offer(self) -> None:
+        """Draw one index batch and send it to a worker."""
+        was_amid, self._is_amid = self._is_amid, True
+        try:
+            indices = self._draw()
+        except Exception as error:
+            self._is_amid = was_amid
+            if isinstance(error, StopIteration):
+                return
+            raise  # of the user's sampler, which may go on
+        self._offer_indices(indices)
+        self._is_amid = was_amid
+
+    @abc.abstractmethod
+    def _offer_indices(self, indices: object) -> None:
+        """Send an index batch to a worker."""
+
+    def _replace_ticket(self) -> None:
+        """Offer a ticket in place of one that gives the user nothing."""
+        if self._inbox is None:
+            self._offer()
+        else:
+            self._inbox.ask()
+
+    def _awaits_tickets(self) -> bool:
+        """Whether the user's thread may still give one that a worker takes."""
+        inbox = self._inbox
+        return inbox is not None and not inbox.is_ended and self._takes_tickets
+
+    @property
+    def _takes_tickets(self) -> bool:
+        """Whether any worker does."""
+        return True
+
+    # Ends --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the workers and let go of all memory. May be called again, and from any thread."""
+
+    @abc.abstractmethod
+    def end_workers(self) -> None:
+        """End the workers alone, where another thread looks at batches; from any thread."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed: by the user, a worker's death, or too many failures."""
+        return self._is_closed
+
+    def check_open(self) -> None:
+        """Raise ClosedLoaderError if it is closed."""
+        if self._is_closed:
+            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Close, and raise."""
+        self._closed_because = f" since: {error}"
+        self.close()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and would wait for the garbage collector

@@ -1,0 +1,41 @@
+"""The iterator of a loader whose workers are threads (``thread_pool=True``)."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.engine.arena import PageLocker
+from shmloader.engine.threaded import ThreadedEngine
+from shmloader.fronts.iterator import EngineIterator, plan_and_watch
+from shmloader.options import Options
+from shmloader.workers.thread_task import Recipe
+from shmloader.workers.threads import ThreadPool
+
+
+class ThreadIterator(EngineIterator):
+    """Batches out of threads of this process; nothing is shared, nothing copied."""
+
+    _pool: ThreadPool
+    _engine: ThreadedEngine
+
+    def _open(
+        self,
+        loader: Any,
+        options: Options,  # noqa: ARG002 - those are about memory and processes
+        window: int,
+        locker: PageLocker | None,  # noqa: ARG002 - there are no slots to be locked
+    ) -> None:
+        plan, watch = plan_and_watch(self, loader)
+        self._recipe = Recipe(plan, loader.dataset, loader.collate_fn, loader.on_error)
+        self._pool = ThreadPool(loader.num_workers, loader.worker_init_fn)
+        self._engine = ThreadedEngine(
+            self._pool,
+            weakref.ref(self._recipe),
+            window=window,
+            in_order=loader.in_order,
+            timeout_s=loader.timeout,
+            watch=watch,
+        )
+
+    def _make_end(self) -> Callable[[], None]:
+        return self._pool.close

@@ -1,0 +1,110 @@
+"""What a thread is given to load, how it does, and what comes of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shmloader.workers.bad_samples import SampleReport
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
+from shmloader.workers.remote_error import RemoteError
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Recipe:
+    """How batches are made. Goes with each task, until that is done.
+
+    All of it may hold the loader, whose end must end the threads: so no thread that waits holds it.
+    """
+
+    plan: FetchPlan
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    on_error: OnError
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadAnswer:
+    """What came of a task.
+
+    Attributes:
+        batch: The batch, if there is one.
+        error: What was raised, if anything was.
+        is_empty: Whether all samples failed and are skipped.
+        report: What became of the samples, where that is counted.
+    """
+
+    batch: Any = None
+    error: RemoteError | None = None
+    is_empty: bool = False
+    report: SampleReport | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ThreadTask:
+    """A ticket, as a thread gets it.
+
+    Attributes:
+        seq: Its number in the epoch.
+        epoch: Number of the epoch.
+        indices: What the sampler gave.
+        recipe: How the batch is made; None when it is.
+        worker_id: The thread that has taken it; None until then.
+        answer: What came of it; None until then. Set by that thread.
+        is_dropped: Nobody wants its batch any more.
+    """
+
+    seq: int
+    epoch: int
+    indices: object
+    recipe: Recipe | None
+    worker_id: int | None = None
+    answer: ThreadAnswer | None = None
+    is_dropped: bool = False
+
+
+class _Dropped(BaseException):
+    """Ends the loading of a batch that nobody wants."""
+
+
+class _Samples:
+    """A task's dataset, as long as somebody wants the batch."""
+
+    def __init__(self, task: ThreadTask, dataset: Any) -> None:
+        self._task = task
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._task.is_dropped:
+            raise _Dropped
+        return self._dataset[index]
+
+    @property
+    def __getitems__(self) -> Any:
+        """The dataset's own, if it has one."""
+        return getattr(self._dataset, "__getitems__", None)
+
+
+def load(task: ThreadTask, recipe: Recipe, where: str) -> ThreadAnswer | None:
+    """Make a task's batch.
+
+    Args:
+        task: It.
+        recipe: Its recipe.
+        where: Where this runs, as the texts of failures have it.
+
+    Returns:
+        What came of it; None if it was dropped meanwhile.
+    """
+    samples = _Samples(task, recipe.dataset)
+    fetcher = recipe.plan.make_fetcher(samples, recipe.collate_fn, recipe.on_error, where)
+    batch, error, is_empty = None, None, False
+    try:
+        batch = fetcher.fetch(task.indices)
+    except _Dropped:
+        return None
+    except EmptyBatchError:
+        is_empty = True
+    except BaseException:  # noqa: BLE001 - handed on
+        error = RemoteError.caught(where)
+    report = fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
+    return ThreadAnswer(batch, error, is_empty, report)

@@ -1,0 +1,278 @@
+"""Workers that are threads of this process: for datasets that wait, or let go of the interpreter.
+
+::
+
+    engine's thread                                a worker thread
+    ───────────────                                ───────────────
+    ThreadTask ── the queue, oldest first ───────▶ samples = dataset[i] …, collate
+    task.answer ◀── set, and the bell is rung ──── an answer: the batch, or what was raised
+
+Nothing is copied, and nothing but the queue is shared: a task's answer is set once, by the thread
+that took the task. A task brings all that it takes to make its batch, so a thread that waits holds
+neither the dataset nor a batch.
+
+Guarantees:
+    * Between two samples a thread looks at whether anybody still wants its batch, and leaves it if
+      not. So ``close`` waits for one sample (or one ``__getitems__``, or one collate).
+    * A thread that stays in the user's code for longer is left behind: it ends when it comes out,
+      and what it has made is dropped. It keeps neither the caller nor the interpreter.
+    * At the interpreter's exit all threads are asked to stand still for good, and waited for
+      for a time (:mod:`shmloader.workers.parking`).
+
+These threads do not stand still while the process forks elsewhere. They run the user's code, where
+nobody can stop them, and to wait for a slow sample would cost each start of a worker seconds; of
+what is ours they hold nothing then that a child would use. So a lock of the user's code, or of a
+library that it calls, may be held for ever in a child that is forked meanwhile, as with any other
+thread of the user's.
+"""
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shmloader.errors import ClosedLoaderError
+from shmloader.workers.bell import Bell
+from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.finishing import finish
+from shmloader.workers.parking import Parkable, is_exiting, may_wait_here
+from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.thread_task import ThreadAnswer, ThreadTask, load
+
+# How long close() waits for the threads: they may be in a sample.
+_JOIN_S = 5.0
+
+
+class _Post:
+    """What the threads and the engine's share.
+
+    Attributes:
+        tasks: Those to be taken; None for a thread that is to end.
+        bell: Rung for each answer.
+        is_closed: Whether nothing is to be loaded any more.
+    """
+
+    def __init__(self) -> None:
+        # Written in C: it may be put into by the garbage collector, whatever it interrupts.
+        self.tasks: queue.SimpleQueue[ThreadTask | None] = queue.SimpleQueue()
+        self.bell = Bell()
+        self.is_closed = False
+
+
+class _Worker(Parkable):
+    """One thread."""
+
+    parks_for_forks = False
+
+    def __init__(self, worker_id: int, post: _Post, init_fn: Callable[[int], Any] | None) -> None:
+        super().__init__()
+        self._worker_id = worker_id
+        self._init_fn = init_fn
+        self._where = f"in DataLoader worker thread {worker_id}"
+        self._post = post
+        # Where worker_init_fn failed: the answer to each task.
+        self._init_answer: ThreadAnswer | None = None
+        # Read by others: what it is at, and since when.
+        self._at_work: tuple[Phase, ThreadTask | None, float] = (
+            Phase.STARTING, None, time.monotonic(),
+        )  # fmt: skip
+        self.has_begun = Bell()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. On the user's."""
+        name = f"shmloader_{self._worker_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def drop(self) -> None:
+        """Have it leave the batch that it is loading, after the sample. From any thread."""
+        task = self._at_work[1]
+        if task is not None:
+            task.is_dropped = True
+
+    def wake(self) -> None:
+        """At the interpreter's exit."""
+        self.drop()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for the thread's end, but not where it stands still for good."""
+        thread = self._thread
+        if thread is None or thread.ident is None or self.stands_for_good:
+            return
+        # Not join() alone: interrupted, it takes the thread for one that has ended (Python 3.11).
+        if self._is_over.wait(timeout_s):
+            thread.join()
+
+    def ask(self) -> AtWork:
+        """What it is at, with its stack. From any thread."""
+        phase, task, since = self._at_work
+        seq, epoch = (0, 0) if task is None else (task.seq, task.epoch)
+        frame = sys._current_frames().get(self._ident)
+        return AtWork(phase, epoch, seq, time.monotonic() - since, _describe_stack(frame))
+
+    # On the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            torch.multiprocessing._set_thread_name(threading.current_thread().name[:15])
+            # As torch's workers do: there are several of us.
+            torch.set_num_threads(1)
+            torch.get_num_threads()  # at the first look, torch settles it for this thread
+        finally:
+            self.has_begun.ring()
+        self.enter()
+        try:
+            self._prepare()
+            while self._serve_one():
+                pass
+        finally:
+            self.leave()
+            self._is_over.set()
+
+    def _note(self, phase: Phase, task: ThreadTask | None = None) -> None:
+        self._at_work = (phase, task, time.monotonic())
+
+    def _prepare(self) -> None:
+        init_fn, self._init_fn = self._init_fn, None
+        if init_fn is None:
+            return
+        self._note(Phase.GETTING_READY)
+        try:
+            init_fn(self._worker_id)
+        except BaseException:  # noqa: BLE001 - handed on, with each task
+            self._init_answer = ThreadAnswer(error=RemoteError.caught(self._where))
+
+    def _serve_one(self) -> bool:
+        """Take a task and answer it; whether there may be a further one."""
+        self._note(Phase.IDLE)
+        task = self._take()
+        if task is None:
+            return False
+        self._note(Phase.LOADING, task)
+        self.pause()
+        # After it was noted: whoever closes drops what is noted.
+        recipe, task.recipe = task.recipe, None
+        if recipe is not None and not self._post.is_closed and not task.is_dropped:
+            task.worker_id = self._worker_id
+            task.answer = self._init_answer or load(task, recipe, self._where)
+            self._post.bell.ring()
+        return True
+
+    def _take(self) -> ThreadTask | None:
+        try:
+            return self._post.tasks.get_nowait()
+        except queue.Empty:
+            with self.resting():
+                return self._post.tasks.get()
+
+
+class ThreadPool:
+    """A fixed number of threads that load.
+
+    Args:
+        worker_count: How many.
+        init_fn: Called in each with its number, before its first batch.
+    """
+
+    def __init__(self, worker_count: int, init_fn: Callable[[int], Any] | None) -> None:
+        """Start the threads.
+
+        Raises:
+            RuntimeError: If no further thread can be started.
+        """
+        self.worker_count = worker_count
+        self._pid = os.getpid()
+        self._post = _Post()
+        self._join_s = _JOIN_S
+        self._workers = [
+            _Worker(worker_id, self._post, init_fn) for worker_id in range(worker_count)
+        ]
+        thread_count = torch.get_num_threads()
+        try:
+            for worker in self._workers:
+                worker.start()
+            for worker in self._workers:
+                worker.has_begun.wait()
+            # Each has told torch to compute on one thread, which takes it for the wish of all
+            # threads that begin later, the user's as well.
+            torch.set_num_threads(thread_count)
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, task: ThreadTask) -> None:
+        """Have a task done, after those before it."""
+        self._post.tasks.put(task)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until a task has been answered since the last time, or for a time.
+
+        Raises:
+            ClosedLoaderError: If the interpreter ends. A daemon thread waits for ever then.
+        """
+        if is_exiting():
+            if threading.current_thread().daemon:
+                threading.Event().wait()
+            raise ClosedLoaderError("the interpreter ends, and the threads stand still")
+        self._post.bell.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Let ``wait`` return, now or the next time; from any thread."""
+        self._post.bell.ring()
+
+    def enable_wake(self) -> None:
+        """Nothing to do: ``wake`` works."""
+
+    def check_process(self) -> None:
+        """Raise ClosedLoaderError in a forked child, where no thread runs."""
+        if os.getpid() != self._pid:
+            raise ClosedLoaderError("the iterator belongs to the process that made it")
+
+    def pid(self, worker_id: int) -> None:
+        """No process number."""
+
+    def was_at(self, worker_id: int) -> AtWork:
+        """What a thread is at."""
+        return self._workers[worker_id].ask()
+
+    def ask(self, worker_id: int) -> AtWork:
+        """What a thread is at, with its Python stack."""
+        return self._workers[worker_id].ask()
+
+    def close(self) -> None:
+        """End the threads. May be called again, and from any thread."""
+        if os.getpid() != self._pid:
+            return
+        finish(self._end)
+
+    def _end(self) -> None:
+        self._post.is_closed = True
+        for worker in self._workers:
+            worker.drop()
+            self._post.tasks.put(None)  # superfluous ones, of a second call, stay there
+        self.wake()
+        if not may_wait_here():
+            return
+        # Who presses Ctrl-C meanwhile does not want to wait for threads that are busy.
+        join_s, self._join_s = self._join_s, 0.0
+        deadline = time.monotonic() + join_s
+        for worker in self._workers:
+            worker.end(max(0.0, deadline - time.monotonic()))
+
+
+def _describe_stack(frame: FrameType | None) -> str:
+    """A stack as faulthandler writes it, the innermost call first."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)

@@ -1,0 +1,1462 @@
+"""Workers that are threads (``thread_pool=True``): batches, errors, time, ends; beside torch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import DistributedSampler, get_worker_info
+
+import shmloader.engine.base
+import shmloader.engine.threaded
+import shmloader.fronts.iterator
+import shmloader.workers.threads
+from shmloader import (
+    ClosedLoaderError,
+    DataLoader,
+    LoaderTimeoutError,
+    TooManyFailures,
+    empty,
+)
+from shmloader.workers import parking
+from tests.parity.compare import assert_same
+from tests.process.support import (
+    Calls,
+    Program,
+    Streams,
+    descriptor_count,
+    only,
+    run_program,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+TorchLoader = torch.utils.data.DataLoader
+
+
+def sample(index: int) -> torch.Tensor:
+    return torch.full((17_000,), index, dtype=torch.int32)
+
+
+def identity(index: int) -> int:
+    return index
+
+
+def make(dataset: Any = 24, **options: Any) -> DataLoader:
+    """A loader on two threads; of numbers, if only their count is given."""
+    if isinstance(dataset, int):
+        dataset = Calls(identity, dataset)
+    return DataLoader(
+        dataset, **{"num_workers": 2, "collate_fn": only, "thread_pool": True, **options}
+    )
+
+
+def ours() -> list[str]:
+    """Names of the worker threads that run."""
+    return sorted(
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("shmloader_") and thread.name[10:].isdigit()
+    )
+
+
+def outcomes(batches: Any) -> list[object]:
+    """Each batch, or class and last line of an error."""
+    batches = iter(batches)
+    found: list[object] = []
+    while len(found) < 200:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(f"{type(error).__name__} {str(error).strip().splitlines()[-1]}")
+    raise AssertionError(f"no end: {found}")
+
+
+def stack_of(ident: int | None) -> list[str]:
+    frame = sys._current_frames().get(ident or 0)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+@contextlib.contextmanager
+def in_thread(function: Any) -> Any:
+    """Run a function on another thread meanwhile."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+class Held:
+    """A function of an index that waits, for these indices, until it is let go.
+
+    Attributes:
+        entered: Set when one of them waits.
+        go: Lets all of them go on.
+        seen: All indices, in the order in which they were begun.
+    """
+
+    def __init__(self, *held: int, make: Any = identity) -> None:
+        self.held = held
+        self.make = make
+        self.entered = threading.Event()
+        self.go = threading.Event()
+        self.seen: list[int] = []
+
+    def __call__(self, index: int) -> Any:
+        self.seen.append(index)
+        if index in self.held:
+            self.wait_here()
+        return self.make(index)
+
+    def wait_here(self) -> None:
+        self.entered.set()
+        assert self.go.wait(30)
+
+
+@pytest.fixture
+def held() -> Any:
+    """Makes a :class:`Held`, which is let go at the end at the latest."""
+    made: list[Held] = []
+
+    def hold(*indices: int, **options: Any) -> Held:
+        made.append(Held(*indices, **options))
+        return made[-1]
+
+    yield hold
+    for one in made:
+        one.go.set()
+
+
+# Batches, as torch gives them --------------------------------------------------------------
+
+
+def mixed(index: int) -> Any:
+    return {
+        "image": torch.arange(12.0).reshape(3, 4) * index,
+        "array": np.full(5, index, dtype=np.int16),
+        "pair": (index, float(index)),
+        "text": str(index),
+    }
+
+
+class Together(torch.utils.data.Dataset):
+    """Loads several at once, which shows."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [torch.tensor([index, len(indices)]) for index in indices]
+
+
+def shuffled() -> dict[str, Any]:
+    return {"shuffle": True, "generator": torch.Generator().manual_seed(3), "batch_size": 4}
+
+
+CASES: dict[str, Any] = {
+    "by default": dict,
+    "batches": lambda: {"batch_size": 4},
+    "drop_last": lambda: {"batch_size": 4, "drop_last": True},
+    "shuffled": shuffled,
+    "no batching": lambda: {"batch_size": None},
+    "keys": lambda: {"sampler": [3, 1, 2, 3], "batch_size": 3},
+    "batch_sampler": lambda: {"batch_sampler": [[1, 2], [], [3]], "collate_fn": list},
+    "collate_fn": lambda: {"batch_size": 3, "collate_fn": lambda samples: samples[::-1]},
+    "together": lambda: {"dataset": Together(), "batch_size": 4},
+    "nothing": lambda: {"dataset": Calls(mixed, 0)},
+}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_torch_s_bit_for_bit(case, workers) -> None:
+    found = []
+    for loader_type, options in (
+        (DataLoader, {"num_workers": workers, "thread_pool": True}),
+        (TorchLoader, {"num_workers": 0}),
+    ):
+        loader = loader_type(**{"dataset": Calls(mixed, 10), **CASES[case](), **options})
+        found.append([list(loader) for _ in range(2)])
+        assert len(found[-1][0]) == len(loader)
+    assert_same(found[0], found[1])
+
+
+class Drawn(torch.utils.data.Sampler):
+    """Draws each index from torch's global stream when it is asked for it; notes the thread."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.threads: list[threading.Thread] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        for _ in range(self.length):
+            self.threads.append(threading.current_thread())
+            yield int(torch.randint(1000, ()))
+
+
+def trace(loader: Any, read: Any, *, epochs: int, take: int) -> list[Any]:
+    """What each next() gives, and torch's random state after it."""
+    found: list[Any] = []
+    for _ in range(epochs):
+        batches = iter(loader)
+        found.append(torch.get_rng_state().tolist())
+        for _ in range(take):
+            try:
+                batch = read(next(batches)).tolist()
+            except StopIteration:
+                batch = "end"
+            found.append((batch, torch.get_rng_state().tolist()))
+        del batches
+    return found
+
+
+STAGES = pytest.mark.parametrize("staged", [False, True], ids=["plain", "staged"])
+
+
+@STAGES
+@pytest.mark.parametrize("take", [4, 20], ids=["left", "to the end"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_each_next_gives_and_draws_what_torch_s_workers_do(kind, staged, take, persistent) -> None:
+    how = {"num_workers": 2, "batch_size": 2, "persistent_workers": persistent}
+    states = [random.getstate(), np.random.get_state()[1].tolist()]
+    found = []
+    samplers = []
+    for loader_type, options in (
+        (DataLoader, {"thread_pool": True, **(kind.options if staged else {})}),
+        (TorchLoader, {}),
+    ):
+        torch.manual_seed(5)
+        samplers.append(Drawn(30))
+        loader = loader_type(Calls(torch.tensor, 1000), sampler=samplers[-1], **how, **options)
+        read = kind.read if staged and options else lambda batch: batch
+        found.append(trace(loader, read, epochs=3, take=take))
+        del loader
+    assert found[0] == found[1]
+    assert {thread.name for thread in samplers[0].threads} == {"MainThread"}
+    # Nothing is seeded.
+    assert states == [random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def test_batches_are_ordinary_memory_of_this_process(slots) -> None:
+    infos = []
+
+    def ask(index: int) -> torch.Tensor:
+        infos.append(get_worker_info())
+        return sample(index)
+
+    def collate(samples: list[torch.Tensor]) -> Any:
+        infos.append(get_worker_info())
+        out = empty((len(samples), 17_000), dtype=torch.int32)
+        return torch.stack(samples, out=out), torch.utils.data.default_collate(samples)
+
+    descriptors, children = descriptor_count(), psutil.Process().children()
+    loader = make(Calls(ask, 12), batch_size=2, collate_fn=collate)
+    batches = iter(loader)
+    first = next(batches)
+    assert (slots.maps(), slots.files()) == ({}, {})
+    assert descriptor_count() == descriptors
+    assert psutil.Process().children() == children
+    for mine, theirs in [first, *batches]:
+        assert torch.equal(mine, theirs)
+        assert not mine.is_shared()
+        assert not theirs.is_shared()
+    assert infos == [None] * 18
+
+
+def test_objects_come_as_they_are() -> None:
+    things = [threading.Lock(), object(), lambda: 0, type("Local", (), {})]
+    assert list(make(Calls(things.__getitem__, 4))) == things
+
+
+def test_a_batch_is_the_user_s_alone() -> None:
+    class Thing:
+        """Something that is seen to go."""
+
+    loader = make(Calls(lambda index: Thing(), 9), num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    gc.disable()
+    try:
+        for _ in range(9):
+            thing = weakref.ref(next(batches))
+            wait_until(lambda thing=thing: thing() is None)
+    finally:
+        gc.enable()
+    loader.close()
+
+
+# Order, and what is in flight --------------------------------------------------------------
+
+
+def test_as_many_threads_load_as_were_asked_for() -> None:
+    together = threading.Barrier(5)
+
+    def meet(index: int) -> str:
+        together.wait(20)
+        return threading.current_thread().name
+
+    loader = make(Calls(meet, 10), num_workers=5)
+    batches = iter(loader)
+    assert {next(batches) for _ in range(5)} == {f"shmloader_{number}" for number in range(5)}
+    assert len(list(batches)) == 5
+
+
+def test_in_order_a_slow_sample_holds_back_the_ready_ones(held) -> None:
+    first = held(0)
+    batches = iter(make(Calls(first, 8), timeout=0.1))
+    wait_until(lambda: sorted(first.seen) == [0, 1, 2, 3])
+    with pytest.raises(LoaderTimeoutError):
+        next(batches)
+    assert sorted(first.seen) == [0, 1, 2, 3]
+    first.go.set()
+    assert outcomes_but_late(batches, 8) == list(range(8))
+
+
+def outcomes_but_late(batches: Any, count: int) -> list[Any]:
+    """So many batches, however often it is late."""
+    found: list[Any] = []
+    deadline = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < deadline:
+        with contextlib.suppress(LoaderTimeoutError):
+            found.append(next(batches))
+    return found
+
+
+def test_out_of_order_the_ready_ones_come_first(held) -> None:
+    first = held(0)
+    batches = iter(make(Calls(first, 40), in_order=False))
+    found = [next(batches) for _ in range(39)]
+    assert found == list(range(1, 40))  # one thread is left, which takes the oldest
+    first.go.set()
+    assert list(batches) == [0]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
+    sampler = Drawn(40)
+    loader = make(1000, sampler=sampler, num_workers=3, prefetch_factor=4, in_order=in_order)
+    batches = iter(loader)
+    assert len(sampler.threads) == 12
+    for taken in range(1, 29):
+        next(batches)
+        assert len(sampler.threads) == 12 + taken
+        assert len(batches._engine._in_flight) == 12
+
+
+def test_a_thread_takes_the_oldest_ticket() -> None:
+    held = Held()
+    assert list(make(Calls(held, 30), num_workers=1)) == held.seen == list(range(30))
+
+
+# Errors in their places --------------------------------------------------------------------
+
+
+def test_errors_of_dataset_and_collate_come_in_their_places() -> None:
+    def fail(index: int) -> int:
+        if index in (3, 4, 9):
+            raise ValueError(f"sample {index}")
+        return index
+
+    def collate(samples: list[int]) -> int:
+        if samples == [5]:
+            raise KeyError("collate")
+        return samples[0]
+
+    want = [*range(3), "ValueError ValueError: sample 3", "ValueError ValueError: sample 4",
+            "KeyError KeyError: 'collate'", *range(6, 9), "ValueError ValueError: sample 9",
+            10, 11]  # fmt: skip
+    assert outcomes(make(Calls(fail, 12), collate_fn=collate)) == want
+    found = outcomes(make(Calls(fail, 12), collate_fn=collate, in_order=False))
+    assert sorted(map(str, found)) == sorted(map(str, want))
+
+
+def test_an_error_has_the_form_that_it_has_out_of_a_process() -> None:
+    class MineError(LookupError):
+        """Of the user's, and not to be had by its name."""
+
+    def fail(index: int) -> int:
+        raise MineError("no sample")
+
+    errors = []
+    for options in ({}, {"thread_pool": False}):
+        batches = iter(make(Calls(fail, 8), batch_size=4, **options))
+        with pytest.raises(MineError) as caught:
+            next(batches)
+        errors.append(caught.value)
+        del batches, caught
+    texts = [str(error).splitlines() for error in errors]
+    assert texts[0][0][:-1].rstrip("0123") == "Caught MineError in DataLoader worker thread "
+    assert texts[1][0] == "Caught MineError in DataLoader worker process 0."
+    assert texts[0][1] == texts[1][1] == "Original Traceback (most recent call last):"
+    assert texts[0][-2:] == texts[1][-2:]
+    assert "in fail" in str(errors[0])
+    (note,) = errors[0].__notes__
+    assert note.rstrip("0123").startswith("Worker thread ")
+    assert note.endswith(" was loading batch 0 (indices 0 to 3).")
+
+
+@pytest.mark.parametrize(
+    "kind_of_error", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt,
+                      GeneratorExit],
+)  # fmt: skip
+def test_what_would_end_something_here_arrives_as_runtime_error(kind_of_error) -> None:
+    def fail(index: int) -> int:
+        if index == 1:
+            raise kind_of_error("from the dataset")
+        return index
+
+    batches = iter(make(Calls(fail, 4)))
+    assert next(batches) == 0
+    with pytest.raises(RuntimeError, match=f"Caught {kind_of_error.__name__} in DataLoader"):
+        next(batches)
+    assert list(batches) == [2, 3]
+
+
+class FailingSampler(torch.utils.data.Sampler):
+    def __init__(self, at: int, length: int) -> None:
+        self.at = at
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        for place in range(self.length):
+            if place == self.at:
+                raise ValueError("sampler")
+            yield place
+
+
+@STAGES
+@pytest.mark.parametrize("at", [4, 7])
+def test_a_sampler_that_raises_ends_the_epoch_as_with_torch(kind, at, staged) -> None:
+    ours_too = {"thread_pool": True, **(kind.options if staged else {})}
+    found = []
+    for loader_type, options in ((DataLoader, ours_too), (TorchLoader, {})):
+        loader = loader_type(
+            Calls(torch.tensor, 12), sampler=FailingSampler(at, 12), num_workers=1,
+            collate_fn=only, **options,
+        )  # fmt: skip
+        read = kind.read if staged and options else lambda batch: batch
+        batches = iter(loader)
+        this: list[Any] = []
+        while True:
+            try:
+                this.append(int(read(next(batches))))
+            except StopIteration:
+                break
+            except ValueError as error:
+                this.append(str(error))
+        found.append(this)
+        del batches
+    assert found[0] == found[1]
+
+
+# worker_init_fn ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_init_fn_is_called_once_in_each_thread_before_its_first_batch(persistent) -> None:
+    here = threading.local()
+    called = []
+
+    def begin(worker_id: int) -> None:
+        called.append(worker_id)
+        here.number = worker_id
+
+    def tell(index: int) -> tuple[str, int]:
+        return threading.current_thread().name, here.number
+
+    loader = make(Calls(tell, 30), num_workers=3, worker_init_fn=begin,
+                  persistent_workers=persistent)  # fmt: skip
+    for _ in range(3):
+        assert all(name == f"shmloader_{number}" for name, number in loader)
+    assert sorted(called) == sorted([0, 1, 2] * (1 if persistent else 3))
+    loader.close()
+
+
+def test_a_worker_init_fn_that_fails_is_told_by_each_batch() -> None:
+    def begin(worker_id: int) -> None:
+        raise OSError(f"no connection for {worker_id + 7}")
+
+    found = outcomes(make(3, num_workers=1, worker_init_fn=begin))
+    assert found == ["OSError OSError: no connection for 7"] * 3
+
+
+# Bad samples -------------------------------------------------------------------------------
+
+
+class Bad(LookupError):  # noqa: N818 - as users name theirs
+    """What datasets here raise."""
+
+
+class Numbers:
+    """Gives each number as it is, and raises for bad ones."""
+
+    def __init__(self, length: int, *bad: int) -> None:
+        self.length = length
+        self.bad = frozenset(bad)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise Bad(f"no {index}")
+        return index
+
+
+class Lists(Numbers):
+    """The same by ``__getitems__`` only."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [Numbers.__getitem__(self, index) for index in indices]
+
+    def __getitem__(self, index: int) -> int:
+        raise NotImplementedError
+
+
+@STAGES
+@pytest.mark.parametrize("numbers", [Numbers, Lists])
+def test_bad_samples_are_left_out_and_listed(kind, numbers, staged) -> None:
+    loader = make(
+        numbers(40, 0, 5, 6, 7, 8, 9, *range(12, 36)), batch_size=4, num_workers=2,
+        collate_fn=None, on_error="skip", max_failures=30, persistent_workers=True,
+        **(kind.options if staged else {}),
+    )  # fmt: skip
+    for epoch in range(1, 3):
+        batches = [batch if not staged else kind.read(batch) for batch in loader]
+        want = [[1, 2, 3], [4], [10, 11], [36, 37, 38, 39]]
+        assert [batch.tolist() for batch in batches] == want
+        assert loader.failures.total == 30 * epoch
+    assert [failed.index for failed in loader.failures][-3:] == [33, 34, 35]
+    failed = loader.failures[-1]
+    assert type(failed.error) is Bad
+    assert failed.worker in (0, 1)
+    assert str(failed.error).startswith(f"Caught Bad in DataLoader worker thread {failed.worker}")
+    assert failed.error.__notes__ == [
+        f"Worker thread {failed.worker} was loading index 35 of batch 8."
+    ]
+    loader.close()
+
+
+def test_bad_samples_are_replaced_in_the_thread() -> None:
+    def instead(index: int, error: Exception) -> str:
+        return f"{type(error).__name__} {index} {threading.current_thread().name[:-1]}"
+
+    loader = make(Numbers(6, 1, 4), batch_size=3, collate_fn=list, on_error=instead)
+    assert list(loader) == [[0, "Bad 1 shmloader_", 2], [3, "Bad 4 shmloader_", 5]]
+
+
+@STAGES
+@pytest.mark.parametrize("most", [2, Fraction(1, 100)])
+def test_too_many_bad_samples_end_the_iterator(kind, most, staged) -> None:
+    loader = make(
+        Numbers(400, 1, 2, 140, 150), batch_size=1, num_workers=2, on_error="skip",
+        collate_fn=None, max_failures=most, **(kind.options if staged else {}),
+    )  # fmt: skip
+    batches = iter(loader)
+    for _ in range({2: 138, Fraction(1, 100): 97}[most]):
+        next(batches)
+    with pytest.raises(TooManyFailures, match="max_failures") as caught:
+        next(batches)
+    assert caught.value.__cause__ is loader.failures[-1].error
+    with pytest.raises(ClosedLoaderError, match="max_failures"):
+        next(batches)
+    assert ours() == []
+    assert loader.failures.total == {2: 3, Fraction(1, 100): 2}[most]
+
+
+def test_an_epoch_in_which_all_failed_raises() -> None:
+    loader = make(Numbers(3, 0, 1, 2), on_error="skip")
+    with pytest.raises(TooManyFailures, match="all 3 samples of the epoch failed"):
+        list(loader)
+
+
+def test_in_ranks_a_batch_keeps_its_size_or_raises() -> None:
+    dataset = Numbers(16, 0, 8, 10, 12, 14)
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=False)
+    loader = make(dataset, sampler=sampler, batch_size=4, collate_fn=list, on_error="skip")
+    batches = iter(loader)
+    assert next(batches) == [2, 2, 4, 6]
+    with pytest.raises(TooManyFailures, match=r"batch 1 \(indices 8, 10, 12, 14\)"):
+        next(batches)
+
+
+# Time --------------------------------------------------------------------------------------
+
+
+@STAGES
+def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, staged) -> None:
+    third = held(4, 5, make=torch.tensor)
+    loader = make(
+        Calls(third, 12), timeout=0.2, batch_size=2, collate_fn=None,
+        **(kind.options if staged else {}),
+    )  # fmt: skip
+    batches = iter(loader)
+    read = kind.read if staged else lambda batch: batch
+    found = [read(next(batches)).tolist() for _ in range(2)]
+    wait_until(lambda: third.entered.is_set() and len(third.seen) > 8)
+    for _ in range(2):
+        with pytest.raises(LoaderTimeoutError) as caught:
+            next(batches)
+        head, *lines = str(caught.value).splitlines()
+        assert head.startswith(
+            "DataLoader timed out after 0.2 seconds. Batch 2 (indices 4 to 5) is with worker thread"
+        )
+        assert head.endswith("No batch is lost: next() may be called again.")
+        worker = head.partition("worker thread ")[2][0]
+        # Who has the batch comes first, and its stack ends where ours begins.
+        assert lines[0].startswith(
+            f"Worker thread {worker} has been loading batch 2 (indices 4 to 5) for "
+        )
+        assert lines[0].endswith(" s, the innermost call first:")
+        stack = lines[1 : [line.startswith("W") for line in lines].index(True, 1)]
+        assert all(line.startswith("  File ") for line in stack)
+        assert [line.rpartition(" in ")[2] for line in stack][-3:] == [
+            "wait_here", "__call__", "__getitem__",
+        ]  # fmt: skip
+        assert lines[-1].startswith(f"Worker thread {1 - int(worker)} has had nothing to do for ")
+        assert len(lines) == len(stack) + 2
+    third.go.set()
+    found += [read(batch).tolist() for batch in outcomes_but_late(batches, 4)]
+    assert found == [[index, index + 1] for index in range(0, 12, 2)]
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_a_timeout_out_of_order_names_all_that_is_in_flight(held) -> None:
+    all_of_them = held(*range(4))
+    batches = iter(make(Calls(all_of_them, 4), in_order=False, timeout=0.1))
+    wait_until(lambda: len(all_of_them.seen) == 2)
+    with pytest.raises(LoaderTimeoutError) as caught:
+        next(batches)
+    text = str(caught.value)
+    for index in (0, 1):
+        assert f"Batch {index} (indices {index}) is with worker thread " in text
+    for index in (2, 3):
+        assert f"Batch {index} (indices {index}) waits for a worker." in text
+    all_of_them.go.set()
+    assert sorted(outcomes_but_late(batches, 4)) == [0, 1, 2, 3]
+
+
+def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
+    begins = held()
+    loader = make(4, timeout=0.1, worker_init_fn=lambda number: begins.wait_here())
+    batches = iter(loader)
+    assert begins.entered.wait(20)
+    with pytest.raises(LoaderTimeoutError) as caught:
+        next(batches)
+    assert "Batch 0 (indices 0) waits for a worker." in str(caught.value)
+    assert "Worker thread 0 has been getting ready (dataset, worker_init_fn)" in str(caught.value)
+    assert "in wait_here" in str(caught.value)
+    begins.go.set()
+    assert outcomes_but_late(batches, 4) == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def ctrl_c() -> Any:
+    """SIGINT raises, even where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_where(name: str) -> Any:
+    """Press Ctrl-C when the main thread is in a function of this name."""
+    main = threading.main_thread().ident
+
+    def press() -> None:
+        wait_until(lambda: name in stack_of(main))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    return in_thread(press)
+
+
+def test_a_ctrl_c_while_next_waits_loses_nothing(held, ctrl_c) -> None:
+    second = held(1)
+    batches = iter(make(Calls(second, 8)))
+    assert next(batches) == 0
+    with pytest.raises(KeyboardInterrupt), interrupt_where("_wait"):
+        next(batches)
+    second.go.set()
+    assert list(batches) == list(range(1, 8))
+
+
+FILES = {
+    shmloader.engine.base.__file__,
+    shmloader.engine.threaded.__file__,
+    shmloader.fronts.iterator.__file__,
+    shmloader.workers.threads.__file__,
+}
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the nth line that this thread runs in our files."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(function: Any, nth: int) -> list[object]:
+    """What a function gives; nothing if it was interrupted at its nth line."""
+    found: list[object] = []
+
+    def run() -> None:
+        sys.settrace(Interrupter(nth))
+        try:
+            result = function()
+        except KeyboardInterrupt:
+            return
+        finally:
+            sys.settrace(None)
+        found.append(result)
+
+    # On a thread of its own, which has no handlers around it for the interruption to confuse.
+    with in_thread(run):
+        pass
+    return found
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(held, in_order) -> None:
+    nth, closed, went_on = 0, 0, 0
+    while True:
+        nth += 1
+        loader = make(8, num_workers=1, in_order=in_order)
+        batches = iter(loader)
+        assert next(batches) == 0
+        found = interrupted(batches.__next__, nth)
+        if found:
+            assert found == [1]
+            break
+        try:
+            assert list(batches) == list(range(1, 8))
+            went_on += 1
+        except ClosedLoaderError:
+            closed += 1
+        loader.close()
+        assert ours() == []
+    loader.close()
+    assert closed > 5
+    assert went_on > 3
+
+
+def test_a_ctrl_c_at_any_line_of_a_further_iter_loses_nothing_or_closes() -> None:
+    nth, closed, went_on = 0, 0, 0
+    while True:
+        nth += 1
+        loader = make(8, num_workers=1, persistent_workers=True)
+        batches = iter(loader)
+        assert next(batches) == 0
+        if interrupted(lambda loader=loader: iter(loader), nth):
+            break
+        # Whoever goes on with the iterator has all of an epoch, or is told.
+        try:
+            assert list(batches) in (list(range(8)), list(range(1, 8)))
+            went_on += 1
+        except ClosedLoaderError:
+            closed += 1
+        assert list(loader) == list(range(8))
+        loader.close()
+    loader.close()
+    assert closed > 5
+    assert went_on > 3
+
+
+def test_a_ctrl_c_at_any_line_of_close_lets_the_next_one_end_all() -> None:
+    nth = 0
+    while True:
+        nth += 1
+        loader = make(8)
+        batches = iter(loader)
+        assert next(batches) == 0
+        if interrupted(loader.close, nth):
+            break
+        loader.close()
+        wait_until(lambda: not ours())
+        with pytest.raises(ClosedLoaderError):
+            next(batches)
+    assert ours() == []
+    assert nth > 20
+
+
+# Epochs ------------------------------------------------------------------------------------
+
+
+@STAGES
+def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs(kind, staged) -> None:
+    idents: list[int] = []
+
+    def note(index: int) -> torch.Tensor:
+        idents.append(threading.get_ident())
+        return torch.tensor(index)
+
+    options = {"num_workers": 1, **(kind.options if staged else {})}
+    read = kind.read if staged else lambda batch: batch
+    loader = make(Calls(note, 8), persistent_workers=True, **options)
+    for _ in range(3):
+        assert [int(read(batch)) for batch in loader] == list(range(8))
+        assert ours() == ["shmloader_0"]
+    assert len(set(idents)) == 1
+    loader.close()
+    assert ours() == []
+    loader = make(Calls(note, 8), **options)
+    batches = iter(loader)
+    assert [int(read(batch)) for batch in batches] == list(range(8))
+    assert ours() == []  # though the iterator lives
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+@STAGES
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_that_are_left_begin_anew(kind, staged, persistent) -> None:
+    options = {"persistent_workers": persistent, **(kind.options if staged else {})}
+    read = kind.read if staged else lambda batch: batch
+    loader = make(Calls(torch.tensor, 12), **options)
+    for stop in (0, 1, 5, 11, 12):
+        batches = iter(loader)
+        assert [int(read(next(batches))) for _ in range(stop)] == list(range(stop))
+    assert [int(read(batch)) for batch in loader] == list(range(12))
+    loader.close()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_sample_of_the_epoch_before_holds_up_nobody_and_reaches_nobody(held, in_order) -> None:
+    hold = held(1000)
+    sampler = [1000, 1, 2, 3]
+    loader = make(
+        Calls(hold, 2000), sampler=sampler, batch_size=2, collate_fn=list,
+        persistent_workers=True, in_order=in_order,
+    )  # fmt: skip
+    iter(loader)
+    assert hold.entered.wait(20)
+    sampler[:] = [10, 11, 12, 13, 14, 15]
+    batches = iter(loader)
+    assert next(batches) == [10, 11]
+    hold.go.set()
+    assert list(batches) == [[12, 13], [14, 15]]
+    assert list(loader) == [[10, 11], [12, 13], [14, 15]]
+    loader.close()
+    assert 1 not in hold.seen  # a batch that nobody wants is left after the sample
+
+
+def test_several_iterators_do_not_meet() -> None:
+    loader = make(12)
+    first, second = iter(loader), iter(loader)
+    found = [(next(first), next(second)) for _ in range(6)]
+    del first
+    assert found == [(index, index) for index in range(6)]
+    assert list(second) == list(range(6, 12))
+
+
+# Ends --------------------------------------------------------------------------------------
+
+
+def test_closing_ends_the_threads_and_may_be_done_again(held) -> None:
+    loader = make(100)
+    first, second = iter(loader), iter(loader)
+    assert [next(first), next(second), next(second)] == [0, 0, 1]
+    wait_until(lambda: all(task.answer for task in second._engine._in_flight))
+    assert ours() == sorted(["shmloader_0", "shmloader_1"] * 2)
+    for _ in range(3):
+        loader.close()
+        assert ours() == []
+    for batches in (first, second):
+        assert batches.is_closed
+        for _ in range(10):
+            with pytest.raises(ClosedLoaderError):
+                next(batches)
+    with pytest.raises(ClosedLoaderError):
+        iter(loader)
+
+
+def test_leaving_a_with_block_ends_the_threads() -> None:
+    def use_and_fail() -> None:
+        with make(9) as loader:
+            assert next(iter(loader)) == 0
+            batches = iter(loader)
+            assert next(batches) == 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use_and_fail()
+    assert ours() == []
+
+
+@STAGES
+def test_dropping_the_iterator_ends_the_threads(kind, staged) -> None:
+    batches = iter(make(Calls(torch.tensor, 100), **(kind.options if staged else {})))
+    next(batches)
+    gc.disable()
+    try:
+        del batches
+        wait_until(lambda: not ours())
+    finally:
+        gc.enable()
+
+
+@STAGES
+@pytest.mark.parametrize("what", ["itself", "dataset", "collate_fn", "worker_init_fn"])
+def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
+    """Persistent threads live until the loader is closed, or garbage."""
+
+    class Part:
+        """Something of the user's that knows its loader."""
+
+        loader: Any = None
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor(index)
+
+        def collate(self, samples: list[Any]) -> Any:
+            return samples[0]
+
+        def begin(self, number: int) -> None:
+            """Nothing to do."""
+
+    dataset, other = Part(), Part()
+    loader = make(
+        dataset, collate_fn=other.collate, worker_init_fn=other.begin, persistent_workers=True,
+        **(kind.options if staged else {}),
+    )  # fmt: skip
+    if what == "itself":
+        loader.loader = loader
+    elif what == "dataset":
+        dataset.loader = loader
+    else:
+        other.loader = loader
+    batches = iter(loader)
+    next(batches)
+    assert len(ours()) == 2
+    del loader, dataset, other, batches
+
+    def collected() -> bool:
+        gc.collect()
+        return not ours()
+
+    wait_until(collected)
+
+
+def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
+    """Close while the main thread waits in a function of this name for what is held alone."""
+    main = threading.main_thread().ident
+    tasks, bell = batches._engine._in_flight, batches._pool._post.bell
+
+    def waits() -> bool:
+        awaited = [task for task in tasks.copy() if task.answer is None]
+        return len(awaited) == 1 and bell._silence.locked() and where in stack_of(main)
+
+    def close() -> None:
+        wait_until(waits)
+        batches.close()
+
+    began = time.monotonic()
+    with in_thread(close), pytest.raises(ClosedLoaderError):
+        next(batches)
+    assert time.monotonic() - began < 10  # what is held would give up later
+    hold.go.set()
+    wait_until(lambda: not ours())
+
+
+def test_closing_from_another_thread_ends_a_next_that_waits(held, monkeypatch) -> None:
+    monkeypatch.setattr(shmloader.workers.threads, "_JOIN_S", 0.1)
+    second = held(1)
+    batches = iter(make(Calls(second, 8)))
+    assert next(batches) == 0
+    close_meanwhile(batches, "_wait", second)
+
+
+def open_where(name: str, hold: Held) -> Any:
+    """Let go when the main thread is in a function of this name."""
+    main = threading.main_thread().ident
+
+    def let_go() -> None:
+        wait_until(lambda: name in stack_of(main))
+        hold.go.set()
+
+    return in_thread(let_go)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_closing_waits_for_a_sample_and_not_for_the_batch(held, on_error) -> None:
+    first = held(0)
+    loader = make(Calls(first, 1000), batch_size=1000, num_workers=1, on_error=on_error)
+    batches = iter(loader)
+    assert first.entered.wait(20)
+    with open_where("end", first):
+        loader.close()
+        assert ours() == []
+    assert first.seen == [0]
+    del batches
+
+
+def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch) -> None:
+    monkeypatch.setattr(shmloader.workers.threads, "_JOIN_S", 0.1)
+    second = held(1, make=lambda index: made.append(index) or sample(index))
+    made: list[int] = []
+    loader = make(Calls(second, 8))
+    batches = iter(loader)
+    assert int(next(batches)[0]) == 0
+    assert second.entered.wait(20)
+    began = time.monotonic()
+    loader.close()
+    assert 0.1 <= time.monotonic() - began < 3
+    assert len(ours()) == 1
+    loader.close()
+    second.go.set()
+    wait_until(lambda: not ours())
+    assert 1 in made
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+    assert not batches._engine._in_flight
+
+
+def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c) -> None:
+    second = held(1)
+    loader = make(Calls(second, 8))
+    batches = iter(loader)
+    assert second.entered.wait(20)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupt_where("end"):
+        loader.close()
+    assert time.monotonic() - began < 4
+    second.go.set()
+    wait_until(lambda: not ours())
+    del batches
+
+
+def test_an_iterator_that_is_collected_on_its_own_thread_ends(held) -> None:
+    def collect(index: int) -> int:
+        hold.wait_here()
+        gc.collect()
+        return index
+
+    hold = held()
+    batches = iter(make(Calls(collect, 100), num_workers=1))
+    cycle = [batches]
+    cycle.append(cycle)
+    gone = weakref.ref(batches)
+    assert hold.entered.wait(20)
+    gc.disable()
+    try:
+        del batches, cycle
+        began = time.monotonic()
+        hold.go.set()
+        wait_until(lambda: not ours())
+        assert time.monotonic() - began < 4  # it did not wait for itself
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "shmloader_2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    loader = make(8, num_workers=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            iter(loader)
+        assert ours() == []
+    assert list(loader) == list(range(8))
+
+
+LIVE = """
+    import sys, threading, time
+    import torch
+    from shmloader import DataLoader
+    from shmloader.workers import parking
+    from tests.simulated import install_pinning
+
+    class Products:
+        def __len__(self):
+            return 100_000
+        def __getitem__(self, index):
+            return torch.ones(160, 160) @ torch.ones(160, 160)
+
+    class Stuck(Products):
+        def __getitem__(self, index):
+            is_stuck.set()
+            threading.Event().wait() if index % 2 else time.sleep(600)
+
+    def taken(count, dataset=None, **options):
+        loader = DataLoader(
+            dataset or Products(), batch_size=4, num_workers=3, thread_pool=True, **options
+        )
+        batches = iter(loader)
+        for _ in range(count):
+            next(batches)
+        return loader, batches
+
+    is_stuck = threading.Event()
+    {body}
+    print("over", flush=True)
+"""
+
+ENDS = {
+    "at once": "kept = taken(0)",
+    "soon": "kept = taken(5)",
+    "pinning": "install_pinning(); kept = taken(5, pin_memory=True)",
+    "persistent": "kept = taken(5, persistent_workers=True)",
+    "in use": """
+    loader, batches = taken(0)
+    threading.Thread(target=lambda: [0 for _ in batches], daemon=True).start()
+    """,
+    "a cycle": """
+    loader, batches = taken(5)
+    batches.itself = batches
+    del loader, batches
+    """,
+    "closed after its threads stand still": """
+    import atexit, multiprocessing.util
+    atexit.unregister(multiprocessing.util._exit_function)
+    loader, batches = taken(5)
+    atexit.register(loader.close)
+    atexit.register(multiprocessing.util._exit_function)
+    """,
+    "stuck": """
+    parking._PARK_S = 0.2
+    kept = taken(0, Stuck())
+    is_stuck.wait()
+    """,
+    "stuck and closed": """
+    import shmloader.workers.threads
+    parking._PARK_S = shmloader.workers.threads._JOIN_S = 0.2
+    loader, batches = taken(0, Stuck())
+    is_stuck.wait()
+    loader.close()
+    """,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_interpreter_ends_quietly_whatever_its_threads_are_at(end) -> None:
+    program = Program(LIVE.format(body=ENDS[end].strip()))
+    assert program.read_line() == "over"
+    began = time.monotonic()
+    program.finish().assert_quiet()
+    assert time.monotonic() - began < 4
+
+
+def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
+    body = """
+    import atexit
+    from shmloader import ClosedLoaderError
+    def use():
+        try:
+            while True:
+                next(batches)
+        except ClosedLoaderError as error:
+            print(error, flush=True)
+    # Before multiprocessing's own: called after it.
+    atexit.unregister(multiprocessing.util._exit_function)
+    atexit.register(use)
+    atexit.register(multiprocessing.util._exit_function)
+    loader, batches = taken(0)
+    """
+    source = LIVE.format(body=body.strip()).replace(
+        "import sys,", "import multiprocessing.util, sys,"
+    )
+    done = run_program(source)
+    done.assert_quiet()
+    assert done.out.split("\n")[1] == "the interpreter ends, and the threads stand still"
+
+
+# Forks -------------------------------------------------------------------------------------
+
+
+@STAGES
+@pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "ready"])
+def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what) -> None:
+    options = kind.options if staged else {}
+    read = kind.read if staged else lambda batch: batch
+    loader = make(Calls(torch.tensor, 24), persistent_workers=True, **options)
+    batches = iter(loader)
+    assert int(read(next(batches))) == 0
+    if what == "ready" and not staged:
+        wait_until(lambda: all(task.answer for task in batches._engine._in_flight))
+    with parking.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if what == "drop":
+                    del batches, loader
+                    gc.collect()
+                elif what == "close":
+                    loader.close()
+                elif what == "iter":
+                    with pytest.raises(ClosedLoaderError, match="process that made it"):
+                        iter(loader)
+                else:
+                    with pytest.raises(ClosedLoaderError, match="process that made it"):
+                        list(batches)
+                code = 0
+            finally:
+                os._exit(code)
+    # It waited for no thread, which it has not: that would take five seconds.
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, timeout_s=4)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert [int(read(batch)) for batch in batches] == list(range(1, 24))
+    loader.close()
+
+
+def test_a_slow_sample_does_not_hold_up_who_forks(held) -> None:
+    first = held(0)
+    batches = iter(make(Calls(first, 8), num_workers=1))
+    assert first.entered.wait(20)
+    began = time.monotonic()
+    assert list(make(Calls(identity, 3), thread_pool=False)) == [0, 1, 2]
+    assert time.monotonic() - began < 4  # parking would have waited for five seconds
+    first.go.set()
+    assert list(batches) == list(range(8))
+
+
+def test_inside_a_worker_process_and_inside_a_thread_threads_load(slots) -> None:
+    def nested(index: int) -> torch.Tensor:
+        inner = DataLoader(
+            [torch.full((20_000,), n) for n in range(index, index + 6)],
+            batch_size=2, num_workers=2, thread_pool=True,
+        )  # fmt: skip
+        return torch.cat(list(inner))
+
+    want = [list(range(index, index + 6)) for index in range(4)]
+    for options in ({"thread_pool": True}, {"thread_pool": False}):
+        for batching in ({"batch_size": None, "collate_fn": None}, {}):
+            loader = make(Calls(nested, 4), **options, **batching)
+            assert [batch[:, 0].tolist() for batch in loader] == want
+
+
+# The process around ------------------------------------------------------------------------
+
+
+def test_threads_compute_on_one_core_each_and_others_as_before() -> None:
+    def count(_: int = 0) -> int:
+        return torch.get_num_threads()
+
+    def elsewhere() -> int:
+        found: list[int] = []
+        with in_thread(lambda: found.append(count())):
+            pass
+        return found[0]
+
+    here = count()
+    try:
+        torch.set_num_threads(3)
+        assert list(make(Calls(count, 4))) == [1] * 4
+        assert (count(), elsewhere()) == (3, 3)
+        # An epoch that begins on a thread that has computed nothing so far.
+        with in_thread(lambda: list(make(4))):
+            pass
+        assert (count(), elsewhere()) == (3, 3)
+    finally:
+        torch.set_num_threads(here)
+
+
+def test_a_thread_has_a_name_for_the_system() -> None:
+    loader = make(4, num_workers=1)
+    batches = iter(loader)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "shmloader_0"]
+    assert Path(f"/proc/self/task/{thread.native_id}/comm").read_text() == "shmloader_0\n"
+    del batches
+
+
+def test_it_works_where_there_is_neither_memfd_nor_pidfd() -> None:
+    done = run_program("""
+        import os, signal, sys, warnings
+        for module, names in (
+            (os, ("memfd_create", "MFD_CLOEXEC", "pidfd_open", "eventfd", "EFD_CLOEXEC")),
+            (signal, ("SIGRTMIN", "SIGRTMAX", "pidfd_send_signal")),
+        ):
+            for name in names:
+                delattr(module, name)
+        warnings.simplefilter("error")
+        import shmloader, torch
+        dataset = torch.utils.data.TensorDataset(torch.arange(10))
+        loader = shmloader.DataLoader(dataset, batch_size=5, num_workers=2, thread_pool=True)
+        print(list(loader))
+        try:
+            next(iter(shmloader.DataLoader(dataset, num_workers=1)))
+        except RuntimeWarning as warning:
+            print(warning)
+    """)
+    done.assert_quiet()
+    first, second = done.out.splitlines()
+    assert first == "[[tensor([0, 1, 2, 3, 4])], [tensor([5, 6, 7, 8, 9])]]"
+    assert "needs Linux 5.3" in second
+
+
+# Stages ------------------------------------------------------------------------------------
+
+
+def test_a_stage_takes_what_threads_load(kind) -> None:
+    def fail(index: int) -> torch.Tensor:
+        if index == 5:
+            raise ValueError("sample 5")
+        return sample(index)
+
+    loader = make(Calls(fail, 24), **kind.options)
+    assert [
+        batch if isinstance(batch, str) else set(kind.read(batch).tolist())
+        for batch in outcomes(loader)
+    ] == [
+        *({index} for index in range(5)), "ValueError ValueError: sample 5",
+        *({index} for index in range(6, 24)),
+    ]  # fmt: skip
+
+
+def test_a_device_copies_from_ordinary_memory_and_transforms_there(sim) -> None:
+    names = set()
+
+    def double(batch: torch.Tensor) -> torch.Tensor:
+        names.add(threading.current_thread().name)
+        return sim.compute(lambda values: 2 * values, batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = make(Calls(sample, 12), device="sim", transform=double)
+        assert [int(sim.read(batch)[0]) for batch in loader] == list(range(0, 24, 2))
+    assert names == {"shmloader_device"}
+    assert sim.counts["early copy"] == 12
+    assert sim.counts["late copy"] == sim.counts["lock"] == 0
+
+
+def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
+    loader = make(4, device="cpu", transform=lambda batch: (batch, threading.current_thread().name))
+    assert list(loader) == [(index, "MainThread") for index in range(4)]
+
+
+def test_with_a_stage_closing_from_another_thread_ends_a_next_that_waits(
+    kind, held, monkeypatch
+) -> None:
+    monkeypatch.setattr(shmloader.workers.threads, "_JOIN_S", 0.1)
+    second = held(1, make=torch.tensor)
+    batches = iter(make(Calls(second, 8), **kind.options))
+    assert int(kind.read(next(batches))) == 0
+    close_meanwhile(batches, "_wait_for_result", second)
+
+
+# Arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"thread_pool": 1}, TypeError, "thread_pool option should be a bool, but got"),
+        ({"thread_pool": None}, TypeError, "should be a bool"),
+        ({"thread_pool": "yes"}, TypeError, "should be a bool, but got thread_pool='yes'"),
+        ({"num_workers": 0}, ValueError, "thread_pool option needs num_workers > 0"),
+        ({"dataset": Streams(iter)}, ValueError, "needs a map-style dataset"),
+        ({"shm_size": "1GiB"}, ValueError, "thread_pool=True has no use for shm_size"),
+        ({"worker_restarts": 1}, ValueError, "has no use for worker_restarts"),
+        ({"multiprocessing_context": "fork"}, ValueError, "no use for multiprocessing_context"),
+        (
+            {"multiprocessing_context": "spawn", "shm_size": 1 << 30, "worker_restarts": 2},
+            ValueError,
+            "no use for multiprocessing_context, shm_size, worker_restarts: workers are threads",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused(options, error, text) -> None:
+    with pytest.raises(error, match=text):
+        DataLoader(**{"dataset": [1], "num_workers": 2, "thread_pool": True, **options})
+
+
+def test_a_data_pipe_is_refused() -> None:
+    class Pipe(torch.utils.data.MapDataPipe):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __len__(self) -> int:
+            return 4
+
+    assert len(DataLoader(Pipe(), num_workers=1)) == 4
+    with pytest.raises(ValueError, match="needs a map-style dataset"):
+        DataLoader(Pipe(), num_workers=1, thread_pool=True)
+
+
+def test_the_option_is_an_attribute_that_copies_keep() -> None:
+    assert DataLoader([1]).thread_pool is False
+    loader = DataLoader([1, 2], num_workers=1, thread_pool=True)
+    batches = iter(loader)
+    for other in (loader, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert other.thread_pool is True
+        assert [int(batch) for batch in other] == [1, 2]
+    del batches
+
+
+def test_an_attribute_that_was_set_since_is_checked_when_an_epoch_begins() -> None:
+    loader = make(4)
+    loader.worker_restarts = 3
+    with pytest.raises(ValueError, match="no use for worker_restarts"):
+        iter(loader)
+    loader.worker_restarts = 0
+    assert list(loader) == [0, 1, 2, 3]
+
+
+def test_more_threads_than_cores_are_no_reason_to_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(make(8, num_workers=100)) == list(range(8))
+    with pytest.warns(UserWarning, match="will create 100 worker processes"):
+        make(8, num_workers=100, thread_pool=False)
+
+
+def test_prefetch_factor_0_is_refused_as_by_torch() -> None:
+    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
+        iter(make(4, prefetch_factor=0))
