@@ -242,6 +242,12 @@ class _Log(logging.Handler):
         self._trial.note("log")
 
 
+def _says_stopped(text: str, pid: int) -> bool:
+    """Whether an error says that worker 1, which has this number, is stopped."""
+    words = rf"Worker 1 \(pid {pid}\).*the process is stopped \(SIGSTOP\)"
+    return re.search(words, text) is not None
+
+
 class Trial:
     """A cell, run and judged.
 
@@ -389,7 +395,7 @@ class Trial:
             kind = type(error).__name__
             self._note_error(error)
             if kind == "LoaderTimeoutError":
-                self._continue_if_stopped()
+                self._continue_if_stopped(_text_of(error))
             if kind == "WorkerDiedError":
                 self._expect_closed(iterator)
             if len(self._kinds) > 100:
@@ -418,9 +424,10 @@ class Trial:
                 self._hashes.get(hash_of(kept)) == its_number, f"batch {its_number} has changed"
             )
 
-    def _continue_if_stopped(self) -> None:
+    def _continue_if_stopped(self, text: str) -> None:
+        """Let a stopped worker go on once an error has said so; it may be stopped just now."""
         taken = actions.taken()
-        if taken is not None:
+        if taken is not None and _says_stopped(text, taken[0]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(taken[0], signal.SIGCONT)
 
@@ -658,10 +665,7 @@ class Trial:
         self._expect_whole()
         self._check(set(self._kinds) == {"LoaderTimeoutError"}, f"errors: {self._texts}")
         self._check(
-            any(
-                re.search(rf"Worker 1 \(pid {victim}\).*the process is stopped \(SIGSTOP\)", text)
-                for text in self._texts
-            ),
+            any(_says_stopped(text, victim) for text in self._texts),
             f"no error says that worker 1 (pid {victim}) is stopped: {self._texts}",
         )
 
