@@ -20,8 +20,6 @@ _SIGBUS_HINT = (
 
 # Indices that a text names one by one.
 _SHOWN = 8
-# Modules of ours that call the user's code: a stack is shown up to there.
-_OURS = ("child", "threads", "thread_task")
 # Calls of a stack that a text shows.
 _FRAMES_SHOWN = 12
 
@@ -154,7 +152,7 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Numb
 
 
 def _is_not_ours(frame: str) -> bool:
-    return not any(f"/shmloader/workers/{name}.py" in frame for name in _OURS)
+    return "/shmloader/workers/child.py" not in frame
 
 
 def describe_change(ticket: Ticket, pid: int, sums: str) -> str:

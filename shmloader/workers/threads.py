@@ -268,10 +268,14 @@ class ThreadPool:
             worker.end(max(0.0, deadline - time.monotonic()))
 
 
+# What calls the user's code.
+_CALLERS = (load.__code__, _Worker._prepare.__code__)
+
+
 def _describe_stack(frame: FrameType | None) -> str:
-    """A stack as faulthandler writes it, the innermost call first."""
+    """A thread's calls inside the user's code, as faulthandler writes them: the innermost first."""
     lines = []
-    while frame is not None:
+    while frame is not None and frame.f_code not in _CALLERS:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back

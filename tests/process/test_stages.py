@@ -818,9 +818,9 @@ def test_threads_stand_still_while_another_loader_forks(kind) -> None:
             stop.set()
 
 
-@pytest.mark.parametrize("what", ["drop", "close", "next", "exit"])
+@pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "exit"])
 def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
-    loader = make(kind)
+    loader = make(kind, persistent_workers=True)
     batches = iter(loader)
     assert number(kind, next(batches)) == 0
     # The user's own forks park nobody: here, the fork is not to meet the thread in a call.
@@ -836,12 +836,16 @@ def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
                 elif what == "next":
                     with pytest.raises(ClosedLoaderError, match="process that made it"):
                         list(batches)
+                elif what == "iter":
+                    with pytest.raises(ClosedLoaderError, match="process that made it"):
+                        iter(loader)
                 code = 0
             finally:
                 os._exit(code)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert numbers(kind, batches) == list(range(1, 24))
+    loader.close()
 
 
 # Names, and the interpreter's exit -------------------------------------------------------

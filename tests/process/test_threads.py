@@ -639,16 +639,17 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, st
         )
         assert head.endswith("No batch is lost: next() may be called again.")
         worker = head.partition("worker thread ")[2][0]
-        # Who has the batch comes first, and its stack ends where ours begins.
+        # Who has the batch comes first, with its calls from the user's code to torch's fetcher.
         assert lines[0].startswith(
             f"Worker thread {worker} has been loading batch 2 (indices 4 to 5) for "
         )
         assert lines[0].endswith(" s, the innermost call first:")
         stack = lines[1 : [line.startswith("W") for line in lines].index(True, 1)]
         assert all(line.startswith("  File ") for line in stack)
-        assert [line.rpartition(" in ")[2] for line in stack][-3:] == [
-            "wait_here", "__call__", "__getitem__",
-        ]  # fmt: skip
+        names = [line.rpartition(" in ")[2] for line in stack]
+        place = names.index("wait_here")
+        assert names[place : place + 3] == ["wait_here", "__call__", "__getitem__"]
+        assert names[-1] == "fetch"
         assert lines[-1].startswith(f"Worker thread {1 - int(worker)} has had nothing to do for ")
         assert len(lines) == len(stack) + 2
     third.go.set()
@@ -685,6 +686,20 @@ def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
     assert "in wait_here" in str(caught.value)
     begins.go.set()
     assert outcomes_but_late(batches, 4) == [0, 1, 2, 3]
+
+
+def test_a_timeout_shows_the_user_s_calls_where_these_wait_for_threads_themselves(held) -> None:
+    inner = held(0)
+
+    def outer(index: int) -> int:
+        return next(iter(make(Calls(inner, 2), num_workers=1)))
+
+    batches = iter(make(Calls(outer, 1), num_workers=1, timeout=0.1))
+    assert inner.entered.wait(20)
+    with pytest.raises(LoaderTimeoutError, match=" in outer\n"):
+        next(batches)
+    inner.go.set()
+    assert outcomes_but_late(batches, 1) == [0]
 
 
 @pytest.fixture

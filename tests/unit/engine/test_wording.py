@@ -166,15 +166,11 @@ def test_what_a_worker_is_at(at_work, ticket, text):
     assert describe_work(3, 812, at_work, ticket) == text
 
 
-@pytest.mark.parametrize("module", ["child", "threads", "thread_task"])
-def test_a_stack_ends_where_ours_begins(module):
-    stack = (
-        f'  File "set.py", line 7 in decode\n  File "/lib/shmloader/workers/{module}.py", line 3'
-    )
-    text = describe_work(3, None, AtWork(Phase.LOADING, 0, 41, 4.81, stack), None)
-    assert text == (
-        "Worker thread 3 has been loading batch 41 for 4.8 s, the innermost call first:\n"
-        '  File "set.py", line 7 in decode'
+def test_what_a_thread_is_at():
+    at_work = AtWork(Phase.LOADING, 0, 41, 4.81, '  File "set.py", line 7 in decode')
+    assert describe_work(3, None, at_work, Ticket(41, 3, 0, [7])) == (
+        "Worker thread 3 has been loading batch 41 (indices 7) for 4.8 s, the innermost call "
+        'first:\n  File "set.py", line 7 in decode'
     )
 
 
