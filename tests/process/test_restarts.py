@@ -942,8 +942,10 @@ def test_twenty_replacements_leave_nothing_behind() -> None:
     deaths = Deaths(count)
 
     def sample(index: int) -> torch.Tensor:
-        if index % 3 == 2 and index // 3 == count - deaths.left:
-            deaths.take()
+        # Each death is of one sample, whichever worker comes first.
+        if index % 3 == 2 and index // 3 < count and deaths.switches[index // 3]:
+            deaths.switches[index // 3].turn(on=False)
+            os._exit(3)
         return row(index)
 
     loader = DataLoader(Calls(sample, 3 * count + 6), num_workers=2, worker_restarts=count)
@@ -952,7 +954,7 @@ def test_twenty_replacements_leave_nothing_behind() -> None:
     for batch in batches:
         seen.append(hashed(batch))
         del batch
-        if len(seen) in (6, 3 * count + 3):
+        if len(seen) in (30, 3 * count + 3):
             gc.collect()
             processes = len(psutil.Process().children(recursive=True))
             counts.append((descriptor_count(), processes, threading.active_count()))
