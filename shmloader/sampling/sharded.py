@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from torch.utils.data import Sampler
-
 from shmloader.sampling.checks import whole_number
+from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.ranks import resolve_ranks
-from shmloader.sampling.steps import Cut, DrawnSteps, Steps, step_count
+from shmloader.sampling.steps import Cut, DrawnSteps, step_count
 from shmloader.sampling.streams import Streams
 
 
-class ShardedSampler(Sampler[Any]):
+class ShardedSampler(EpochSampler[Any]):
     """What one rank takes of a sampler's indices, or of a batch sampler's batches.
 
     Every rank draws all that the sampler gives, under random streams that depend on ``seed`` and
@@ -53,17 +52,12 @@ class ShardedSampler(Sampler[Any]):
             raise ValueError(
                 f"tail option should be 'pad', 'drop' or 'uneven', but got tail={tail!r}"
             )
+        super().__init__(seed)
         self.sampler = sampler
         self.rank, self.world_size = resolve_ranks(rank, world_size)
-        self.seed = whole_number(seed, "seed", minimum=0)
         self.tail = tail
         self.batch_size = share
         self._cut = Cut(share, self.rank, self.world_size)
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Name the epoch of the next iteration."""
-        self._epoch = whole_number(epoch, "epoch", minimum=0)
 
     def __len__(self) -> int:
         """Items of this rank in an epoch.
@@ -77,13 +71,8 @@ class ShardedSampler(Sampler[Any]):
             return whole * self._cut.share + self._cut.count(left)
         return step_count(count, self._cut, self.tail) * self._cut.share
 
-    def __iter__(self) -> Iterator[Any]:
+    def _draw(self, epoch: int) -> Iterator[Any]:
         """This rank's items."""
-        # Here once the first item is drawn: torch's loaders ask for two iterators an epoch.
-        epoch = self._epoch
-        self._epoch = epoch + 1
-        steps: Steps = DrawnSteps(
-            self.sampler.__iter__, Streams(self.seed, epoch), self._cut, self.tail
-        )
+        steps = DrawnSteps(self.sampler.__iter__, Streams(self.seed, epoch), self._cut, self.tail)
         for step in steps:
             yield from step
