@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 
@@ -30,10 +31,12 @@ class EngineBase(abc.ABC):
     Args:
         window: Most tickets in flight.
         timeout_s: Longest wait for a batch; 0 for ever.
+        watch: Notes bad samples; None if they are raised.
     """
 
-    def __init__(self, *, window: int, timeout_s: float) -> None:
+    def __init__(self, *, window: int, timeout_s: float, watch: FailureWatch | None = None) -> None:
         self._window = window
+        self._watch = watch
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
         # The text alone: the error's traceback holds us.
@@ -140,6 +143,13 @@ class EngineBase(abc.ABC):
     @abc.abstractmethod
     def _next_batch(self) -> object:
         """The same, with ``_is_amid`` and ``_is_handing_over`` kept up to date."""
+
+    def _raise_end(self) -> NoReturn:
+        """End the epoch: StopIteration, or what is wrong with all that it gave."""
+        error = None if self._watch is None else self._watch.end_epoch()
+        if error is not None:
+            self._fail(error)
+        raise StopIteration
 
     @property
     def _has_only_waited(self) -> bool:

@@ -101,7 +101,7 @@ class Engine(EngineBase):
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
     ) -> None:
-        super().__init__(window=window, timeout_s=timeout_s)
+        super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
         self._worker_count = worker_count
         self._restart_limit = worker_restarts
@@ -112,7 +112,6 @@ class Engine(EngineBase):
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
             self._scheduler.slots.on_free = self.arena.poison
-        self._watch = watch
         self._layouts = Layouts(worker_count)
         self._sender = Sender(pool, self.arena, worker_count)
         # Deaths that were noted, and whose worker is to be replaced.
@@ -201,10 +200,7 @@ class Engine(EngineBase):
             elif scheduler.is_exhausted and not self._awaits_tickets():
                 if self._inbox:
                     continue
-                error = None if self._watch is None else self._watch.end_epoch()
-                if error is not None:
-                    self._fail(error)
-                raise StopIteration
+                self._raise_end()
             if self._inbox is None:  # else the user's thread looks at its clock
                 deadline = deadline or self._deadline()
             if FAULTS is not None:

@@ -42,11 +42,10 @@ class ThreadedEngine(EngineBase):
         timeout_s: float,
         watch: FailureWatch | None = None,
     ) -> None:
-        super().__init__(window=window, timeout_s=timeout_s)
+        super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
         self._recipe = recipe
         self._in_order = in_order
-        self._watch = watch
         self._epoch = 0
         self._next_seq = 0
         self._in_flight: collections.deque[ThreadTask] = collections.deque()
@@ -99,10 +98,7 @@ class ThreadedEngine(EngineBase):
             if not self._in_flight and not self._awaits_tickets():
                 if self._inbox:
                     continue
-                error = None if self._watch is None else self._watch.end_epoch()
-                if error is not None:
-                    self._fail(error)
-                raise StopIteration
+                self._raise_end()
             if self._inbox is None:  # else the user's thread looks at its clock
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
