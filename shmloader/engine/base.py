@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
@@ -18,6 +18,18 @@ def _do_it(function: Callable[[], None]) -> None:
     function()
 
 
+class Receipt(NamedTuple):
+    """Which ticket was handed over: its batch, or what was raised in the batch's place.
+
+    Attributes:
+        seq: The ticket's.
+        left_out: Those of which nothing was left, and that were taken since the last receipt.
+    """
+
+    seq: int
+    left_out: tuple[int, ...] = ()
+
+
 class EngineBase(abc.ABC):
     """Batches of one iterator, epoch after epoch.
 
@@ -27,6 +39,8 @@ class EngineBase(abc.ABC):
     Attributes:
         has_delivered: Whether the last call of ``next_batch`` came to its end: what interrupts the
             caller afterwards loses a batch.
+        receipt: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
+            where it raised something else: what was to come still comes.
 
     Args:
         window: Most tickets in flight.
@@ -43,6 +57,8 @@ class EngineBase(abc.ABC):
         self._closed_because = ""
         self._is_closed = False
         self.has_delivered = False
+        self.receipt: Receipt | None = None
+        self._left_out: list[int] = []
         # Whether we are between two things that belong together: a message is taken and noted,
         # indices are drawn and sent.
         self._is_amid = False
@@ -118,6 +134,7 @@ class EngineBase(abc.ABC):
         """
         self.check_open()
         self.has_delivered = False
+        self.receipt = None
         try:
             batch = self._next_batch()
             self.has_delivered = True
@@ -139,6 +156,11 @@ class EngineBase(abc.ABC):
             raise
         finally:
             self._is_amid = self._is_handing_over = False
+
+    def _give_receipt(self, seq: int) -> None:
+        """A ticket is handed over."""
+        self.receipt = Receipt(seq, tuple(self._left_out)) if self._left_out else Receipt(seq)
+        self._left_out.clear()
 
     @abc.abstractmethod
     def _next_batch(self) -> object:
@@ -183,6 +205,7 @@ class EngineBase(abc.ABC):
             self._is_amid = was_amid
             if isinstance(error, StopIteration):
                 return
+            self.receipt = None  # it comes in place of a batch that is lost
             raise  # of the user's sampler, which may go on
         self._offer_indices(indices)
         self._is_amid = was_amid

@@ -164,6 +164,7 @@ class Engine(EngineBase):
                 self._fail(late_start(self._timeout_s, self._pool, self._scheduler, busy))
             self.check_open()
         self._scheduler.start_epoch()
+        self._left_out.clear()
         if self._watch is not None:
             self._watch.start_epoch()
 
@@ -231,6 +232,7 @@ class Engine(EngineBase):
         if type(answer) is not Empty:
             return False
         self._settle(ticket, is_kept=answer.is_kept)
+        self._left_out.append(ticket.seq)
         self._replace_ticket()
         return True
 
@@ -243,6 +245,8 @@ class Engine(EngineBase):
         if self.arena.wants_trim:
             self.arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
+        if type(answer) is not Death:
+            self._give_receipt(ticket.seq)
         if type(answer) is Batch:
             try:
                 return self._build(ticket, answer)

@@ -61,6 +61,7 @@ class ThreadedEngine(EngineBase):
             self._drop_all()
             self._epoch += 1
             self._next_seq = 0
+            self._left_out.clear()
             if self._watch is not None:
                 self._watch.start_epoch()
             self.start(tickets)
@@ -140,6 +141,7 @@ class ThreadedEngine(EngineBase):
         if error is not None:
             self._fail(error)
         if answer.is_empty:
+            self._left_out.append(task.seq)
             self._replace_ticket()
         return answer.is_empty
 
@@ -147,6 +149,7 @@ class ThreadedEngine(EngineBase):
         """Give a task's batch, or raise what came instead; and offer one more ticket."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
+        self._give_receipt(task.seq)
         self._offer()
         if answer.error is not None:
             answer.error.reraise(describe_loading(task, None))

@@ -36,7 +36,7 @@ from shmloader.options import (
     parse_size,
     slot_share,
 )
-from shmloader.sampling.plan import Progress
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.target import parse_device
@@ -306,7 +306,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _settle_epoch(self) -> None:
         """Note what an epoch has left over for the next one, if it was complete."""
         if self.last_batch == "rollover":
-            cast("RolloverBatchSampler", self.batch_sampler).settle(self._progress.delivered)
+            cast("RolloverBatchSampler", self.batch_sampler).settle(self._progress.position)
 
     def __len__(self) -> int:
         """Batches of the epoch that runs, or of the next one if none does; see torch's."""

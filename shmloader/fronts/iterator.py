@@ -91,21 +91,41 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
         try:
             data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
+            data = self._finish(data)
         except StopIteration:
             self._progress.is_ended = True
             raise
-        if self._device is not None:
-            data = _move(data, self._device)
-        elif self._devices:
-            data = [_move(*part) for part in zip(data, self._devices, strict=False)]
-        elif self._pin_memory:
-            data = pin_batch(data, self._pin_memory_device)
-        data = self._transform(data)
-        self._progress.delivered += 1
+        except Exception:
+            self._note_done()
+            raise
+        self._note_done()
         return data
 
-    def _fetch(self) -> Any:
+    def _note_done(self) -> None:
+        """All tickets that were drawn are done: the last one's batch, or exception, is given."""
+        if self._ticket_count:
+            self._progress.done_until(self._ticket_count - 1)
+
+    def _draw(self) -> Any:
         index = self._next_index()  # type: ignore[no-untyped-call]
+        self._ticket_count += 1
+        return index
+
+    def _finish(self, data: Any) -> Any:
+        """What pins a batch, or moves it, and the user's transform."""
+        try:
+            if self._device is not None:
+                data = _move(data, self._device)
+            elif self._devices:
+                data = [_move(*part) for part in zip(data, self._devices, strict=False)]
+            elif self._pin_memory:
+                data = pin_batch(data, self._pin_memory_device)
+        except StopIteration as error:  # of an object's own to() or pin_memory()
+            raise RuntimeError("what moves or pins a batch raised StopIteration") from error
+        return self._transform(data)
+
+    def _fetch(self) -> Any:
+        index = self._draw()
         try:
             return self._dataset_fetcher.fetch(index)
         except StopIteration as error:
@@ -117,12 +137,11 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         """The next batch of which something is left."""
         while True:
             try:
-                index = self._next_index()  # type: ignore[no-untyped-call]
+                index = self._draw()
             except StopIteration:
                 self._raise_if(watch.end_epoch())
                 raise
-            batch = f"batch {self._ticket_count}"
-            self._ticket_count += 1
+            batch = f"batch {self._ticket_count - 1}"
             try:
                 data = self._dataset_fetcher.fetch(index)
             except EmptyBatchError:
@@ -238,6 +257,7 @@ class EngineIterator(_BaseDataLoaderIter):
         """Start the workers and fill the window."""
         super().__init__(loader)
         self._progress = loader._progress
+        self._in_order: bool = loader.in_order
         if loader.prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
@@ -295,19 +315,33 @@ class EngineIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if not self._is_exhausted:
             try:
-                batch = self._next_batch()
+                batch = self._transform(self._next_batch())
             except StopIteration:
                 self._is_exhausted = self._progress.is_ended = True
+            except Exception:
+                self._note_done()
+                raise
             else:
-                batch = self._transform(batch)
-                self._progress.delivered += 1
+                self._note_done()
                 return batch
             if not self._persistent_workers:
                 self.close()  # what interrupts it has no other exception behind it
         raise StopIteration
 
+    def _note_done(self) -> None:
+        """What was handed over, a batch or an exception in its place, is done."""
+        receipt = self._source.receipt
+        if receipt is not None:
+            seq, left_out = receipt
+            if self._in_order:
+                self._progress.done_until(seq)
+            else:
+                for each in (*left_out, seq):
+                    self._progress.done(each)
+
     def __next__(self) -> Any:
         """The next batch."""
+        mark = self._progress.mark()
         try:
             if self._has_length_to_check or _profiler_enabled():
                 # torch warns of an iterable dataset that is longer than it said, and records.
@@ -322,6 +356,7 @@ class EngineIterator(_BaseDataLoaderIter):
         except BaseException:
             if self._source.has_delivered:
                 self.close()  # a Ctrl-C: to go on would be to leave out a batch
+                self._progress.go_back(mark)
             raise
 
     def close(self) -> None:

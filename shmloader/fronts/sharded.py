@@ -190,7 +190,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self._next_epoch += 1
 
     def _settle_epoch(self) -> None:
-        self._plan.settle(self._progress.delivered)
+        self._plan.settle(self._progress.position)
 
     @property
     def padding(self) -> int:
@@ -203,7 +203,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         """
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
-        return self._plan.repeats_in(self._progress.delivered)
+        return self._plan.repeats_in(self._progress.position)
 
 
 def _check_dataset(dataset: object) -> None:

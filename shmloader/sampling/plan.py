@@ -11,21 +11,6 @@ from shmloader.sampling.steps import step_count as count_steps
 from shmloader.sampling.streams import Streams
 
 
-class Progress:
-    """How far the newest epoch of a loader has come.
-
-    Attributes:
-        delivered: Batches handed over.
-        is_ended: Whether the user has seen its end.
-    """
-
-    __slots__ = ("delivered", "is_ended")
-
-    def __init__(self) -> None:
-        self.delivered = 0
-        self.is_ended = False
-
-
 class StepPlan(Sampler[list[Any]]):
     """Index lists, or lists of index lists, one for each step of a rank.
 
@@ -140,16 +125,16 @@ class StepPlan(Sampler[list[Any]]):
             return 0
         return steps.repeats[1]
 
-    def settle(self, delivered: int) -> None:
-        """Take over what an epoch has left, if all its steps were handed over to the user.
+    def settle(self, position: int) -> None:
+        """Take over what an epoch has left, if the user is done with all its steps.
 
         Args:
-            delivered: How many were.
+            position: With how many that is.
         """
         steps = self._steps
-        if steps is None or self._tail != "rollover" or delivered < steps.drawn:
+        if steps is None or self._tail != "rollover" or position < steps.drawn:
             return
-        if not steps.is_over and isinstance(self._items, Sized | None) and delivered >= len(self):
+        if not steps.is_over and isinstance(self._items, Sized | None) and position >= len(self):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if steps.is_over:
             self._rest, self._steps = steps.rest, None

@@ -52,16 +52,16 @@ class RolloverBatchSampler(BatchSampler):
         """Batches of the epoch that runs, or of the next one if none does."""
         return (len(self.sampler) + len(self._rest)) // self.batch_size  # type: ignore[arg-type]
 
-    def settle(self, delivered: int) -> None:
+    def settle(self, position: int) -> None:
         """Take over what an epoch has left, if it was complete.
 
         Args:
-            delivered: Batches of it that were handed over to the user.
+            position: Batches of it that the user is done with.
         """
         epoch = self._epoch
-        if epoch is None or delivered < epoch.drawn:
+        if epoch is None or position < epoch.drawn:
             return
-        if not epoch.is_over and hasattr(self.sampler, "__len__") and delivered >= len(self):
+        if not epoch.is_over and hasattr(self.sampler, "__len__") and position >= len(self):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if epoch.is_over:
             self._rest, self._epoch = epoch.rest, None

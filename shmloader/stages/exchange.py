@@ -11,14 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shmloader.engine.base import Receipt
 from shmloader.workers.bell import Bell
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the stage has made of a batch."""
+    """What the stage has made of a batch.
+
+    Attributes:
+        result: It.
+        receipt: The batch's.
+    """
 
     result: Any
+    receipt: Receipt | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +35,12 @@ class Raised:
     Attributes:
         error: It.
         is_last: Whether nothing comes after it.
+        receipt: Of the batch in whose place it is raised.
     """
 
     error: BaseException
     is_last: bool
+    receipt: Receipt | None = None
 
 
 class Wish(enum.Enum):

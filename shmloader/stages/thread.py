@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
-from shmloader.engine.base import EngineBase
+from shmloader.engine.base import EngineBase, Receipt
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
@@ -151,16 +151,17 @@ class _Thread(Parkable):
             return Raised(StopIteration(), is_last=True)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             is_last = self._engine.is_closed or isinstance(error, InternalError)
-            return Raised(error, is_last=is_last)
+            return Raised(error, is_last, self._engine.receipt)
+        receipt = self._engine.receipt
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
-            return Ready(self._stage.run(batch))
+            return Ready(self._stage.run(batch), receipt)
         except StopIteration as error:
             # Else it would end the epoch, in silence.
-            return Raised(_explained(error), is_last=False)
+            return Raised(_explained(error), False, receipt)
         except BaseException as error:  # noqa: BLE001 - as above
-            return Raised(error, is_last=False)
+            return Raised(error, False, receipt)
         finally:
             del batch  # who keeps the exception keeps this frame, and must not keep the slot
 
@@ -283,6 +284,8 @@ class StageThread:
         self._is_taking = False
         #: As :attr:`EngineBase.has_delivered`.
         self.has_delivered = False
+        #: As :attr:`EngineBase.receipt`.
+        self.receipt: Receipt | None = None
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
@@ -315,6 +318,7 @@ class StageThread:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
         self.has_delivered = False
+        self.receipt = None
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             # Interrupted here, nothing is lost.
@@ -350,6 +354,7 @@ class StageThread:
             thread.room.give()
         self._tickets_out -= 1
         self._draw_one(thread)
+        self.receipt = result.receipt
         if isinstance(result, Ready):
             return self._stage.hand_over(result.result)
         self._is_taking = False
