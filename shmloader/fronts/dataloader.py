@@ -1,6 +1,7 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+import torch
 import torch.utils.data
 from torch.utils.data import (
     Dataset,
@@ -20,6 +22,7 @@ from torch.utils.data import (
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
+from shmloader.fronts.states import VERSION, check_state
 from shmloader.fronts.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
@@ -36,6 +39,8 @@ from shmloader.options import (
     parse_size,
     slot_share,
 )
+from shmloader.sampling.draws import Draws
+from shmloader.sampling.origin import Origin, describe
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
@@ -214,8 +219,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             assert batch_size is not None
             # Set past torch's guard, which is there for users.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, batch_size)
-        # How far the newest epoch has come.
+        # How far the newest epoch has come, and what it comes of.
         self._progress = Progress()
+        self._draws: Draws | None = None
+        self._epoch: int | None = None
+        self._next_epoch = 0
+        # A state that the next epoch goes on from; what that epoch came of; and whether epochs
+        # after it began with the same workers, and so without a base seed.
+        self._loaded: dict[str, Any] | None = None
+        self._found: dict[str, Any] | None = None
+        self._was_persistent: bool | None = None
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -301,7 +314,129 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _begin_epoch(self) -> None:
         self._settle_epoch()
-        self._progress = Progress()
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            self._epoch, self._progress = self._next_epoch, Progress()
+            before = self._was_persistent
+            self._found = None if before is None else self._match_base_seed(drawn=not before)
+        else:
+            self._epoch = loaded["epoch"]
+            self._progress = Progress(loaded["position"], frozenset(loaded.get("ahead", ())))
+            self._found = loaded["origin"]
+            self._was_persistent = loaded["persistent"]
+            if self._found["begun"]:
+                Origin(self._index_sampler).restore_epochs(self._found)
+            else:  # its generators were set when it was loaded
+                self._found = self._match_base_seed(drawn=self._found["base_seed"])
+        self._next_epoch = self._epoch + 1
+
+    def _match_base_seed(self, *, drawn: bool) -> dict[str, Any] | None:
+        """Have the generator be, when the sampler draws, where it was in the run that goes on here.
+
+        torch draws a base seed from it before each epoch, but not where workers stay.
+
+        Args:
+            drawn: Whether one was drawn before this epoch there.
+
+        Returns:
+            What the sampler is to draw from, if not from what there will be.
+        """
+        will_draw = self._iterator is None
+        if will_draw and not drawn:
+            return Origin(self._index_sampler).dump(is_begun=False)
+        if drawn and not will_draw and self.generator is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return None
+
+    def _begin_draws(self, drawing: Any) -> Any:
+        """What an iterator draws, given what ``iter()`` of its index sampler gave."""
+        if isinstance(self.dataset, IterableDataset):
+            return drawing
+        self._draws = Draws(self._index_sampler, drawing, self._progress, self._found)
+        return self._draws
+
+    # States ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the newest epoch is: what was handed over, and nothing that is prefetched.
+
+        May be called between any two batches, on the thread that takes them. After the last
+        batch's StopIteration it is the beginning of the next epoch.
+
+        Returns:
+            Plain values, a few hundred bytes and the states of generators, that go through
+            ``json``, ``pickle`` and ``torch.save``, and never change.
+
+        Raises:
+            RuntimeError: If torch's own iterator loads: a data pipe, or where there are no
+                workers of ours.
+        """
+        self._check_has_state()
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        progress = self._progress
+        state = {"version": VERSION, **self._facts(), "persistent": self.persistent_workers}
+        if self._epoch is None or progress.is_ended:
+            self._settle_epoch()
+            state |= {"epoch": self._next_epoch, "position": 0}
+            state["origin"] = self._dump_next_origin()
+        else:
+            state |= {"epoch": self._epoch, "position": progress.position}
+            state["origin"] = self._dump_origin()
+            if progress.ahead:
+                state["ahead"] = sorted(progress.ahead)
+        return copy.deepcopy(state)
+
+    def _dump_origin(self) -> dict[str, Any]:
+        """What the newest epoch comes of."""
+        return {"begun": True} if self._draws is None else self._draws.dump()
+
+    def _dump_next_origin(self) -> dict[str, Any]:
+        """What the next epoch comes of, as far as that is known."""
+        origin = Origin(self._index_sampler)
+        will_restart = self._iterator is not None and not getattr(self._iterator, "is_closed", True)
+        return {**origin.dump(is_begun=False), "base_seed": not will_restart}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next ``iter()`` go on from a state: with the very next batch.
+
+        Args:
+            state: What ``state_dict()`` of such a loader returned, in this process or another.
+
+        Raises:
+            ValueError: If it does not fit this loader; says what was found and what expected.
+            TypeError: If it is no dict.
+            ClosedLoaderError: After ``close()``.
+        """
+        self._check_has_state()
+        if self._is_closed:
+            raise ClosedLoaderError("the loader is closed")
+        loaded = copy.deepcopy(check_state(state, self._facts()))
+        Origin(self._index_sampler).restore(loaded["origin"])
+        self._loaded = loaded
+        self._next_epoch = loaded["epoch"]
+
+    def _check_has_state(self) -> None:
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
+        if self.num_workers and not self.thread_pool and not is_supported():
+            raise RuntimeError(f"{_UNSUPPORTED} It has no state_dict().")
+
+    def _facts(self) -> dict[str, Any]:
+        """What a state and its loader must have in common."""
+        length: int | None = None
+        with contextlib.suppress(TypeError, NotImplementedError):  # datasets without a length
+            if not isinstance(self.dataset, IterableDataset):
+                length = len(self.dataset)  # type: ignore[arg-type]
+        is_iterable = isinstance(self.dataset, IterableDataset)
+        tail = "drop" if self.drop_last else self.last_batch or "keep"
+        return {
+            "length": length,
+            "global_batch": self.batch_size,
+            "sampler": None if is_iterable else describe(self._index_sampler),
+            "tail": tail,
+            "seed": None,
+        }
 
     def _settle_epoch(self) -> None:
         """Note what an epoch has left over for the next one, if it was complete."""
@@ -344,6 +479,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """Everything but what runs, and what failed: a copy, or a pickle, has no workers."""
         state = self.__dict__.copy()
         state["_iterator"] = None
+        # A copy's epoch has not begun; what it was to go on from, it has.
+        state["_draws"] = None
+        state["_progress"] = Progress()
+        state["_epoch"] = None
         del state["_open_iterators"], state["failures"]
         return state
 

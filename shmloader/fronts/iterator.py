@@ -73,6 +73,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any, options: Options) -> None:
         super().__init__(loader)
+        self._sampler_iter = loader._begin_draws(self._sampler_iter)
         self._device = parse_device(loader.device)
         self._devices = [parse_device(device) for device in options.devices or ()]
         self._transform = _transform_here(options)
@@ -288,6 +289,7 @@ class EngineIterator(_BaseDataLoaderIter):
             self._has_length_to_check = self._IterableDataset_len_called is not None
             # As torch does: the sampler is iterated a second time.
             super()._reset(loader)
+            self._sampler_iter = loader._begin_draws(self._sampler_iter)
             self._source.start(self._sampler_iter)
         except BaseException:
             if hasattr(self, "_finalizer"):
@@ -307,6 +309,7 @@ class EngineIterator(_BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
         super()._reset(loader, first_iter)
+        self._sampler_iter = loader._begin_draws(self._sampler_iter)
         self._progress = loader._progress
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None

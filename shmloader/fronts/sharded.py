@@ -152,7 +152,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             items=items,
             device_count=len(devices or ()),
         )
-        self._next_epoch = 0
 
     @property
     def _index_sampler(self) -> StepPlan:
@@ -186,8 +185,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     def _begin_epoch(self) -> None:
         super()._begin_epoch()
-        self._plan.epoch = self._next_epoch
-        self._next_epoch += 1
+        assert self._epoch is not None
+        self._plan.epoch = self._epoch
 
     def _settle_epoch(self) -> None:
         self._plan.settle(self._progress.position)

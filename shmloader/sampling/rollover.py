@@ -28,7 +28,7 @@ class RolloverBatchSampler(BatchSampler):
 
     def __init__(self, sampler: Sampler[Any] | Iterable[Any], batch_size: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
-        self._rest: list[Any] = []
+        self.rest: list[Any] = []
         self._epoch: _Epoch | None = None
         self._drawing: Iterator[list[Any]] = iter(())
 
@@ -39,7 +39,7 @@ class RolloverBatchSampler(BatchSampler):
         return self._drawing
 
     def _draw(self, epoch: _Epoch) -> Iterator[list[Any]]:
-        batch = list(self._rest)
+        batch = list(self.rest)
         for index in self.sampler:
             batch.append(index)
             if len(batch) == self.batch_size:
@@ -50,7 +50,7 @@ class RolloverBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         """Batches of the epoch that runs, or of the next one if none does."""
-        return (len(self.sampler) + len(self._rest)) // self.batch_size  # type: ignore[arg-type]
+        return (len(self.sampler) + len(self.rest)) // self.batch_size  # type: ignore[arg-type]
 
     def settle(self, position: int) -> None:
         """Take over what an epoch has left, if it was complete.
@@ -64,4 +64,4 @@ class RolloverBatchSampler(BatchSampler):
         if not epoch.is_over and hasattr(self.sampler, "__len__") and position >= len(self):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if epoch.is_over:
-            self._rest, self._epoch = epoch.rest, None
+            self.rest, self._epoch = epoch.rest, None

@@ -1,9 +1,10 @@
 """The process's global random streams, set aside while a sampler draws from others."""
 
+import base64
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,67 @@ def _set_states(states: tuple[Any, Any, torch.Tensor]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.default_generator.set_state(states[2])
+
+
+def dump_generator(generator: torch.Generator) -> str:
+    """A generator's state as text."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+
+def load_generator(generator: torch.Generator, text: str) -> None:
+    """Set a generator's state.
+
+    Raises:
+        ValueError: If the text is no state of such a generator.
+    """
+    try:
+        state = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+        generator.set_state(torch.from_numpy(state.copy()))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"a generator's state in it cannot be read: {error}") from error
+
+
+def dump_streams(names: Iterable[str]) -> dict[str, Any]:
+    """The states of global streams, as plain values.
+
+    Args:
+        names: Which of ``"torch"``, ``"numpy"`` and ``"python"``.
+    """
+    found: dict[str, Any] = {}
+    if "torch" in names:
+        found["torch"] = dump_generator(torch.default_generator)
+    if "numpy" in names:
+        kind, *values = np.random.get_state(legacy=True)
+        if kind == "MT19937":
+            words, *others = values
+            text = base64.b64encode(np.asarray(words, dtype=np.uint32).tobytes()).decode()
+            found["numpy"] = [text, *map(_plain, others)]
+    if "python" in names:
+        version, numbers, gauss = random.getstate()
+        text = base64.b64encode(np.array(numbers, dtype=np.uint32).tobytes()).decode()
+        found["python"] = [version, text, gauss]
+    return found
+
+
+def _plain(number: Any) -> int | float:
+    return float(number) if isinstance(number, float) else int(number)
+
+
+@contextlib.contextmanager
+def streams_set(found: dict[str, Any]) -> Iterator[None]:
+    """Have the global streams in these states; afterwards the process's own are back."""
+    own = _states()
+    try:
+        if "torch" in found:
+            load_generator(torch.default_generator, found["torch"])
+        if "numpy" in found:
+            text, *others = found["numpy"]
+            words = np.frombuffer(base64.b64decode(text), dtype=np.uint32)
+            np.random.set_state(("MT19937", words, *others))
+        if "python" in found:
+            version, text, gauss = found["python"]
+            numbers = np.frombuffer(base64.b64decode(text), dtype=np.uint32).tolist()
+            random.setstate((version, tuple(numbers), gauss))
+        yield
+    finally:
+        _set_states(own)

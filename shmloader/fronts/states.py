@@ -1,0 +1,56 @@
+"""The form of a loader's state, and whether a state fits a loader."""
+
+from typing import Any
+
+#: Of the form. A state of another version is refused.
+VERSION = 1
+
+# What a state and the loader that takes it must have in common.
+_FACTS = {
+    "length": "dataset length",
+    "global_batch": "global batch size",
+    "sampler": "sampler",
+    "tail": "tail",
+    "seed": "seed",
+}
+
+_OTHERS = {"epoch", "position", "origin"}
+
+
+def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
+    """Check a state before a loader takes it.
+
+    Args:
+        state: What the user gave.
+        facts: Of the loader: ``length`` and so on.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: If it is no dict.
+        ValueError: If it is no loader's state, of another version, or does not fit.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"state should be a dict that state_dict() returned, but got {type(state).__name__}"
+        )
+    version = state.get("version")
+    if version is None or not (_FACTS.keys() | _OTHERS) <= state.keys():
+        raise ValueError(
+            "the state is not one of a shmloader loader: it has "
+            f"{', '.join(map(repr, state)) or 'nothing'}"
+        )
+    if version != VERSION:
+        raise ValueError(
+            f"the state is of version {version!r}, and this release of shmloader reads version "
+            f"{VERSION}"
+        )
+    wrong = [
+        f"{name}: {state[key]!r} found, {facts[key]!r} expected"
+        for key, name in _FACTS.items()
+        if state[key] != facts[key]
+    ]
+    if wrong:
+        raise ValueError(f"the state does not fit this loader ({'; '.join(wrong)})")
+    return state

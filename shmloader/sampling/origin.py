@@ -1,0 +1,183 @@
+"""What a sampler's epoch came of: enough to have it drawn again, in another process.
+
+A sampler of torch's, or of a user's, draws from a generator, from the process's own random streams
+or from none, and may count its epochs. That is written down before it draws, as plain values.
+
+Guarantees:
+    * Writing it down neither draws nor changes anything.
+    * The process's own streams are left alone, but while a sampler that drew from them draws its
+      epoch's first index again.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from shmloader.sampling.epochs import EpochSampler
+from shmloader.sampling.interval import IntervalSampler
+from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.streams import dump_generator, dump_streams, load_generator, streams_set
+
+# These draw from torch's global stream where they have no generator.
+_DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
+
+# These draw from none, or from a generator of their own that depends on their epoch.
+_OWN = {BatchSampler, RolloverBatchSampler, SequentialSampler, DistributedSampler, IntervalSampler}
+_OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
+
+_LONGEST_CHAIN = 8
+
+
+def chain(index_sampler: object) -> list[Any]:
+    """A sampler and those that it draws from, by torch's name for these."""
+    found: list[Any] = []
+    while index_sampler is not None and len(found) < _LONGEST_CHAIN:
+        found.append(index_sampler)
+        index_sampler = getattr(index_sampler, "sampler", None)
+    return found
+
+
+def describe(index_sampler: object) -> str:
+    """The kind of sampler, such as ``BatchSampler(RandomSampler)``."""
+    names = [type(sampler).__name__ for sampler in chain(index_sampler)]
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+def is_known(sampler: object) -> bool:
+    """Whether it is torch's or ours, and so draws its whole order from what is written down."""
+    kind = type(sampler)
+    return (
+        kind in _OWN
+        or kind in _DRAWING
+        or kind in _OWN_SEQUENCES
+        or kind is RandomSampler
+        or (isinstance(sampler, EpochSampler) and kind.__module__.startswith("shmloader."))
+    )
+
+
+class Origin:
+    """What the epochs of one sampler come of.
+
+    Args:
+        index_sampler: What a loader draws: a sampler or a batch sampler.
+    """
+
+    def __init__(self, index_sampler: object) -> None:
+        self._chain = chain(index_sampler)
+        self._rollover = index_sampler if isinstance(index_sampler, RolloverBatchSampler) else None
+        self._generators: list[torch.Generator] = []
+        for sampler in self._chain:
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator) and generator not in self._generators:
+                self._generators.append(generator)
+        self._counting = [
+            sampler for sampler in self._chain if callable(getattr(sampler, "set_epoch", None))
+        ]
+        # It asks the process for a seed, and draws the rest from that.
+        self._seeding = [
+            sampler
+            for sampler in self._chain
+            if type(sampler) is RandomSampler and sampler.generator is None
+        ]
+        is_known_whole = all(map(is_known, self._chain))
+        draws = any(
+            type(sampler) in _DRAWING and sampler.generator is None for sampler in self._chain
+        )
+        #: The process's streams that an epoch may come of, by name.
+        self.streams: tuple[str, ...] = ("torch",) if draws else ()
+        if not is_known_whole:
+            self.streams, self._seeding = ("torch", "numpy", "python"), []
+
+    def dump(self, *, is_begun: bool) -> dict[str, Any]:
+        """Write it down.
+
+        Args:
+            is_begun: Whether an epoch begins at this moment: else what it will draw from the
+                process's streams is not known.
+        """
+        found: dict[str, Any] = {"begun": is_begun}
+        if self._generators:
+            found["generators"] = [dump_generator(generator) for generator in self._generators]
+        epochs = [getattr(sampler, "epoch", None) for sampler in self._counting]
+        if any(isinstance(epoch, int) for epoch in epochs):
+            found["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
+        if self._rollover is not None:
+            found["rest"] = list(self._rollover.rest)
+        if is_begun and self._seeding:
+            found["seed"] = _next_seed()
+        if is_begun and self.streams:
+            found["streams"] = dump_streams(self.streams)
+        return found
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Have the next epoch begin as it did; but for the process's streams."""
+        self.restore_generators(found)
+        self.restore_epochs(found)
+        if self._rollover is not None:
+            self._rollover.rest = list(found.get("rest", ()))
+
+    def restore_generators(self, found: dict[str, Any]) -> None:
+        """Set the samplers' generators."""
+        for generator, state in zip(self._generators, found.get("generators", ()), strict=False):
+            load_generator(generator, state)
+
+    def restore_epochs(self, found: dict[str, Any]) -> None:
+        """Have the samplers count from there."""
+        for sampler, epoch in zip(self._counting, found.get("epochs", ()), strict=False):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+
+    @contextlib.contextmanager
+    def drawing(self, found: dict[str, Any]) -> Iterator[None]:
+        """Set what an epoch's first index is drawn from; the process's streams are put back."""
+        self.restore_generators(found)
+        with contextlib.ExitStack() as stack:
+            if "seed" in found and self._seeding:
+                stack.enter_context(_seeded(self._seeding, found["seed"]))
+            if "streams" in found:
+                stack.enter_context(streams_set(found["streams"]))
+            yield
+
+
+def _next_seed() -> int:
+    """What a RandomSampler without a generator is going to ask torch's global stream for."""
+    before = torch.get_rng_state()
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    torch.set_rng_state(before)
+    return seed
+
+
+@contextlib.contextmanager
+def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
+    """Lend RandomSamplers a generator with this seed: they look for one at their first index."""
+    for sampler in samplers:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for sampler in samplers:
+            sampler.generator = None
+
+
+def own_state(sampler: object) -> Any:
+    """A sampler's own state, copied; None if it has no such methods."""
+    if not has_own_state(sampler):
+        return None
+    return copy.deepcopy(sampler.state_dict())  # type: ignore[attr-defined]
+
+
+def has_own_state(sampler: object) -> bool:
+    """Whether it can save its state, and go on from it."""
+    return all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
