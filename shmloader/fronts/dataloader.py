@@ -41,6 +41,7 @@ from shmloader.options import (
 )
 from shmloader.sampling.draws import Draws
 from shmloader.sampling.origin import Origin, describe
+from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
@@ -325,10 +326,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._found = loaded["origin"]
             self._was_persistent = loaded["persistent"]
             if self._found["begun"]:
-                Origin(self._index_sampler).restore_epochs(self._found)
+                self._origin.restore_epochs(self._found)
             else:  # its generators were set when it was loaded
                 self._found = self._match_base_seed(drawn=self._found["base_seed"])
         self._next_epoch = self._epoch + 1
+        plan = self._index_sampler
+        if isinstance(plan, StepPlan):
+            plan.begin(self._epoch, self._progress, self._found)
+
+    @property
+    def _origin(self) -> Origin:
+        """What the next epoch will come of."""
+        plan = self._index_sampler
+        return plan.origin if isinstance(plan, StepPlan) else Origin(plan)
 
     def _match_base_seed(self, *, drawn: bool) -> dict[str, Any] | None:
         """Have the generator be, when the sampler draws, where it was in the run that goes on here.
@@ -343,14 +353,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """
         will_draw = self._iterator is None
         if will_draw and not drawn:
-            return Origin(self._index_sampler).dump(is_begun=False)
+            return self._origin.dump(is_begun=False)
         if drawn and not will_draw and self.generator is not None:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return None
 
     def _begin_draws(self, drawing: Any) -> Any:
         """What an iterator draws, given what ``iter()`` of its index sampler gave."""
-        if isinstance(self.dataset, IterableDataset):
+        if isinstance(self.dataset, IterableDataset) or isinstance(self._index_sampler, StepPlan):
             return drawing
         self._draws = Draws(self._index_sampler, drawing, self._progress, self._found)
         return self._draws
@@ -389,13 +399,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _dump_origin(self) -> dict[str, Any]:
         """What the newest epoch comes of."""
+        plan = self._index_sampler
+        if isinstance(plan, StepPlan):
+            return plan.dump()
         return {"begun": True} if self._draws is None else self._draws.dump()
 
     def _dump_next_origin(self) -> dict[str, Any]:
         """What the next epoch comes of, as far as that is known."""
-        origin = Origin(self._index_sampler)
         will_restart = self._iterator is not None and not getattr(self._iterator, "is_closed", True)
-        return {**origin.dump(is_begun=False), "base_seed": not will_restart}
+        return {**self._origin.dump(is_begun=False), "base_seed": not will_restart}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next ``iter()`` go on from a state: with the very next batch.
@@ -412,7 +424,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_closed:
             raise ClosedLoaderError("the loader is closed")
         loaded = copy.deepcopy(check_state(state, self._facts()))
-        Origin(self._index_sampler).restore(loaded["origin"])
+        self._origin.restore(loaded["origin"])
         self._loaded = loaded
         self._next_epoch = loaded["epoch"]
 
@@ -424,16 +436,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _facts(self) -> dict[str, Any]:
         """What a state and its loader must have in common."""
-        length: int | None = None
-        with contextlib.suppress(TypeError, NotImplementedError):  # datasets without a length
-            if not isinstance(self.dataset, IterableDataset):
-                length = len(self.dataset)  # type: ignore[arg-type]
         is_iterable = isinstance(self.dataset, IterableDataset)
+        length: int | None = None
+        if not is_iterable:
+            with contextlib.suppress(TypeError, NotImplementedError):  # it need not have one
+                length = len(self.dataset)  # type: ignore[arg-type]
+        plan = self._index_sampler
+        if isinstance(plan, StepPlan):
+            return {"length": length, **plan.facts()}
         tail = "drop" if self.drop_last else self.last_batch or "keep"
         return {
             "length": length,
             "global_batch": self.batch_size,
-            "sampler": None if is_iterable else describe(self._index_sampler),
+            "sampler": None if is_iterable else describe(plan),
             "tail": tail,
             "seed": None,
         }

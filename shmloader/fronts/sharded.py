@@ -183,11 +183,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         """Number of the epoch that the next ``iter()`` begins."""
         return self._next_epoch
 
-    def _begin_epoch(self) -> None:
-        super()._begin_epoch()
-        assert self._epoch is not None
-        self._plan.epoch = self._epoch
-
     def _settle_epoch(self) -> None:
         self._plan.settle(self._progress.position)
 

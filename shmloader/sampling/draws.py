@@ -95,7 +95,6 @@ class Draws(Iterator[Any]):
             self._origin.restore_generators(found or {})
             self._found = self._origin.dump(is_begun=True)
             if self._stateful is not None:
-                self._found.pop("streams", None)
                 self._note_own_state()
             return self._drawing
         self._last_sum = found.get("last")
@@ -115,9 +114,10 @@ class Draws(Iterator[Any]):
 
     def _find_stateful(self) -> Any:
         """Who has a state of its own: what was iterated, or a sampler that it draws from."""
-        for each in (self._drawing, *chain(self._index_sampler)):
-            if not is_known(each) and has_own_state(each):
-                return each
+        if has_own_state(self._drawing):
+            return self._drawing
+        if self._origin.stateful is not None:
+            return self._origin.stateful
         outer = self._index_sampler
         if type(outer) is BatchSampler and not is_known(outer.sampler):
             # It hides the iterator that it draws from, which may have one.
@@ -132,10 +132,9 @@ class Draws(Iterator[Any]):
         if self._stateful is not None and "own" in found:
             at = found["own_at"]
             self._own_states.append((at, found["own"]))
-            self._stateful.load_state_dict(copy.deepcopy(found["own"]))
-            if self._stateful is not self._drawing and any(
-                self._stateful is sampler for sampler in chain(self._index_sampler)
-            ):
+            own = copy.deepcopy(found["own"])
+            self._stateful.load_state_dict(own)
+            if self._stateful is self._origin.stateful:
                 self._drawing = iter(self._index_sampler)  # what was iterated knew nothing of it
         elif (quick := self._sequential_from(position)) is not None:
             return quick

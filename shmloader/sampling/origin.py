@@ -70,12 +70,19 @@ class Origin:
     """What the epochs of one sampler come of.
 
     Args:
-        index_sampler: What a loader draws: a sampler or a batch sampler.
+        index_sampler: What a loader draws: a sampler or a batch sampler; None for an order of ours.
+        carrier: Has the ``rest`` that the epoch before has left over, if anything does.
+
+    Attributes:
+        streams: The process's streams that an epoch may come of, by name.
+        stateful: Which of the samplers has a state of its own; None if none has.
     """
 
-    def __init__(self, index_sampler: object) -> None:
+    def __init__(self, index_sampler: object, carrier: Any = None) -> None:
         self._chain = chain(index_sampler)
-        self._rollover = index_sampler if isinstance(index_sampler, RolloverBatchSampler) else None
+        self._carrier = carrier
+        if isinstance(index_sampler, RolloverBatchSampler):
+            self._carrier = index_sampler
         self._generators: list[torch.Generator] = []
         for sampler in self._chain:
             generator = getattr(sampler, "generator", None)
@@ -90,14 +97,18 @@ class Origin:
             for sampler in self._chain
             if type(sampler) is RandomSampler and sampler.generator is None
         ]
+        self.stateful: Any = next(
+            (each for each in self._chain if not is_known(each) and has_own_state(each)), None
+        )
         is_known_whole = all(map(is_known, self._chain))
         draws = any(
             type(sampler) in _DRAWING and sampler.generator is None for sampler in self._chain
         )
-        #: The process's streams that an epoch may come of, by name.
         self.streams: tuple[str, ...] = ("torch",) if draws else ()
         if not is_known_whole:
             self.streams, self._seeding = ("torch", "numpy", "python"), []
+        if self.stateful is not None:
+            self.streams = ()
 
     def dump(self, *, is_begun: bool) -> dict[str, Any]:
         """Write it down.
@@ -112,8 +123,10 @@ class Origin:
         epochs = [getattr(sampler, "epoch", None) for sampler in self._counting]
         if any(isinstance(epoch, int) for epoch in epochs):
             found["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
-        if self._rollover is not None:
-            found["rest"] = list(self._rollover.rest)
+        if self._carrier is not None:
+            found["rest"] = list(self._carrier.rest)
+        if self.stateful is not None:
+            found["own"] = own_state(self.stateful)
         if is_begun and self._seeding:
             found["seed"] = _next_seed()
         if is_begun and self.streams:
@@ -121,11 +134,21 @@ class Origin:
         return found
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Have the next epoch begin as it did; but for the process's streams."""
+        """Have the next epoch begin as it did; but for the process's streams.
+
+        What is written down of an epoch that has begun is restored once more when it is drawn.
+        """
         self.restore_generators(found)
         self.restore_epochs(found)
-        if self._rollover is not None:
-            self._rollover.rest = list(found.get("rest", ()))
+        if self._carrier is not None:
+            self._carrier.rest = list(found.get("rest", ()))
+        if not found["begun"]:
+            self.restore_own(found)
+
+    def restore_own(self, found: dict[str, Any]) -> None:
+        """Give the sampler its own state back, if it has one."""
+        if self.stateful is not None and "own" in found:
+            self.stateful.load_state_dict(copy.deepcopy(found["own"]))
 
     def restore_generators(self, found: dict[str, Any]) -> None:
         """Set the samplers' generators."""
@@ -171,11 +194,9 @@ def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
             sampler.generator = None
 
 
-def own_state(sampler: object) -> Any:
-    """A sampler's own state, copied; None if it has no such methods."""
-    if not has_own_state(sampler):
-        return None
-    return copy.deepcopy(sampler.state_dict())  # type: ignore[attr-defined]
+def own_state(sampler: Any) -> Any:
+    """A sampler's own state, copied."""
+    return copy.deepcopy(sampler.state_dict())
 
 
 def has_own_state(sampler: object) -> bool:

@@ -6,6 +6,9 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from shmloader.sampling.origin import Origin, describe
+from shmloader.sampling.places import Placed
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
 from shmloader.sampling.steps import step_count as count_steps
 from shmloader.sampling.streams import Streams
@@ -19,6 +22,7 @@ class StepPlan(Sampler[list[Any]]):
 
     Attributes:
         epoch: Number of the epoch that is iterated next.
+        rest: What the last complete epoch has left over.
 
     Args:
         batch_size: Samples of a batch; None where whole batches are dealt.
@@ -27,11 +31,14 @@ class StepPlan(Sampler[list[Any]]):
         cut: The rank's part of the global order, in samples, or in batches where these are dealt.
         tail: Of the last global step.
         seed: Of the order, with the epoch.
-        length: Of the dataset, whose indices are the order.
+        length: Of the dataset, whose indices are the order; or what has it, and may grow.
         shuffle: Whether they are shuffled.
         items: A sampler, or a batch sampler, that gives the order in place of these.
         device_count: Most index lists of a step that a batch sampler gives, all of whose steps
             must be lists of such; 0 for any.
+        may_shard: Whether what a batch sampler gives may be a list of index lists, and is looked
+            at; else it is handed on as it is.
+        is_placed: Whether each step is given as a :class:`Placed`.
     """
 
     def __init__(
@@ -42,10 +49,12 @@ class StepPlan(Sampler[list[Any]]):
         tail: Tail,
         seed: int,
         *,
-        length: int | None = None,
+        length: int | Sized | None = None,
         shuffle: bool = False,
         items: Iterable[Any] | None = None,
         device_count: int = 0,
+        may_shard: bool = True,
+        is_placed: bool = False,
     ) -> None:
         self.epoch = 0
         self._batch_size = batch_size
@@ -57,8 +66,12 @@ class StepPlan(Sampler[list[Any]]):
         self._shuffle = shuffle
         self._items = items
         self._device_count = device_count
-        # What the last complete epoch left over.
-        self._rest: list[Any] = []
+        self._may_shard = may_shard
+        self._is_placed = is_placed
+        self.rest: list[Any] = []
+        self._progress = Progress()
+        self._given: frozenset[int] = frozenset()
+        self._found: dict[str, Any] | None = None
         self._steps: Steps | None = None
         self._drawing: Iterator[Any] = iter(())
 
@@ -68,7 +81,7 @@ class StepPlan(Sampler[list[Any]]):
         Raises:
             TypeError: If the user's sampler has no length.
         """
-        return count_steps(self._item_count() + len(self._rest), self._cut, self._tail)
+        return count_steps(self._item_count() + len(self.rest), self._cut, self._tail)
 
     @property
     def is_sharded(self) -> bool:
@@ -81,42 +94,117 @@ class StepPlan(Sampler[list[Any]]):
         return self._items is None
 
     def _item_count(self) -> int:
-        if self._length is not None:
+        if isinstance(self._length, int):
             return self._length
-        return len(self._items)  # type: ignore[arg-type]
+        return len(self._items if self._length is None else self._length)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but a running epoch, which stays with this plan: a copy begins its own."""
+        return {
+            **self.__dict__,
+            "_steps": None,
+            "_drawing": iter(()),
+            "_progress": Progress(),
+            "_given": frozenset(),
+            "_found": None,
+        }
 
     def __iter__(self) -> Iterator[Any]:
         """The steps of the epoch."""
         self._steps = self._begin()
-        self._drawing = self._shape(self._steps)
+        self._drawing = self._shape(self._steps, self.epoch)
         return self._drawing
 
+    def begin(self, epoch: int, progress: Progress, found: dict[str, Any] | None = None) -> None:
+        """Name the epoch that is iterated next.
+
+        Args:
+            epoch: Its number.
+            progress: How far it has come: it goes on there.
+            found: What :meth:`dump` gave of it; None for a new epoch.
+        """
+        self.epoch = epoch
+        self._progress, self._given = progress, progress.ahead
+        self._found = found
+
+    def facts(self) -> dict[str, Any]:
+        """What a state must have in common with this to go on here: on any number of ranks."""
+        if self._items is None:
+            kind = "shuffled" if self._shuffle else "in order"
+        else:
+            kind = describe(self._items)
+        is_dealt = self._batch_size is None and self._items is not None
+        count = self._cut.global_count
+        return {
+            "global_batch": f"{count} whole" if is_dealt else count,
+            "sampler": kind,
+            "tail": {"uneven": "keep"}.get(self._tail, self._tail),
+            "seed": self._seed,
+        }
+
+    @property
+    def origin(self) -> Origin:
+        """What the next epoch will come of, beside its number."""
+        return Origin(self._items, self)
+
+    def dump(self) -> dict[str, Any]:
+        """What the epoch comes of that was begun last, as plain values."""
+        if self._found is None or not self._found["begun"]:
+            self._found = {**self.origin.dump(is_begun=False), "begun": True}
+        return self._found
+
     def _begin(self) -> Steps:
+        start = self._progress.position
         if self._items is not None:
             streams = Streams(self._seed, self.epoch)
             return DrawnSteps(
-                functools.partial(_begin, self._items, self.epoch),
+                functools.partial(self._begin_items, self.epoch),
                 streams,
                 self._cut,
                 self._tail,
-                self._rest,
-                _sample_count if self._batch_size is None else _one,
+                self.rest,
+                _sample_count if self._batch_size is None and self._may_shard else _one,
+                start,
             )
-        assert self._length is not None
-        order = order_of(self._length, self._seed, self.epoch, shuffle=self._shuffle)
-        return OrderSteps(Rest(self._rest, order) if self._rest else order, self._cut, self._tail)
+        order = order_of(self._item_count(), self._seed, self.epoch, shuffle=self._shuffle)
+        if self.rest:
+            order = Rest(self.rest, order)
+        return OrderSteps(order, self._cut, self._tail, start)
 
-    def _shape(self, steps: Steps) -> Iterator[Any]:
-        size = self._batch_size
+    def _begin_items(self, epoch: int) -> Iterator[Any]:
+        """Iterate over a user's sampler, for the first index of an epoch."""
+        assert self._items is not None
+        origin = self.origin
+        if self._found is not None:
+            origin.restore_generators(self._found)
+            origin.restore_own(self._found)
+        self.dump()  # before anything is drawn
+        set_epoch_of(self._items, epoch)
+        return iter(self._items)
+
+    def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
+        cut, given = self._cut, self._given
         for items in steps:
-            if size is None:
-                (step,) = items
-                _check_step(step, steps.drawn - 1, self._device_count)
-                yield step
-            elif self._num_shards:
-                yield [items[at : at + size] for at in range(0, len(items), size)]
-            else:
-                yield items
+            number = steps.drawn - 1
+            if number in given:
+                continue
+            step = self._form(items, number)
+            if self._is_placed:
+                first = number * cut.global_count + cut.rank * cut.share
+                step = Placed(step, epoch, first, is_whole=self._batch_size is None)
+            yield step
+
+    def _form(self, items: list[Any], number: int) -> Any:
+        """Step ``number``, from 0, of these items."""
+        size = self._batch_size
+        if size is None:
+            (step,) = items
+            if self._may_shard:
+                _check_step(step, number, self._device_count)
+            return step
+        if self._num_shards:
+            return [items[at : at + size] for at in range(0, len(items), size)]
+        return items
 
     def repeats_in(self, number: int) -> int:
         """How many samples of step ``number`` (from 1) of the newest epoch are repeats."""
@@ -137,7 +225,7 @@ class StepPlan(Sampler[list[Any]]):
         if not steps.is_over and isinstance(self._items, Sized | None) and position >= len(self):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if steps.is_over:
-            self._rest, self._steps = steps.rest, None
+            self.rest, self._steps = steps.rest, None
 
 
 def is_sharded(step: object) -> bool:
@@ -147,12 +235,13 @@ def is_sharded(step: object) -> bool:
     return isinstance(step[0], list | tuple)
 
 
-def _begin(items: Iterable[Any], epoch: int) -> Iterator[Any]:
-    """Iterate over a user's sampler, which may count epochs itself."""
-    set_epoch = getattr(items, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    return iter(items)
+def set_epoch_of(sampler: object, epoch: int) -> None:
+    """Tell a sampler, or the one in a batch sampler, which epoch comes, if it counts epochs."""
+    for told in (sampler, getattr(sampler, "sampler", None)):
+        set_epoch = getattr(told, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
 
 
 def _one(_: object) -> int:

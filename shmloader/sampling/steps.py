@@ -91,15 +91,18 @@ class Steps(Iterator[list[Any]]):
     """The steps of one epoch for one rank: lists of items.
 
     Attributes:
-        drawn: Steps that were given.
+        drawn: Steps that were given, or passed over.
         is_over: Whether there are no more.
         repeats: Number of a step, from 1, and how many of its samples had been given before in the
             epoch (``"pad"``); they come last.
         rest: For the next epoch (``"rollover"``), once this one is over.
+
+    Args:
+        start: Number of the first step that is given.
     """
 
-    def __init__(self) -> None:
-        self.drawn = 0
+    def __init__(self, start: int = 0) -> None:
+        self.drawn = start
         self.is_over = False
         self.repeats = (0, 0)
         self.rest: list[Any] = []
@@ -134,8 +137,8 @@ def step_count(item_count: int, cut: Cut, tail: Tail) -> int:
 class OrderSteps(Steps):
     """Steps of an order of which any part can be asked for: a rank computes its own alone."""
 
-    def __init__(self, order: Order, cut: Cut, tail: Tail) -> None:
-        super().__init__()
+    def __init__(self, order: Order, cut: Cut, tail: Tail, start: int = 0) -> None:
+        super().__init__(start)
         self._order = order
         self._cut = cut
         self._tail = tail
@@ -179,6 +182,7 @@ class DrawnSteps(Steps):
         tail: Of the last global step.
         first: Items that come first.
         weigh: How many samples an item stands for.
+        start: As for all; the items of the steps before it are drawn all the same.
     """
 
     def __init__(
@@ -189,8 +193,10 @@ class DrawnSteps(Steps):
         tail: Tail,
         first: Iterable[Any] = (),
         weigh: Callable[[Any], int] = lambda _: 1,
+        start: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(start)
+        self._to_pass = start
         self._draw = draw
         self._streams = streams
         self._cut = cut
@@ -202,8 +208,28 @@ class DrawnSteps(Steps):
         # The epoch's first items, to fill up the last step with.
         self._beginning: list[Any] = []
 
+    def _pass_over(self) -> None:
+        """Draw the items of the steps before the first.
+
+        Raises:
+            ValueError: If there are none for one of them.
+        """
+        count, self._to_pass = self._to_pass, 0
+        with self._streams.used():
+            for number in range(count):
+                items = self._draw_items(self._cut.global_count)
+                if not items:
+                    raise ValueError(
+                        f"the state does not fit: it is of step {count} of an epoch, and the "
+                        f"sampler gives enough for {number} steps"
+                    )
+                if number == 0 and self._tail == "pad":
+                    self._beginning = items
+
     def _next(self) -> list[Any] | None:
         cut = self._cut
+        if self._to_pass:
+            self._pass_over()
         items = self._take(cut.global_count)
         missing = cut.global_count - len(items)
         if missing == 0:
@@ -225,11 +251,14 @@ class DrawnSteps(Steps):
         return step
 
     def _take(self, count: int) -> list[Any]:
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
         with self._streams.used():
-            if self._items is None:
-                self._items = self._draw()
-            taken += islice(self._items, count - len(taken))
+            return self._draw_items(count)
+
+    def _draw_items(self, count: int) -> list[Any]:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        if self._items is None:
+            self._items = self._draw()
+        taken += islice(self._items, count - len(taken))
         return taken
 
 
