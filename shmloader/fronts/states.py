@@ -1,5 +1,6 @@
 """The form of a loader's state, and whether a state fits a loader."""
 
+import reprlib
 from typing import Any
 
 #: Of the form. A state of another version is refused.
@@ -14,7 +15,7 @@ _FACTS = {
     "seed": "seed",
 }
 
-_OTHERS = {"epoch", "position", "origin"}
+_OTHERS = {"epoch", "position", "origin", "persistent"}
 
 
 def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
@@ -53,4 +54,23 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
     ]
     if wrong:
         raise ValueError(f"the state does not fit this loader ({'; '.join(wrong)})")
+    if not _is_sound(state):
+        raise ValueError(f"the state is damaged: {reprlib.repr(state)}")
     return state
+
+
+def _is_sound(state: dict[str, Any]) -> bool:
+    origin = state["origin"]
+    return (
+        all(map(_is_number, (state["epoch"], state["position"])))
+        and isinstance(state.get("ahead", []), list)
+        and all(map(_is_number, state.get("ahead", [])))
+        and isinstance(state["persistent"], bool)
+        and isinstance(origin, dict)
+        and isinstance(origin.get("begun"), bool)
+        and isinstance(origin.get("base_seed", origin["begun"]), bool)
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

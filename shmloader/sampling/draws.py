@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import itertools
 import json
 import logging
 import zlib
@@ -74,7 +75,8 @@ class Draws(Iterator[Any]):
         if self._items is None:
             # Now, rather than at the first batch: what is drawn in between from the process's
             # streams would make it another epoch.
-            self._items = self._begin()
+            items = self._begin()
+            self._items = itertools.chain(list(islice(items, 1)), items)
         assert self._found is not None
         found = dict(self._found)
         if self._stateful is not None:

@@ -1,0 +1,163 @@
+"""A state of ShardedDataLoader goes on with other ranks and shards, and the same global batch."""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from torch.utils.data import Sampler
+
+import shmloader
+
+LENGTH = 250
+GLOBAL_BATCH = 24
+TAILS = ("pad", "drop", "uneven", "rollover")
+
+
+class Shuffled(Sampler):
+    """A user's sampler that draws by Python's global stream, index by index."""
+
+    def __iter__(self):
+        left = list(range(LENGTH))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+    def __len__(self):
+        return LENGTH
+
+
+ORDERS = {
+    "shuffled": lambda: {"shuffle": True},
+    "in order": dict,
+    "a user's": lambda: {"sampler": Shuffled()},
+}
+
+
+def make_ranks(world_size, tail, order, shards=0, workers=0):
+    size = GLOBAL_BATCH // world_size // max(1, shards)
+    rule = {"last_batch": "rollover"} if tail == "rollover" else {"tail": tail}
+    return [
+        shmloader.ShardedDataLoader(
+            torch.arange(LENGTH),
+            size,
+            num_workers=workers,
+            rank=rank,
+            world_size=world_size,
+            num_shards=shards or None,
+            seed=5,
+            **rule,
+            **ORDERS[order](),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def take(ranks, steps=None):
+    """The global batches of so many steps, or of the rest of the epoch."""
+    iterators = [iter(rank) for rank in ranks]
+    taken = []
+    while steps is None or len(taken) < steps:
+        parts = [next(iterator, None) for iterator in iterators]
+        if all(part is None for part in parts):
+            break
+        taken.append([number for part in parts if part is not None for number in flat(part)])
+    return taken
+
+
+def flat(step):
+    return (
+        [number for batch in step for number in flat(batch)]
+        if isinstance(step, list)
+        else (step.tolist())
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_a_state_of_four_ranks_goes_on_with_one_two_three_and_eight(tail, order):
+    alone = make_ranks(1, tail, order)
+    epochs = [take(alone) for _ in range(3)]
+    for epoch, stop in itertools.product((0, 1), (0, 1, 6, len(epochs[0]) - 1, len(epochs[0]))):
+        ranks = make_ranks(4, tail, order)
+        for _ in range(epoch):
+            take(ranks)
+        assert take(ranks, stop) == epochs[epoch][:stop]
+        state = json.loads(json.dumps(ranks[0].state_dict()))
+        assert len(json.dumps(state)) < 4096
+        for world_size, shards in ((1, 0), (2, 0), (3, 0), (8, 0), (4, 0), (2, 3), (1, 4)):
+            others = make_ranks(world_size, tail, order, shards)
+            for other in others:
+                other.load_state_dict(state)
+                assert other.state_dict() == state
+            assert take(others) == epochs[epoch][stop:], (epoch, stop, world_size, shards)
+            assert take(others) == epochs[epoch + 1], (epoch, stop, world_size, shards)
+
+
+def test_all_ranks_of_a_running_epoch_have_the_same_state():
+    ranks = make_ranks(4, "pad", "shuffled")
+    take(ranks, 3)
+    assert len({json.dumps(rank.state_dict()) for rank in ranks}) == 1
+
+
+def test_ranks_with_workers_go_on_with_others_in_process():
+    ranks = make_ranks(2, "uneven", "shuffled", workers=2)
+    first = take(ranks, 4)
+    state = ranks[1].state_dict()
+    for rank in ranks:
+        rank.close()
+    others = make_ranks(3, "uneven", "shuffled")
+    for other in others:
+        other.load_state_dict(state)
+    assert first + take(others) == take(make_ranks(1, "uneven", "shuffled"))
+
+
+def test_a_rank_whose_epoch_was_shorter_has_nothing_left_and_begins_the_next():
+    ranks = make_ranks(8, "uneven", "in order")  # 10 samples in the last step: four ranks have some
+    epochs = [take(ranks), take(ranks)]
+    ranks = make_ranks(8, "uneven", "in order")
+    take(ranks, len(epochs[0]))
+    state = ranks[0].state_dict()
+    others = make_ranks(8, "uneven", "in order")
+    for other in others:
+        other.load_state_dict(state)
+    assert take(others) == []
+    assert take(others) == epochs[1]
+
+
+def test_the_samples_that_fill_up_the_last_step_are_told_after_a_resume():
+    (whole,) = make_ranks(1, "pad", "shuffled")
+    paddings = [whole.padding for _ in whole]
+    (first,) = make_ranks(1, "pad", "shuffled")
+    for _, _ in zip(range(5), first, strict=False):
+        state = first.state_dict()
+    (other,) = make_ranks(1, "pad", "shuffled")
+    other.load_state_dict(state)
+    assert [other.padding for _ in other] == paddings[5:]
+    assert paddings[-1] == 14
+
+
+def test_another_global_batch_is_refused():
+    (loader,) = make_ranks(1, "pad", "shuffled")
+    other = shmloader.ShardedDataLoader(torch.arange(LENGTH), 12, shuffle=True, seed=5)
+    with pytest.raises(ValueError, match="global batch size: 24 found, 12 expected"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_a_dealt_batch_sampler_needs_as_many_ranks():
+    def make(rank, world_size):
+        batches = [[number, number + 1] for number in range(0, 40, 2)]
+        return shmloader.ShardedDataLoader(
+            torch.arange(40), batch_sampler=batches, rank=rank, world_size=world_size
+        )
+
+    ranks = [make(0, 2), make(1, 2)]
+    epoch = take(ranks)
+    take(ranks, 4)
+    state = ranks[0].state_dict()
+    others = [make(0, 2), make(1, 2)]
+    for other in others:
+        other.load_state_dict(state)
+    assert take(others) == epoch[4:]
+    with pytest.raises(ValueError, match="global batch size: '2 whole' found, '1 whole' expected"):
+        make(0, 1).load_state_dict(state)

@@ -1,0 +1,94 @@
+"""Stopped anywhere, with any number of workers, and gone on with any other: the same batches.
+
+Every cell is a run of its own. ``make test`` runs a part of them, which a checksum of a cell's
+name chooses; ``make test-all`` runs all.
+"""
+
+import itertools
+import json
+import random
+import zlib
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.resume.kinds import EPOCHS, KINDS, disturb, make_loader, name_epoch, read, unbroken
+
+WORKERS = (0, 1, 2, 5)
+
+#: One cell of so many is in the part, by start method: a worker that is spawned takes seconds.
+PART = {"none": 16, "fork": 160, "forkserver": 6000, "spawn": 12000}
+
+
+class Cell(NamedTuple):
+    kind: str
+    workers_before: int
+    workers_after: int
+    method: str
+    in_order: bool
+
+    def is_in_part(self, epoch: int, stop: int | str) -> bool:
+        name = f"{tuple(self)} {epoch} {stop}"
+        return zlib.crc32(name.encode()) % PART[self.method] == 0
+
+
+CELLS = [
+    Cell(kind, before, after, method if after else "none", in_order)
+    for kind, before, after, method, in_order in itertools.product(
+        KINDS, WORKERS, WORKERS, ("fork", "forkserver", "spawn"), (True, False)
+    )
+    if after or method == "fork"
+]
+
+
+@pytest.mark.parametrize("method", ["none", "fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(3600)
+def test_a_run_goes_on_exactly_where_it_stopped(kind, method, whole):
+    count = 0
+    for cell in CELLS:
+        if (cell.kind, cell.method) != (kind, method):
+            continue
+        run = unbroken(kind, cell.workers_before, in_order=cell.in_order)
+        for epoch, stop in run.states:
+            if whole or cell.is_in_part(epoch, stop):
+                _check(cell, epoch, stop)
+                count += 1
+    assert count or method in ("forkserver", "spawn")
+
+
+def _check(cell: Cell, epoch: int, stop: int | str) -> None:
+    run = unbroken(cell.kind, cell.workers_before, in_order=cell.in_order)
+    kind = KINDS[cell.kind]
+    state = json.loads(run.states[epoch, stop])
+    torch.manual_seed(99)  # another process's streams are elsewhere
+    random.seed(99)
+    context = None if cell.method == "none" else cell.method
+    where = f"{cell}, stopped in epoch {epoch} at {stop}"
+    with make_loader(
+        cell.kind, cell.workers_after, in_order=cell.in_order, multiprocessing_context=context
+    ) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state, where
+        at, given = (epoch + 1, 0) if stop == "end" else (epoch, stop)
+        if at == EPOCHS or (stop == "end" and not kind.goes_on):
+            return
+        name_epoch(cell.kind, loader, at)
+        rest = []
+        for batch in loader:
+            rest.append(read(batch))
+            disturb()
+        before = run.epochs[at][:given]
+        if cell.in_order:
+            assert rest == run.epochs[at][given:], where
+        else:
+            assert sorted(before + rest) == sorted(run.epochs[at]), where
+        if kind.goes_on and at + 1 < EPOCHS:
+            name_epoch(cell.kind, loader, at + 1)
+            following = [read(batch) for batch in loader]
+            if not cell.in_order:
+                following, expected = sorted(following), sorted(run.epochs[at + 1])
+            else:
+                expected = run.epochs[at + 1]
+            assert following == expected, f"the epoch after: {where}"

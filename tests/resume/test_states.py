@@ -1,0 +1,542 @@
+"""What a state is, what it speaks of, and which loader takes it."""
+
+import copy
+import json
+import logging
+import os
+import pickle
+import random
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
+
+import shmloader
+from tests.process.support import Calls, Gate
+from tests.resume.kinds import KINDS, LENGTH, Squares, make_loader, read
+
+GENERATORS = {"weighted by the global stream"} | {
+    kind for kind, each in KINDS.items() if "generator" in each.options()
+}
+
+
+def stop(loader, count):
+    """Take so many batches of an epoch, and leave it."""
+    iterator = iter(loader)
+    return [read(next(iterator)) for _ in range(count)]
+
+
+def rest_of(loader):
+    return [read(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"a user's", "a user's batches"}))
+def test_a_state_is_small_and_plain(kind, tmp_path):
+    loader = make_loader(kind, 0)
+    stop(loader, 3)
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < (8192 if kind in GENERATORS or kind == "weighted" else 4096)
+    torch.save(state, tmp_path / "state")
+    assert torch.load(tmp_path / "state", weights_only=True) == state
+    assert json.loads(json.dumps(state)) == state
+    assert pickle.loads(pickle.dumps(state)) == state
+
+
+def test_a_returned_state_never_changes_and_is_nobody_elses():
+    loader = make_loader("rollover", 0)
+    rest_of(loader)
+    state = loader.state_dict()
+    before = copy.deepcopy(state)
+    state["origin"]["rest"].append("rubbish")
+    iterator = iter(loader)
+    next(iterator)
+    running = loader.state_dict()
+    at_first = copy.deepcopy(running)
+    rest_of(loader)
+    assert running == at_first
+    other = make_loader("rollover", 0)
+    other.load_state_dict(before)
+    given = other.state_dict()
+    given["origin"]["rest"].clear()
+    assert other.state_dict() == before
+
+
+def test_what_is_loaded_is_not_changed_by_what_becomes_of_the_state():
+    loader = make_loader("a user's with a state", 0)
+    first = stop(loader, 3)
+    state = loader.state_dict()
+    other = make_loader("a user's with a state", 0)
+    other.load_state_dict(state)
+    state["position"] = 0
+    state["origin"]["own"]["next"] = 0
+    assert first + rest_of(other) == rest_of(make_loader("a user's with a state", 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_the_last_batch_there_is_an_empty_rest_and_then_the_next_epoch(workers):
+    with make_loader("shuffled by a generator", workers) as loader:
+        epochs = [rest_of(loader), rest_of(loader)]
+    with make_loader("shuffled by a generator", workers) as loader:
+        stop(loader, len(epochs[0]))
+        state = loader.state_dict()
+    with make_loader("shuffled by a generator", workers) as loader:
+        loader.load_state_dict(state)
+        assert rest_of(loader) == []
+        assert rest_of(loader) == epochs[1]
+
+
+def test_a_loader_that_never_ran_has_a_state():
+    state = make_loader("shuffled by a generator", 0).state_dict()
+    other = make_loader("shuffled by a generator", 0)
+    rest_of(other)
+    other.load_state_dict(state)
+    assert rest_of(other) == rest_of(make_loader("shuffled by a generator", 0))
+
+
+def test_between_iter_and_the_first_batch_nothing_that_training_draws_matters():
+    torch.manual_seed(1)
+    loader = make_loader("shuffled by the global stream", 0)
+    iterator = iter(loader)
+    state = loader.state_dict()
+    torch.rand(10)
+    epoch = [read(batch) for batch in iterator]
+    torch.manual_seed(2)
+    other = make_loader("shuffled by the global stream", 0)
+    other.load_state_dict(state)
+    assert rest_of(other) == epoch
+
+
+def test_the_newest_iterator_is_spoken_of():
+    loader = make_loader("in order", 0)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    assert loader.state_dict()["position"] == 0
+    next(older)
+    assert loader.state_dict()["position"] == 0
+    next(newer)
+    assert loader.state_dict()["position"] == 1
+
+
+def test_the_process_streams_are_left_alone():
+    loader = make_loader("a user's", 0)
+    stop(loader, 2)
+    state = loader.state_dict()
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(3).tolist(), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    other = make_loader("a user's", 0)
+    other.load_state_dict(state)
+    iterator = iter(other)
+    torch.manual_seed(5)  # torch draws a base seed with each iterator
+    next(iterator)
+    other.state_dict()
+    assert (torch.rand(3).tolist(), random.random()) == expected
+
+
+# What counts as handed over ------------------------------------------------------------
+
+
+def raises_at_13(index):
+    if index == 13:
+        raise KeyError("no 13")
+    return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_that_raised_is_not_given_again(workers, in_order):
+    def make():
+        return shmloader.DataLoader(
+            Calls(raises_at_13, 40), 4, num_workers=workers, in_order=in_order
+        )
+
+    with make() as loader:
+        given: list[list[int]] = []
+        with pytest.raises(KeyError):
+            given.extend(map(read, loader))
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        given += rest_of(loader)
+    wanted = [list(range(start, start + 4)) for start in range(0, 40, 4) if start != 12]
+    assert sorted(given) == wanted
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_of_which_nothing_was_left_is_not_loaded_again(workers, in_order):
+    def bad(index):
+        if 8 <= index < 16:
+            raise KeyError(index)
+        return index
+
+    def make():
+        return shmloader.DataLoader(
+            Calls(bad, 40), 4, num_workers=workers, in_order=in_order, on_error="skip"
+        )
+
+    with make() as loader:
+        given = stop(loader, 6)
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        given += rest_of(loader)
+        if in_order:
+            assert state["position"] == 8
+            assert loader.failures.total == 0
+    assert sorted(given) == [list(range(s, s + 4)) for s in range(0, 40, 4) if s not in (8, 12)]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_is_in_flight_is_not_handed_over(threads):
+    options = {"num_workers": 2, "prefetch_factor": 4, "thread_pool": threads}
+    with shmloader.DataLoader(Squares(), 4, **options) as loader:
+        first = stop(loader, 3)
+        state = loader.state_dict()
+    assert state["position"] == 3
+    with shmloader.DataLoader(Squares(), 4, **options) as loader:
+        loader.load_state_dict(state)
+        assert first + rest_of(loader) == rest_of(shmloader.DataLoader(Squares(), 4))
+
+
+def test_a_timeout_hands_nothing_over():
+    gate = Gate()
+
+    def wait_at_4(index):
+        if index == 4:
+            gate.pass_through()
+        return index
+
+    with shmloader.DataLoader(Calls(wait_at_4, 8), 2, num_workers=1, timeout=0.2) as loader:
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        with pytest.raises(shmloader.LoaderTimeoutError):
+            next(iterator)
+        assert loader.state_dict()["position"] == 2
+        gate.open()
+        assert read(next(iterator)) == [4, 5]
+    gate.close()
+
+
+def test_a_batch_that_an_interruption_kept_from_the_user_is_given_after_a_resume():
+    class Interrupted(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            if index == 5:
+                raise KeyboardInterrupt
+            return index
+
+    loader = shmloader.DataLoader(Interrupted(), 2)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert loader.state_dict()["position"] == 2
+
+
+def test_a_worker_that_died_has_handed_nothing_over():
+    class Dies(Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            if index == 6:
+                os._exit(3)
+            return index
+
+    with shmloader.DataLoader(Dies(), 2, num_workers=2) as loader:
+        iterator = iter(loader)
+        given = [read(next(iterator)) for _ in range(3)]
+        with pytest.raises(shmloader.WorkerDiedError):
+            next(iterator)
+        state = loader.state_dict()
+    with shmloader.DataLoader(list(range(12)), 2) as loader:
+        loader.load_state_dict(state)
+        assert given + rest_of(loader) == [[n, n + 1] for n in range(0, 12, 2)]
+
+
+# Samplers ------------------------------------------------------------------------------
+
+
+class WithState(Sampler):
+    """Its iterators have a state, as torchdata's samplers."""
+
+    class Iterator:
+        def __init__(self):
+            self.next = 0
+            self.loads = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.next += 1
+            return self.next % LENGTH
+
+        def state_dict(self):
+            return {"next": self.next}
+
+        def load_state_dict(self, state):
+            self.next = state["next"]
+
+    def __iter__(self):
+        return self.Iterator()
+
+
+def test_an_iterator_with_a_state_goes_on_from_it_and_not_from_the_start():
+    passed = []
+
+    class Counted(WithState.Iterator):
+        def __next__(self):
+            passed.append(1)
+            return super().__next__()
+
+    class Counting(WithState):
+        Iterator = Counted
+
+    def make():
+        return shmloader.DataLoader(Squares(), 2, sampler=Counting())
+
+    loader = make()
+    stop(loader, 1500)
+    state = loader.state_dict()
+    expected = read(next(iter_from(make(), state)))
+    passed.clear()
+    other = make()
+    other.load_state_dict(state)
+    iterator = iter(other)
+    assert (
+        read(next(iterator)) == expected == [[i % LENGTH, (i % LENGTH) ** 2] for i in (3001, 3002)]
+    )
+    assert len(passed) <= 2 * 502
+
+
+def iter_from(loader, state):
+    loader.load_state_dict(state)
+    return iter(loader)
+
+
+def test_a_sampler_that_is_passed_over_is_told_in_the_log(caplog):
+    loader = make_loader("a user's", 0)
+    stop(loader, 5)
+    state = loader.state_dict()
+    other = make_loader("a user's", 0)
+    other.load_state_dict(state)
+    with caplog.at_level(logging.INFO, "shmloader"):
+        stop(other, 1)
+    assert "goes on at batch 5" in caplog.text
+    assert "GlobalShuffle" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled by a generator", "weighted", "buckets"])
+def test_no_word_in_the_log_for_samplers_that_are_known(kind, caplog):
+    loader = make_loader(kind, 0)
+    stop(loader, 5)
+    other = make_loader(kind, 0)
+    with caplog.at_level(logging.INFO, "shmloader"):
+        other.load_state_dict(loader.state_dict())
+        stop(other, 1)
+    assert not caplog.text
+
+
+def test_a_sampler_that_gives_another_order_is_found_out():
+    class Unsteady(Sampler):
+        def __init__(self, start):
+            self.start = start
+
+        def __iter__(self):
+            return iter([(self.start + n) % LENGTH for n in range(LENGTH)])
+
+    loader = shmloader.DataLoader(Squares(), 4, sampler=Unsteady(0))
+    stop(loader, 3)
+    other = shmloader.DataLoader(Squares(), 4, sampler=Unsteady(1))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"gives another batch 2 .*seed it"):
+        next(iter(other))
+
+
+def test_a_sampler_that_gives_too_little_is_found_out():
+    loader = shmloader.DataLoader(Squares(), 4, sampler=list(range(40)))
+    stop(loader, 8)
+    other = shmloader.DataLoader(Squares(), 4, sampler=list(range(20)))
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="gives only 5 batches"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2)])
+def test_a_generator_goes_on_as_with_persistent_workers_and_without(before, after):
+    def make(workers):
+        generator = torch.Generator().manual_seed(3)
+        return shmloader.DataLoader(
+            Squares(),
+            4,
+            shuffle=True,
+            generator=generator,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+    with make(before) as loader:
+        epochs = [rest_of(loader) for _ in range(5)]
+    for epoch, count in ((0, 3), (1, 0), (1, 3), (2, 5)):
+        with make(before) as loader:
+            for _ in range(epoch):
+                rest_of(loader)
+            stop(loader, count)
+            running = loader.state_dict()
+        with make(after) as loader:
+            loader.load_state_dict(running)
+            assert rest_of(loader) == epochs[epoch][count:]
+            assert [rest_of(loader) for _ in range(2)] == epochs[epoch + 1 : epoch + 3]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 2)])
+def test_a_generator_after_an_epochs_end_with_persistent_workers_and_without(before, after):
+    def make(workers):
+        generator = torch.Generator().manual_seed(3)
+        return shmloader.DataLoader(
+            Squares(),
+            4,
+            shuffle=True,
+            generator=generator,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+    with make(before) as loader:
+        epochs = [rest_of(loader) for _ in range(5)]
+    with make(before) as loader:
+        assert [rest_of(loader) for _ in range(2)] == epochs[:2]
+        state = loader.state_dict()
+    with make(after) as loader:
+        loader.load_state_dict(state)
+        assert [rest_of(loader) for _ in range(3)] == epochs[2:]
+
+
+def test_a_state_is_taken_up_by_workers_that_stay():
+    with make_loader("shuffled by a generator", 2, persistent_workers=True) as loader:
+        epochs = [rest_of(loader) for _ in range(3)]
+    with make_loader("shuffled by a generator", 2, persistent_workers=True) as loader:
+        stop(loader, 4)
+        state = loader.state_dict()
+        pids = {worker.pid for worker in loader._iterator._workers}
+        for _ in range(2):
+            rest_of(loader)
+        loader.load_state_dict(state)
+        assert rest_of(loader) == epochs[0][4:]
+        assert rest_of(loader) == epochs[1]
+        assert {worker.pid for worker in loader._iterator._workers} == pids
+
+
+# Loaders that do not fit ---------------------------------------------------------------
+
+
+def state_of(**options):
+    loader = shmloader.DataLoader(Squares(), 4, **options)
+    next(iter(loader))
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "options", "text"),
+    [
+        (list(range(7)), 4, {}, f"dataset length: {LENGTH} found, 7 expected"),
+        (Squares(), 5, {}, "global batch size: 4 found, 5 expected"),
+        (
+            Squares(),
+            4,
+            {"shuffle": True},
+            r"sampler: 'BatchSampler\(SequentialSampler\)' found, 'BatchSampler\(RandomS",
+        ),
+        (Squares(), 4, {"drop_last": True}, "tail: 'keep' found, 'drop' expected"),
+    ],
+)
+def test_another_loader_says_what_was_found_and_what_it_expected(
+    dataset, batch_size, options, text
+):
+    loader = shmloader.DataLoader(dataset, batch_size, **options)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=text):
+        loader.load_state_dict(state_of())
+    assert loader.state_dict() == before
+
+
+def test_what_is_no_state_is_refused():
+    loader = shmloader.DataLoader(Squares(), 4)
+    with pytest.raises(TypeError, match="should be a dict that state_dict"):
+        loader.load_state_dict([1])
+    with pytest.raises(ValueError, match="not one of a shmloader loader: it has '_snapshot'"):
+        loader.load_state_dict({"_snapshot": {}})
+    with pytest.raises(ValueError, match="it has nothing"):
+        loader.load_state_dict({})
+    with pytest.raises(ValueError, match="of version 99"):
+        loader.load_state_dict({**state_of(), "version": 99})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"position": -1},
+        {"position": "3"},
+        {"epoch": None},
+        {"origin": 3},
+        {"origin": {}},
+        {"ahead": [1.5]},
+        {"ahead": 7},
+    ],
+)
+def test_a_state_that_was_tampered_with_is_refused(wrong):
+    loader = shmloader.DataLoader(Squares(), 4)
+    with pytest.raises(ValueError, match="the state is damaged"):
+        loader.load_state_dict({**state_of(), **wrong})
+
+
+def test_a_generators_state_that_cannot_be_read_is_refused():
+    loader = make_loader("shuffled by a generator", 0)
+    state = loader.state_dict()
+    state["origin"]["generators"] = ["no base64"]
+    with pytest.raises(ValueError, match="generator's state in it cannot be read"):
+        loader.load_state_dict(state)
+
+
+def test_a_closed_loader_takes_no_state_but_has_one():
+    loader = shmloader.DataLoader(Squares(), 4, num_workers=2)
+    stop(loader, 3)
+    loader.close()
+    state = loader.state_dict()
+    assert state["position"] == 3
+    with pytest.raises(shmloader.ClosedLoaderError):
+        loader.load_state_dict(state)
+
+
+def test_a_copy_of_a_loader_in_mid_epoch_has_no_part_in_it():
+    loader = make_loader("shuffled by a generator", 0)
+    iterator = iter(loader)
+    next(iterator)
+    twin = copy.deepcopy(loader)
+    assert twin.state_dict()["position"] == 0
+    next(iterator)
+    assert twin.state_dict()["position"] == 0
+
+
+def test_a_batch_sampler_of_a_random_sampler_of_the_users_own_is_known():
+    def make():
+        torch.manual_seed(4)
+        batches = BatchSampler(RandomSampler(Squares()), 3, drop_last=False)
+        return shmloader.DataLoader(Squares(), batch_sampler=batches)
+
+    epoch = rest_of(make())
+    loader = make()
+    stop(loader, 2)
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 1000
+    other = make()
+    torch.manual_seed(8)
+    other.load_state_dict(state)
+    assert rest_of(other) == epoch[2:]
