@@ -122,3 +122,21 @@ def test_jpeg_folder_refuses_a_folder_without_jpegs_in_one_line(tmp_path):
 def test_jpeg_folder_refuses_a_folder_that_is_not_there_in_one_line(tmp_path):
     missing = tmp_path / "missing"
     assert_refused(run_example("jpeg_folder.py", str(missing)), f"{missing} is not a folder")
+
+
+@pytest.mark.slow
+def test_resume_gives_the_same_hash_after_a_kill():
+    result = run_example("resume.py", "--samples", "320")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    hashes = [line for line in lines if "hash over all batches" in line]
+    assert len(hashes) == 2
+    assert hashes[0] == hashes[1]
+    assert hashes[0].startswith("  20 steps, ")
+    assert any("kills itself after step 16" in line for line in lines)
+    assert any("goes on in epoch 1 at batch 5, step 15" in line for line in lines)
+    assert lines[-1] == "The hashes are equal."
+
+
+def test_resume_refuses_bad_arguments():
+    assert_refused(run_example("resume.py", "--samples", "0"), "--samples", "0")
