@@ -11,11 +11,12 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench sample faults chaos clean
+.PHONY: help demo test test-all check bench sample faults chaos clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
 	@echo "make test    run the tests"
+	@echo "make test-all  the same with every cell of tests/resume; hours"
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make sample  a sample of the faults that covers their kinds pairwise (3 minutes; CI runs it)"
@@ -29,6 +30,9 @@ demo: $(STAMP)-examples
 
 test: $(STAMP)-test
 	@$(BIN)/python -m pytest --numprocesses=3 $(ARGS)
+
+test-all: $(STAMP)-test
+	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=3 $(ARGS)
 
 check: $(STAMP)-test
 	$(BIN)/ruff check .
