@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from shmloader.sampling.places import Placed
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
 from shmloader.sampling.steps import step_count as count_steps
 from shmloader.sampling.streams import Streams
@@ -42,11 +43,14 @@ class StepPlan(Sampler[list[Any]]):
         cut: The rank's part of the global order, in samples, or in batches where these are dealt.
         tail: Of the last global step.
         seed: Of the order, with the epoch.
-        length: Of the dataset, whose indices are the order.
+        length: Of the dataset, whose indices are the order; or what has it, and may grow.
         shuffle: Whether they are shuffled.
         items: A sampler, or a batch sampler, that gives the order in place of these.
         device_count: Most index lists of a step that a batch sampler gives, all of whose steps
             must be lists of such; 0 for any.
+        may_shard: Whether what a batch sampler gives may be a list of index lists, and is looked
+            at; else it is handed on as it is.
+        is_placed: Whether each step is given as a :class:`Placed`.
     """
 
     def __init__(
@@ -57,10 +61,12 @@ class StepPlan(Sampler[list[Any]]):
         tail: Tail,
         seed: int,
         *,
-        length: int | None = None,
+        length: int | Sized | None = None,
         shuffle: bool = False,
         items: Iterable[Any] | None = None,
         device_count: int = 0,
+        may_shard: bool = True,
+        is_placed: bool = False,
     ) -> None:
         self.epoch = 0
         self._batch_size = batch_size
@@ -72,6 +78,8 @@ class StepPlan(Sampler[list[Any]]):
         self._shuffle = shuffle
         self._items = items
         self._device_count = device_count
+        self._may_shard = may_shard
+        self._is_placed = is_placed
         # What the last complete epoch left over.
         self._rest: list[Any] = []
         self._steps: Steps | None = None
@@ -96,14 +104,18 @@ class StepPlan(Sampler[list[Any]]):
         return self._items is None
 
     def _item_count(self) -> int:
-        if self._length is not None:
+        if isinstance(self._length, int):
             return self._length
-        return len(self._items)  # type: ignore[arg-type]
+        return len(self._items if self._length is None else self._length)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but a running epoch, which stays with this plan: a copy begins its own."""
+        return {**self.__dict__, "_steps": None, "_drawing": iter(())}
 
     def __iter__(self) -> Iterator[Any]:
         """The steps of the epoch."""
         self._steps = self._begin()
-        self._drawing = self._shape(self._steps)
+        self._drawing = self._shape(self._steps, self.epoch)
         return self._drawing
 
     def _begin(self) -> Steps:
@@ -115,23 +127,32 @@ class StepPlan(Sampler[list[Any]]):
                 self._cut,
                 self._tail,
                 self._rest,
-                _sample_count if self._batch_size is None else _one,
+                _sample_count if self._batch_size is None and self._may_shard else _one,
             )
-        assert self._length is not None
-        order = order_of(self._length, self._seed, self.epoch, shuffle=self._shuffle)
+        order = order_of(self._item_count(), self._seed, self.epoch, shuffle=self._shuffle)
         return OrderSteps(Rest(self._rest, order) if self._rest else order, self._cut, self._tail)
 
-    def _shape(self, steps: Steps) -> Iterator[Any]:
-        size = self._batch_size
+    def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
+        cut = self._cut
         for items in steps:
-            if size is None:
-                (step,) = items
-                _check_step(step, steps.drawn - 1, self._device_count)
-                yield step
-            elif self._num_shards:
-                yield [items[at : at + size] for at in range(0, len(items), size)]
-            else:
-                yield items
+            number = steps.drawn - 1
+            step = self._form(items, number)
+            if self._is_placed:
+                first = number * cut.global_count + cut.rank * cut.share
+                step = Placed(step, epoch, first, is_whole=self._batch_size is None)
+            yield step
+
+    def _form(self, items: list[Any], number: int) -> Any:
+        """Step ``number``, from 0, of these items."""
+        size = self._batch_size
+        if size is None:
+            (step,) = items
+            if self._may_shard:
+                _check_step(step, number, self._device_count)
+            return step
+        if self._num_shards:
+            return [items[at : at + size] for at in range(0, len(items), size)]
+        return items
 
     def repeats_in(self, number: int) -> int:
         """How many samples of step ``number`` (from 1) of the newest epoch are repeats."""
@@ -162,11 +183,18 @@ def is_sharded(step: object) -> bool:
     return isinstance(step[0], list | tuple)
 
 
+def set_epoch_of(sampler: object, epoch: int) -> None:
+    """Tell a sampler, or the one in a batch sampler, which epoch comes, if it counts epochs."""
+    for told in (sampler, getattr(sampler, "sampler", None)):
+        set_epoch = getattr(told, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
+
+
 def _begin(items: Iterable[Any], epoch: int) -> Iterator[Any]:
     """Iterate over a user's sampler, which may count epochs itself."""
-    set_epoch = getattr(items, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
+    set_epoch_of(items, epoch)
     return iter(items)
 
 
