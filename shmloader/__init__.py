@@ -28,6 +28,7 @@ from shmloader.errors import (
 from shmloader.fronts.dataloader import DataLoader
 from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
+from shmloader.workers.sample_streams import sample_rng
 
 __version__ = "0.1.0"
 
@@ -44,4 +45,5 @@ __all__ = [
     "__version__",
     "empty",
     "get_worker_info",
+    "sample_rng",
 ]

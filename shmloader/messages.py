@@ -64,8 +64,9 @@ class Task(NamedTuple):
         epoch: Number of the epoch within the iterator, from 0.
         slot_id: The slot, which is the worker's until it answers.
         indices: What the sampler gave, pickled: a list of keys, or one key where there is no
-            batching. Read apart from the message, since reading a key of the user's own may
-            fail. Or :class:`Spilled`.
+            batching; with its place in the epoch (``Placed``) if samples have random streams of
+            their own. Read apart from the message, since reading a key of the user's own may fail.
+            Or :class:`Spilled`.
         touched_bytes: Bytes from the slot's start that have pages.
     """
 

@@ -241,6 +241,29 @@ def check_max_failures(max_failures: object, on_error: object) -> None:
         )
 
 
+def check_seed(seed: object, *, has_generator: bool, is_data_pipe: bool) -> None:
+    """Check what ``seed`` goes with; that it is a whole number is seen elsewhere.
+
+    Raises:
+        ValueError: If there is a generator, too, or the dataset is one that torch's own iterator
+            loads.
+    """
+    if seed is None:
+        return
+    if has_generator:
+        raise ValueError(
+            "seed option is mutually exclusive with generator: seed= orders the epoch and sets the "
+            "random streams of each sample, from the seed and the epoch; generator= is what "
+            "torch's own shuffling and the workers' base seed are drawn from, one epoch after the "
+            "other"
+        )
+    if is_data_pipe:
+        raise ValueError(
+            "seed option can not be given for a data pipe, which torch's own iterator loads, "
+            f"but got seed={seed!r}"
+        )
+
+
 def check_last_batch(
     last_batch: object,
     batch_size: int | None,

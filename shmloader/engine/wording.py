@@ -11,6 +11,7 @@ from typing import Protocol
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
+from shmloader.sampling.places import without_place
 from shmloader.workers.board import AtWork, Phase
 
 _SIGBUS_HINT = (
@@ -69,6 +70,7 @@ def describe_end(death: Death) -> str:
 
 def describe_indices(indices: object) -> str:
     """A batch's indices in a few words: "indices 64 to 127"."""
+    indices = without_place(indices)
     if not isinstance(indices, list | tuple):
         return f"index {reprlib.repr(indices)}"
     if len(indices) > 1 and all(isinstance(index, int) for index in indices):

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -16,6 +16,7 @@ from torch.utils.data import (
     IterableDataset,
     IterDataPipe,
     MapDataPipe,
+    RandomSampler,
     Sampler,
 )
 
@@ -33,18 +34,22 @@ from shmloader.options import (
     check_last_batch,
     check_max_failures,
     check_on_error,
+    check_seed,
     check_thread_pool,
     check_worker_restarts,
     lend_limit,
     parse_size,
     slot_share,
 )
+from shmloader.sampling.checks import whole_number
 from shmloader.sampling.draws import Draws
 from shmloader.sampling.origin import Origin, describe
-from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.places import PlacedStreams
+from shmloader.sampling.plan import StepPlan, set_epoch_of
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.steps import Cut, Tail
 from shmloader.stages.target import parse_device
 from shmloader.workers.fetch import OnError
 
@@ -54,6 +59,13 @@ _UNSUPPORTED = (
     "shmloader needs Linux 5.3 or newer (memfd and pidfd) for worker processes; this loader runs "
     "on torch's own workers instead."
 )
+
+
+class _NextEpoch:
+    """``loader.epoch``: no property, so that a subclass may have an attribute of that name."""
+
+    def __get__(self, loader: Any, _: object = None) -> Any:
+        return self if loader is None else loader._next_epoch
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -119,12 +131,25 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             or let go of the interpreter, and are safe to use from several threads. Nothing is
             copied, ``get_worker_info()`` is None, and no random stream is seeded: the threads use
             this process's. Not with ``multiprocessing_context``, ``shm_size``, ``worker_restarts``.
+        seed: A whole number: randomness depends on it, the epoch and a sample's position in the
+            order alone, not on who loads what, and when. ``shuffle=True`` orders by it, in place
+            of torch's global stream; a ``sampler`` or ``batch_sampler`` is drawn under streams of
+            ``random``, ``numpy.random`` and torch that depend on it, and told the epoch by its
+            ``set_epoch``, if it has one. Before each sample these streams are set anew, and before
+            each collate; :func:`shmloader.sample_rng` gives a generator of the sample's own.
+            Samples are fetched one by one, whatever ``__getitems__`` there is. With
+            ``thread_pool=True``, ``sample_rng()`` alone is set. In-process, the streams are put
+            back after each batch. A position is that in this loader's order: of several ranks,
+            give each a seed of its own, or use :class:`shmloader.ShardedDataLoader`. The samples
+            of an iterable dataset depend on the number of the worker and the position in its
+            stream. Not with ``generator``. None: all is torch's.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all
             epochs, the oldest first: records with ``index``, ``error`` (an exception as it would
             have been raised) and ``worker`` (its number; None in-process). ``failures.total``
             counts them all. They are noted when their batch is handed over, in its order.
+        epoch: Number of the epoch that the next ``iter()`` begins; see :meth:`set_epoch`.
 
     Raises:
         ValueError, TypeError: For arguments that do not fit, in torch's words.
@@ -159,8 +184,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         max_failures: int | Fraction | None = None,
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
+        if seed is not None:
+            seed = whole_number(seed, "seed", minimum=0)
+        check_seed(
+            seed,
+            has_generator=generator is not None,
+            is_data_pipe=isinstance(dataset, IterDataPipe | MapDataPipe),
+        )
         check_last_batch(
             last_batch,
             batch_size,
@@ -220,6 +253,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             assert batch_size is not None
             # Set past torch's guard, which is there for users.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, batch_size)
+        self.seed = seed
+        # The attribute may be set by anyone; what is loaded by was settled here.
+        self._sample_seed = seed
+        if seed is not None:
+            self._plan = self._make_plan(seed, sampler, batch_sampler)
         # How far the newest epoch has come, and what it comes of.
         self._progress = Progress()
         self._draws: Draws | None = None
@@ -251,6 +289,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "on_error": self.on_error != "raise",
                 "last_batch": self.last_batch == "rollover",
                 "steps of several batches": self._may_shard,
+                "seed": self._sample_seed is not None,
             }
             wanted = [name for name, value in ours.items() if value]
             if wanted:
@@ -279,6 +318,52 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False
+
+    #: What is drawn in place of torch's samplers, where there is a seed.
+    _plan: StepPlan | PlacedStreams | None = None
+
+    def _make_plan(
+        self,
+        seed: int,
+        sampler: Iterable[Any] | None,
+        batch_sampler: Iterable[list[Any]] | None,
+    ) -> StepPlan | PlacedStreams:
+        """What is drawn where there is a seed; called by the constructor."""
+        if isinstance(self.dataset, IterableDataset):
+            return PlacedStreams(super()._index_sampler)
+        tail: Tail = "drop" if self.drop_last else "uneven"
+        items = sampler if batch_sampler is None else batch_sampler
+        return StepPlan(
+            self.batch_size,
+            0,
+            Cut(self.batch_size or 1),
+            "rollover" if self.last_batch == "rollover" else tail,
+            seed,
+            length=cast("Sized", self.dataset) if items is None else None,
+            shuffle=isinstance(self.sampler, RandomSampler),
+            items=items,
+            may_shard=False,
+            is_placed=True,
+        )
+
+    @property
+    def _index_sampler(self) -> Any:
+        """What torch's iterators draw."""
+        return super()._index_sampler if self._plan is None else self._plan
+
+    epoch = _NextEpoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Name the next epoch; without it, each ``iter()`` counts one, from 0.
+
+        With a ``seed``, order and random streams are those of that epoch. A sampler, or batch
+        sampler, that has ``set_epoch`` is told: with a seed at each epoch, else now.
+        """
+        self._next_epoch = whole_number(epoch, "epoch", minimum=0)
+        if self._plan is None:
+            set_epoch_of(
+                self.sampler if self.batch_sampler is None else self.batch_sampler, self._next_epoch
+            )
 
     @property
     def _is_in_ranks(self) -> bool:
@@ -330,9 +415,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             else:  # its generators were set when it was loaded
                 self._found = self._match_base_seed(drawn=self._found["base_seed"])
         self._next_epoch = self._epoch + 1
-        plan = self._index_sampler
+        plan = self._plan
         if isinstance(plan, StepPlan):
             plan.begin(self._epoch, self._progress, self._found)
+        elif plan is not None:
+            plan.epoch = self._epoch
 
     @property
     def _origin(self) -> Origin:
@@ -455,7 +542,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _settle_epoch(self) -> None:
         """Note what an epoch has left over for the next one, if it was complete."""
-        if self.last_batch == "rollover":
+        if isinstance(self._plan, StepPlan):
+            self._plan.settle(self._progress.position)
+        elif self.last_batch == "rollover":
             cast("RolloverBatchSampler", self.batch_sampler).settle(self._progress.position)
 
     def __len__(self) -> int:

@@ -34,6 +34,7 @@ from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, slot_share
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.streams import kept
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage, pin_batch
@@ -43,6 +44,7 @@ from shmloader.stages.thread import Stage, StageThread
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
+from shmloader.workers.sample_streams import SampleStreams, base_seed
 
 
 def plan_and_watch(
@@ -52,7 +54,12 @@ def plan_and_watch(
     is_iterable = iterator._dataset_kind == _DatasetKind.Iterable
     keep_size = loader.on_error == "skip" and loader._is_in_ranks
     plan = FetchPlan(
-        is_iterable, iterator._auto_collation, iterator._drop_last, keep_size, loader._may_shard
+        is_iterable,
+        iterator._auto_collation,
+        iterator._drop_last,
+        keep_size,
+        loader._may_shard,
+        loader._sample_seed,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None
@@ -65,14 +72,26 @@ def plan_and_watch(
     return plan, watch
 
 
+def seed_of_workers(loader: Any, drawn: float) -> float:
+    """What workers of an iterator that begins are seeded from: the loader's seed, or a draw."""
+    if loader._sample_seed is None:
+        return drawn
+    return base_seed(loader._sample_seed, loader._plan.epoch)
+
+
 class InProcessIterator(_SingleProcessDataLoaderIter):
     """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration.
 
-    And for bad samples, where these are not raised.
+    And for bad samples, where these are not raised; and for samples with random streams of their
+    own, during which the process's are set aside.
     """
 
     def __init__(self, loader: Any, options: Options) -> None:
-        super().__init__(loader)
+        # Not torch's own for one process, which calls iter(dataset).
+        _BaseDataLoaderIter.__init__(self, loader)
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._base_seed = seed_of_workers(loader, self._base_seed)
         self._sampler_iter = loader._begin_draws(self._sampler_iter)
         self._device = parse_device(loader.device)
         self._devices = [parse_device(device) for device in options.devices or ()]
@@ -81,10 +100,20 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
-        if self._watch is not None or plan.may_shard:
+        self._streams: SampleStreams | None = None
+        if plan.seed is None:
             self._dataset_fetcher = plan.make_fetcher(
                 self._dataset, self._collate_fn, loader.on_error
             )
+        else:
+            self._streams = SampleStreams(plan.seed, epoch=loader._plan.epoch)
+            with kept():
+                self._dataset_fetcher = plan.make_fetcher(
+                    *self._streams.wrap(
+                        self._dataset, self._collate_fn, is_iterable=plan.is_iterable
+                    ),
+                    loader.on_error,
+                )
         self._ticket_count = 0
 
     def _next_data(self) -> Any:
@@ -128,11 +157,17 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def _fetch(self) -> Any:
         index = self._draw()
         try:
-            return self._dataset_fetcher.fetch(index)
+            return self._load(index)
         except StopIteration as error:
             if self._dataset_kind == _DatasetKind.Iterable:
                 raise
             raise map_style_stop(error) from error
+
+    def _load(self, index: Any) -> Any:
+        if self._streams is None:
+            return self._dataset_fetcher.fetch(index)
+        with kept(), self._streams.at(index) as indices:
+            return self._dataset_fetcher.fetch(indices)
 
     def _fetch_good(self, watch: FailureWatch) -> Any:
         """The next batch of which something is left."""
@@ -144,7 +179,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
                 raise
             batch = f"batch {self._ticket_count - 1}"
             try:
-                data = self._dataset_fetcher.fetch(index)
+                data = self._load(index)
             except EmptyBatchError:
                 self._note_samples(watch, batch)
                 self._raise_if(watch.left_out(f"{batch} ({describe_indices(index)})"))
@@ -257,6 +292,7 @@ class EngineIterator(_BaseDataLoaderIter):
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
         super().__init__(loader)
+        self._base_seed = seed_of_workers(loader, self._base_seed)
         self._progress = loader._progress
         self._in_order: bool = loader.in_order
         if loader.prefetch_factor <= 0:

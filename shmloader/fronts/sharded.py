@@ -57,7 +57,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
             repeats as many from the epoch's start, so that all batches of all ranks are full;
             "drop" leaves them out; "uneven" gives them as they are, so that a rank may have a
             shorter last batch, fewer shards in it, or one step fewer.
-        seed: Of the order, with the epoch.
+        seed: Orders the epoch, and sets the random streams of each sample by its position in the
+            global order, as ``seed`` of :class:`shmloader.DataLoader` does: so a run is the same
+            on any number of ranks, as long as the global batch is as large. Samples are fetched
+            one by one, whatever ``__getitems__`` there is; the streams of ``random``,
+            ``numpy.random`` and torch are not set with ``thread_pool=True``, where
+            :func:`shmloader.sample_rng` is.
         generator: Shuffles as with torch; only for one rank, since ranks could not agree.
         batchify_fn: Another name for ``collate_fn``.
         options: Keyword arguments of :class:`shmloader.DataLoader`.
@@ -71,6 +76,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     """
 
     _may_shard = True
+    _plan: StepPlan
 
     def __init__(  # noqa: PLR0917 - the signature of GluonNLP's loader
         self,
@@ -151,12 +157,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
             shuffle=shuffle,
             items=items,
             device_count=len(devices or ()),
+            is_placed=True,
         )
-
-    @property
-    def _index_sampler(self) -> StepPlan:
-        """What torch's iterators draw."""
-        return self._plan
+        self._sample_seed = seed
 
     @property
     def _auto_collation(self) -> bool:
@@ -173,18 +176,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     def _options(self) -> Options:
         return dataclasses.replace(super()._options(), devices=self.devices, window=self.prefetch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Name the next epoch; without it, each ``iter()`` counts one, from 0."""
-        self._next_epoch = whole_number(epoch, "epoch", minimum=0)
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that the next ``iter()`` begins."""
-        return self._next_epoch
-
-    def _settle_epoch(self) -> None:
-        self._plan.settle(self._progress.position)
 
     @property
     def padding(self) -> int:

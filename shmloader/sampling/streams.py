@@ -44,6 +44,16 @@ class Streams:
             _set_states(own)
 
 
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Put the process's global random streams back at the end, wherever they were moved to."""
+    own = _states()
+    try:
+        yield
+    finally:
+        _set_states(own)
+
+
 def _states() -> tuple[Any, Any, torch.Tensor]:
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
 

@@ -15,7 +15,7 @@ import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data._utils import signal_handling
@@ -52,6 +52,7 @@ from shmloader.workers.channel import receive_soon
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
 from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.sample_streams import SampleStreams, loading
 from shmloader.workers.seeding import seed_worker
 
 # Batches of which the user's code may keep memory before it gets no more of it.
@@ -145,6 +146,8 @@ class _Worker:
         self._collate: SlotCollate | None = None
         self._on_error: OnError = "raise"
         self._fetcher: Any = None
+        # Of the fetcher's samples; None if they have none of their own.
+        self._streams: SampleStreams | None = None
         self._by_value = False
         # Raised while getting ready; the answer to every task, at its place in the order.
         self._prepare_error: bytes | None = None
@@ -230,10 +233,15 @@ class _Worker:
         """Make the fetcher anew, which calls ``iter(dataset)`` for an iterable one."""
         self._fetcher_error = self._prepare_error
         if self._collate is not None and self._fetcher_error is None:
-            try:
-                self._fetcher = self._start.plan.make_fetcher(
-                    self._dataset, self._collate, self._on_error, self._where
+            plan = self._start.plan
+            dataset, collate = self._dataset, cast("Callable[[Any], Any]", self._collate)
+            if plan.seed is not None:
+                self._streams = SampleStreams(plan.seed, self._start.worker_id)
+                dataset, collate = self._streams.wrap(
+                    dataset, collate, is_iterable=plan.is_iterable
                 )
+            try:
+                self._fetcher = plan.make_fetcher(dataset, collate, self._on_error, self._where)
             except BaseException:  # noqa: BLE001 - as above
                 self._fetcher_error = RemoteError.caught(self._where).dumps()
 
@@ -259,7 +267,7 @@ class _Worker:
         is_empty = False
         if error is None:
             try:
-                layout = self._load(self._skip_given(pickle.loads(data)))
+                layout = self._load_ticket(pickle.loads(data))
             except EmptyBatchError:
                 is_empty = True
             except StopIteration:
@@ -302,20 +310,26 @@ class _Worker:
         self._offers = self._kept_count < _KEPT_LIMIT
         return True
 
-    def _skip_given(self, indices: object) -> object:
+    def _skip_given(self, indices: object) -> None:
         """Let an iterable dataset give again, to nobody, what it gave before this worker came."""
         fetcher = self._fetcher
+        collate, fetcher.collate_fn = fetcher.collate_fn, _give_nothing
+        try:
+            for _ in range(self._to_skip):
+                # Where it failed, by a SystemExit or otherwise, it fails again, and goes on.
+                with contextlib.suppress(BaseException):
+                    fetcher.fetch(indices)
+        finally:
+            fetcher.collate_fn = collate
+            self._to_skip = 0
+
+    def _load_ticket(self, indices: object) -> bytes | Spilled | None:
+        """Load a batch of what a ticket brings, after those that were given; as :meth:`_load`."""
         if self._to_skip:
-            collate, fetcher.collate_fn = fetcher.collate_fn, _give_nothing
-            try:
-                for _ in range(self._to_skip):
-                    # Where it failed, by a SystemExit or otherwise, it fails again, and goes on.
-                    with contextlib.suppress(BaseException):
-                        fetcher.fetch(indices)
-            finally:
-                fetcher.collate_fn = collate
-                self._to_skip = 0
-        return indices
+            with loading(self._streams, indices) as plain:
+                self._skip_given(plain)
+        with loading(self._streams, indices) as plain:
+            return self._load(plain)
 
     def _load(self, indices: object) -> bytes | Spilled | None:
         """Fetch, collate and encode one batch.

@@ -33,6 +33,7 @@ class FetchPlan(NamedTuple):
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
             ranks or shards count on as many.
         may_shard: Whether what is fetched may be a list of index lists: a list of batches.
+        seed: Of the samples' own random streams; None if they have none.
     """
 
     is_iterable: bool
@@ -40,6 +41,7 @@ class FetchPlan(NamedTuple):
     drop_last: bool
     keep_size: bool = False
     may_shard: bool = False
+    seed: int | None = None
 
     def make_fetcher(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.sample_streams import SampleStreams, loading
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -95,11 +96,16 @@ def load(task: ThreadTask, recipe: Recipe, where: str) -> ThreadAnswer | None:
     Returns:
         What came of it; None if it was dropped meanwhile.
     """
-    samples = _Samples(task, recipe.dataset)
-    fetcher = recipe.plan.make_fetcher(samples, recipe.collate_fn, recipe.on_error, where)
+    plan, dataset, collate_fn = recipe.plan, recipe.dataset, recipe.collate_fn
+    streams = None
+    if plan.seed is not None:
+        streams = SampleStreams(plan.seed, sets_global=False)
+        dataset, collate_fn = streams.wrap(dataset, collate_fn, is_iterable=False)
+    fetcher = plan.make_fetcher(_Samples(task, dataset), collate_fn, recipe.on_error, where)
     batch, error, is_empty = None, None, False
     try:
-        batch = fetcher.fetch(task.indices)
+        with loading(streams, task.indices) as indices:
+            batch = fetcher.fetch(indices)
     except _Dropped:
         return None
     except EmptyBatchError:

@@ -1,0 +1,307 @@
+"""Random streams of each sample, which depend on a loader's seed and the sample's place alone.
+
+Runs wherever samples are loaded: in a worker process, in a worker thread, in the main process.
+
+::
+
+    Placed(indices, epoch, first) ──▶ SampleStreams.at() ──▶ indices ──▶ the fetcher
+                                                                           │ dataset[i]
+                                     a digest of (seed, epoch, position) ◀─┘
+                                       │ random, numpy.random, torch: seeded before each sample
+                                       └ sample_rng(): made from it where it is asked for
+
+Every value comes out of one hash, BLAKE2b, of numbers in decimal: what for, the seed, the epoch,
+and two more (:class:`_Use` says which). So neither the number of workers, nor who loads a sample,
+when, or once more, has any part in it.
+
+Guarantees:
+    * One sample's draws, however many, move no other sample's.
+    * A sample, or a collate, inside of another (a dataset that iterates a loader of its own) leaves
+      the outer one's :func:`sample_rng` as it was; an in-process iterator puts back the global
+      streams as well.
+
+Assumes: one thread at a time uses the global streams where they are set. Threads share them, so
+there :func:`sample_rng` alone is right.
+"""
+
+import contextlib
+import enum
+import functools
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from shmloader.sampling.places import Placed
+
+_DIGEST_BYTES = 64
+
+
+class _Use(enum.IntEnum):
+    """What a digest is for, and which two numbers follow the epoch. Kept for ever: see the tests.
+
+    A sample of a map-style dataset has its position and 0; in a batch that a batch sampler made,
+    the batch's number and its own in it. A batch has those of its first sample.
+    """
+
+    SAMPLE = 0
+    COLLATE = 1
+    #: Of an iterable dataset: the worker's number, and the sample's in its stream.
+    STREAM_SAMPLE = 2
+    STREAM_COLLATE = 3
+    #: iter(dataset): the worker's number, and 0.
+    STREAM = 4
+    #: Of the workers, as torch has one: 0, and 0.
+    BASE_SEED = 5
+
+
+def _digest(use: _Use, seed: int, epoch: int, first: int, second: int) -> bytes:
+    text = b"%d,%d,%d,%d,%d" % (use, seed, epoch, first, second)
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"shmloader sample").digest()
+
+
+def base_seed(seed: int, epoch: int) -> int:
+    """What workers that start in this epoch are seeded from, in place of torch's draw."""
+    return int.from_bytes(_digest(_Use.BASE_SEED, seed, epoch, 0, 0)[:8], "little") >> 1
+
+
+def _set_global_streams(digest: bytes) -> None:
+    random.seed(int.from_bytes(digest[:16], "little"))
+    # Of one word: of several it takes 7 µs more, half of what a sample may cost. torch uses no more
+    # than 32 bits either. Not torch.manual_seed, which asks every kind of device.
+    np.random.seed(int.from_bytes(digest[16:20], "little"))
+    torch.default_generator.manual_seed(int.from_bytes(digest[20:28], "little"))
+
+
+class _Moment:
+    """A sample, or a collate, that runs: what its generator is made from, and that if it was."""
+
+    __slots__ = ("digest", "rng")
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        self.rng: np.random.Generator | None = None
+
+
+# Of the context, not of the thread: tasks of one event loop may each load a sample, and what they
+# call by asyncio.to_thread belongs to them.
+_MOMENT: ContextVar[_Moment | None] = ContextVar("shmloader_sample", default=None)
+
+
+def sample_rng() -> np.random.Generator:
+    """The random numbers of the sample that is being loaded.
+
+    They depend on the loader's ``seed``, the epoch and the sample's position in the global order
+    alone, however the sample is loaded; in ``collate_fn``, on the first sample's position. For an
+    iterable dataset: on the worker's number, and the sample's in that worker's stream.
+
+    The same generator comes for as long as the sample lasts, and goes on where it was. With
+    ``thread_pool=True`` these are the only numbers that a seed gives: ``random``, ``numpy.random``
+    and torch have one stream for all threads. A thread of your own is not in the sample, unless
+    ``asyncio.to_thread`` has started it: ask before, and hand the generator on.
+
+    Returns:
+        A ``numpy.random.Generator`` over Philox, made when it is asked for.
+
+    Raises:
+        RuntimeError: Where no sample of a loader with a seed is being loaded or collated.
+    """
+    moment = _MOMENT.get()
+    if moment is None:
+        raise RuntimeError(
+            "sample_rng() is known only while a loader that has a seed loads a sample: give the "
+            "loader seed=, and call this in the dataset's __getitem__ (or in the iterator of an "
+            "iterable one) or in collate_fn, on the thread that these run on"
+        )
+    if moment.rng is None:
+        key = int.from_bytes(moment.digest[32:48], "little")
+        moment.rng = np.random.Generator(np.random.Philox(key=key))
+    return moment.rng
+
+
+class SampleStreams:
+    """Sets the streams of the samples that one fetcher loads. One thread at a time uses it.
+
+    Attributes:
+        position: Number of the sample that an iterable dataset is asked for next, in the epoch and
+            this worker's stream, from 0. May be set: by whoever has the dataset go on elsewhere
+            than at its beginning.
+
+    Args:
+        seed: The loader's.
+        worker_id: Of the worker that loads; 0 in-process.
+        epoch: The one that begins, where it is known before the first ticket.
+        sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads.
+    """
+
+    def __init__(
+        self, seed: int, worker_id: int = 0, *, epoch: int | None = None, sets_global: bool = True
+    ) -> None:
+        self._seed = seed
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._sets_global = sets_global
+        self.position = 0
+        self._placed = Placed(None, 0, 0)
+        # Samples that the ticket has had, and those before the batch in work.
+        self._count = 0
+        self._batch_start = 0
+
+    @contextlib.contextmanager
+    def at(self, placed: Placed) -> Iterator[Any]:
+        """Load a ticket inside of this; gives its indices."""
+        self._placed, self._epoch = placed, placed.epoch
+        self._count = self._batch_start = 0
+        before = _MOMENT.set(None)
+        try:
+            yield placed.indices
+        finally:
+            _MOMENT.reset(before)
+
+    def wrap(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], *, is_iterable: bool
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """A dataset and a collate function for a fetcher, under whose calls the streams are set."""
+        if is_iterable:
+            return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
+        return _SeededSamples(self, dataset), self._wrap_collate(collate_fn)
+
+    def begin_sample(self) -> None:
+        """The next sample of the ticket."""
+        key = self._placed.key(self._count)
+        self._count += 1
+        self._set(_Use.SAMPLE, *key)
+
+    def begin_stream_sample(self) -> None:
+        """The next sample of an iterable dataset."""
+        position = self.position
+        self.position += 1
+        self._count += 1
+        self._set(_Use.STREAM_SAMPLE, self._worker_id, position)
+
+    @contextlib.contextmanager
+    def opening_stream(self) -> Iterator[None]:
+        """``iter(dataset)``, inside of this."""
+        before = _MOMENT.get()
+        self._set(_Use.STREAM, self._worker_id, 0)
+        try:
+            yield
+        finally:
+            _MOMENT.set(before)
+
+    @property
+    def knows_epoch(self) -> bool:
+        """Whether a stream may be opened: else not before the first ticket."""
+        return self._epoch is not None
+
+    def _wrap_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def collate(samples: Any) -> Any:
+            self._set(_Use.COLLATE, *self._placed.key(self._batch_start))
+            self._batch_start = self._count  # a further batch of the step comes next
+            return collate_fn(samples)
+
+        return collate
+
+    def _wrap_stream_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def collate(samples: Any) -> Any:
+            self._set(_Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
+            return collate_fn(samples)
+
+        return collate
+
+    def _set(self, use: _Use, first: int, second: int) -> None:
+        assert self._epoch is not None
+        digest = _digest(use, self._seed, self._epoch, first, second)
+        _MOMENT.set(_Moment(digest))
+        if self._sets_global:
+            _set_global_streams(digest)
+
+
+class _SeededSamples:
+    """A map-style dataset, one sample at a time: ``__getitems__`` would draw for many."""
+
+    def __init__(self, streams: SampleStreams, dataset: Any) -> None:
+        self._streams = streams
+        self._dataset = dataset
+
+    @functools.cached_property
+    def _get(self) -> Callable[[Any], Any]:
+        if _gives_lists_alone(self._dataset):
+            return functools.partial(_get_by_list, self._dataset)
+        return functools.partial(operator.getitem, self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._streams.begin_sample()
+        return self._get(index)
+
+
+def _gives_lists_alone(dataset: Any) -> bool:
+    """Whether a dataset has no ``__getitem__``; torch's base class has one that raises."""
+    own = getattr(type(dataset), "__getitem__", None)
+    return own in (None, Dataset.__getitem__) and bool(getattr(dataset, "__getitems__", None))
+
+
+def _get_by_list(dataset: Any, index: Any) -> Any:
+    (sample,) = dataset.__getitems__([index])
+    return sample
+
+
+class _SeededStream:
+    """An iterable dataset."""
+
+    def __init__(self, streams: SampleStreams, dataset: Any) -> None:
+        self._streams = streams
+        self._dataset = dataset
+
+    def __iter__(self) -> "SeededIterator":
+        iterator = SeededIterator(self._streams, self._dataset)
+        if self._streams.knows_epoch:
+            iterator.begin()
+        return iterator
+
+
+class SeededIterator:
+    """An iterable dataset's samples. ``iter(dataset)`` is called once the epoch is known.
+
+    Attributes:
+        source: The dataset's own iterator; None until :meth:`begin`.
+    """
+
+    def __init__(self, streams: SampleStreams, dataset: Any) -> None:
+        self._streams = streams
+        self._dataset = dataset
+        self.source: Iterator[Any] | None = None
+
+    def begin(self) -> None:
+        """Call ``iter(dataset)``, under streams of its own.
+
+        Raises:
+            Exception: What that raises; a StopIteration, which would end the epoch in silence, as
+                RuntimeError.
+        """
+        with self._streams.opening_stream():
+            try:
+                self.source = iter(self._dataset)
+            except StopIteration as error:
+                raise RuntimeError("iter(dataset) raised StopIteration") from error
+
+    def __iter__(self) -> "SeededIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self.source is None:
+            self.begin()
+        assert self.source is not None
+        self._streams.begin_stream_sample()
+        return next(self.source)
+
+
+def loading(streams: SampleStreams | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
+    """Load a ticket inside of this; gives its indices, whether it is placed or not."""
+    return contextlib.nullcontext(indices) if streams is None else streams.at(indices)

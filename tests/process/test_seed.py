@@ -1,0 +1,684 @@
+"""``seed=``: what a sample draws depends on the seed, the epoch and its position alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import shmloader
+from shmloader import DataLoader, ShardedDataLoader, sample_rng
+from shmloader.sampling import BucketBatchSampler
+from tests.process.support import Calls, Streams, Switch
+
+pytestmark = pytest.mark.timeout(90)
+
+LENGTH = 53
+
+
+def global_draws() -> tuple[int, int, int]:
+    return random.getrandbits(30), int(np.random.randint(2**30)), int(torch.randint(2**30, ()))
+
+
+def draws() -> list[int]:
+    return [*global_draws(), int(sample_rng().integers(2**30))]
+
+
+def augmented(index: int) -> tuple[int, list[int]]:
+    """A sample as a random transform makes it; some draw more than others."""
+    for _ in range(index % 4):
+        draws()
+    return index, draws()
+
+
+def drawing_collate(samples: list[Any]) -> tuple[list[Any], list[int]]:
+    return samples, draws()
+
+
+def loader_of(**options: Any) -> DataLoader[Any]:
+    options = {"batch_size": 8, "shuffle": True, "seed": 5, **options}
+    options.setdefault("collate_fn", drawing_collate)
+    return DataLoader(Calls(augmented, LENGTH), **options)
+
+
+def epochs_of(loader: Any, count: int = 2) -> list[list[Any]]:
+    with contextlib.closing(loader):
+        return [list(loader) for _ in range(count)]
+
+
+def states() -> tuple[Any, ...]:
+    name, words, *rest = np.random.get_state()
+    return random.getstate(), (name, words.tolist(), *rest), torch.get_rng_state().tolist()
+
+
+# ---------------------------------------------------------------- one run, whoever loads it
+
+
+@pytest.fixture(scope="module")
+def in_process() -> list[list[Any]]:
+    """Two epochs, loaded here."""
+    return epochs_of(loader_of())
+
+
+def test_two_epochs_differ_in_order_and_draws(in_process) -> None:
+    first, second = ([sample for batch, _ in epoch for sample in batch] for epoch in in_process)
+    assert sorted(index for index, _ in first) == sorted(index for index, _ in second)
+    assert [index for index, _ in first] != [index for index, _ in second]
+    every = [tuple(drawn) for _, drawn in [*first, *second]]
+    every += [tuple(drawn) for epoch in in_process for _, drawn in epoch]
+    assert len(set(every)) == 2 * (LENGTH + 7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1},
+        {"num_workers": 2},
+        {"num_workers": 5, "prefetch_factor": 1},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 2, "multiprocessing_context": "forkserver"},
+        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
+        {"num_workers": 2, "on_error": "skip"},
+        {"on_error": "skip"},
+        {"timeout": 60, "num_workers": 1},
+    ],
+)
+def test_the_same_batches_come_whoever_loads_them(options, in_process) -> None:
+    assert epochs_of(loader_of(**options)) == in_process
+
+
+def test_the_same_batches_come_out_of_order(in_process) -> None:
+    out_of_order = epochs_of(loader_of(num_workers=3, in_order=False))
+    for seen, expected in zip(out_of_order, in_process, strict=True):
+        assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_streams_of_the_process_have_no_part_in_it(workers, in_process) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    assert epochs_of(loader_of(num_workers=workers)) == in_process
+
+
+def test_another_seed_is_another_run(in_process) -> None:
+    other = epochs_of(loader_of(seed=6))
+    assert all(mine != theirs for mine, theirs in zip(other, in_process, strict=True))
+
+
+def test_seed_0_is_a_seed() -> None:
+    assert epochs_of(loader_of(seed=0)) == epochs_of(loader_of(seed=0, num_workers=1))
+
+
+def test_a_batch_whose_worker_died_is_made_the_same_again(in_process) -> None:
+    alive = Switch(is_on=True)
+
+    def sample(index: int) -> Any:
+        made = augmented(index)
+        if index == 17 and alive:
+            alive.turn(on=False)
+            os._exit(3)
+        return made
+
+    loader = DataLoader(
+        Calls(sample, LENGTH),
+        8,
+        shuffle=True,
+        seed=5,
+        collate_fn=drawing_collate,
+        num_workers=2,
+        worker_restarts=1,
+    )
+    assert epochs_of(loader) == in_process
+    assert not alive
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("on_error", ["skip", lambda index, error: (index, draws())])
+def test_bad_samples_move_no_other_s_streams(workers, on_error, in_process) -> None:
+    def sample(index: int) -> Any:
+        if index % 10 == 3:
+            raise ValueError(index)
+        return augmented(index)
+
+    loader = DataLoader(
+        Calls(sample, LENGTH), 8, shuffle=True, seed=5, num_workers=workers, on_error=on_error,
+        collate_fn=drawing_collate,
+    )  # fmt: skip
+    (epoch,) = epochs_of(loader, 1)
+    for (samples, collated), (whole, whole_collated) in zip(epoch, in_process[0], strict=True):
+        assert collated == whole_collated
+        good = [sample for sample in samples if sample[0] % 10 != 3]
+        assert good == [sample for sample in whole if sample[0] % 10 != 3]
+        assert len(samples) == (len(whole) if callable(on_error) else len(good))
+    assert {failed.index for failed in loader.failures} == {3, 13, 23, 33, 43}
+
+
+def test_an_error_names_the_indices_and_no_place() -> None:
+    def sample(index: int) -> Any:
+        raise ValueError(index)
+
+    loader = DataLoader(Calls(sample, 6), 3, seed=5, num_workers=1)
+    with loader, pytest.raises(ValueError, match="ValueError") as caught:
+        next(iter(loader))
+    assert any("batch 0 (indices 0 to 2)" in note for note in caught.value.__notes__)
+
+
+# ---------------------------------------------------------------- ranks and shards
+
+
+def sharded(world_size: int = 1, rank: int = 0, shards: int = 0, **options: Any) -> Any:
+    options = {"shuffle": True, "seed": 5, "collate_fn": list, **options}
+    return ShardedDataLoader(
+        Calls(augmented, LENGTH),
+        12 // world_size // max(1, shards),
+        num_shards=shards or None,
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )
+
+
+def joined(steps: Any) -> list[Any]:
+    """A rank's step as one list of samples."""
+    return [[*itertools.chain(*step)] if isinstance(step[0], list) else step for step in steps]
+
+
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+@pytest.mark.parametrize(
+    ("world_size", "shards", "workers"), [(2, 0, 0), (3, 0, 1), (4, 0, 0), (2, 3, 2), (1, 4, 0)]
+)
+def test_a_run_is_the_same_on_any_number_of_ranks(world_size, shards, workers, tail) -> None:
+    alone = epochs_of(sharded(tail=tail))
+    ranks = [
+        epochs_of(sharded(world_size, rank, shards, tail=tail, num_workers=workers))
+        for rank in range(world_size)
+    ]
+    for number, epoch in enumerate(alone):
+        steps = zip(*(joined(rank[number]) for rank in ranks), strict=True)
+        assert [[*itertools.chain(*step)] for step in steps] == epoch
+
+
+def test_the_seed_of_a_sharded_loader_is_0_and_orders_as_that_of_a_plain_one() -> None:
+    loader = sharded(seed=0)
+    assert loader.seed == 0
+    (epoch,) = epochs_of(loader, 1)
+    default = ShardedDataLoader(Calls(augmented, LENGTH), 12, shuffle=True, collate_fn=list)
+    assert epochs_of(default, 1) == [epoch]
+    plain = loader_of(seed=0, batch_size=12, collate_fn=list)
+    assert epochs_of(plain, 1)[0][:-1] == epoch[:-1]
+
+
+def test_whole_batches_are_dealt_with_their_streams() -> None:
+    batches = BucketBatchSampler([index % 7 for index in range(LENGTH)], 5, shuffle=True)
+    made = {
+        ranks: [
+            epochs_of(
+                ShardedDataLoader(
+                    Calls(augmented, LENGTH),
+                    batch_sampler=copy.deepcopy(batches),
+                    collate_fn=drawing_collate,
+                    rank=rank,
+                    world_size=ranks,
+                    tail="drop",
+                ),
+            )
+            for rank in range(ranks)
+        ]
+        for ranks in (1, 2)
+    }
+    for number in range(2):
+        pairs = zip(*(rank[number] for rank in made[2]), strict=True)
+        dealt = [*itertools.chain(*pairs)]
+        assert dealt == made[1][0][number][: len(dealt)]
+        assert len(dealt) >= 10
+
+
+# ---------------------------------------------------------------- samplers, batches, lengths
+
+
+class Counting(SequentialSampler):
+    """A sampler that is told epochs."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(range(length))
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+SAMPLERS: dict[str, Any] = {
+    "random": lambda: {"sampler": RandomSampler(range(LENGTH))},
+    "with replacement": lambda: {"sampler": RandomSampler(range(LENGTH), replacement=True)},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 30)},
+    "distributed": lambda: {"sampler": DistributedSampler(range(LENGTH), 3, 1)},
+    "batches": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(range(LENGTH)), 6, drop_last=True),
+        "batch_size": 1,
+    },
+    "no batching": lambda: {"batch_size": None, "shuffle": True},
+    "no batching, sampler": lambda: {"batch_size": None, "sampler": RandomSampler(range(LENGTH))},
+    "whole": lambda: {"drop_last": True, "shuffle": True},
+    "discard": lambda: {"last_batch": "discard", "shuffle": True},
+    "in order": lambda: {"shuffle": False},
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_any_sampler_gives_the_same_run_in_workers_and_the_length_is_torch_s(kind) -> None:
+    def loader(**options: Any) -> DataLoader[Any]:
+        return loader_of(**{"shuffle": None, **SAMPLERS[kind](), **options})
+
+    here = loader()
+    unseeded = loader(seed=None)
+    assert len(here) == len(unseeded)
+    assert type(here.sampler) is type(unseeded.sampler)
+    assert type(here.batch_sampler) is type(unseeded.batch_sampler)
+    before = states()
+    first = epochs_of(here)
+    assert [len(epoch) for epoch in first] == [len(here)] * 2
+    if kind != "in order":
+        assert first[0] != first[1]
+    assert states()[:2] == before[:2]
+    assert epochs_of(loader(num_workers=2)) == first
+
+
+def test_without_batching_a_sample_draws_as_in_a_batch(in_process) -> None:
+    alone = epochs_of(loader_of(batch_size=None, collate_fn=lambda sample: sample))
+    for epoch, batches in zip(alone, in_process, strict=True):
+        assert epoch == [sample for batch, _ in batches for sample in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rollover_loses_and_repeats_nothing(workers) -> None:
+    loader = loader_of(last_batch="rollover", num_workers=workers, collate_fn=list)
+    lengths = []
+    with loader:
+        epochs = []
+        for _ in range(3):
+            epochs.append(list(loader))
+            lengths.append(len(loader))
+    assert [len(epoch) for epoch in epochs] == [6, 7, 6]
+    assert lengths == [7, 6, 7]
+    indices = [index for epoch in epochs for batch in epoch for index, _ in batch]
+    counts = [indices.count(index) for index in range(LENGTH)]
+    assert set(counts) == {2, 3}
+    assert sum(counts) == 3 * LENGTH - 7
+
+
+def test_a_dataset_that_grows_shows() -> None:
+    dataset = Calls(augmented, 5)
+    loader = DataLoader(dataset, 2, seed=1, collate_fn=list)
+    assert (len(loader), len(list(loader))) == (3, 3)
+    dataset.length = 9
+    assert (len(loader), len(list(loader))) == (5, 5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_fetched_one_by_one_whatever_getitems_there_is(workers, in_process) -> None:
+    class Lists:
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            assert len(indices) == 1
+            return [augmented(index) for index in indices]
+
+    loader = DataLoader(
+        Lists(), 8, shuffle=True, seed=5, num_workers=workers, collate_fn=drawing_collate
+    )
+    assert epochs_of(loader) == in_process
+
+
+# ---------------------------------------------------------------- epochs
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_named_is_the_one_that_comes(persistent) -> None:
+    four = epochs_of(loader_of(), 4)
+    with loader_of(num_workers=2, persistent_workers=persistent) as loader:
+        assert loader.epoch == 0
+        loader.set_epoch(2)
+        assert loader.epoch == 2
+        assert list(loader) == four[2]
+        assert loader.epoch == 3
+        assert list(loader) == four[3]
+        loader.set_epoch(1)
+        assert list(loader) == four[1]
+
+
+def test_an_epoch_left_early_counts() -> None:
+    second = epochs_of(loader_of())[1]
+    with loader_of(num_workers=2, persistent_workers=True) as loader:
+        next(iter(loader))
+        assert list(loader) == second
+
+
+def test_iterators_that_live_at_once_keep_their_epochs() -> None:
+    expected = epochs_of(loader_of())
+    loader = loader_of()
+    first, second = iter(loader), iter(loader)
+    pairs = [(next(first), next(second)) for _ in range(len(loader))]
+    assert [list(epoch) for epoch in zip(*pairs, strict=True)] == expected
+
+
+@pytest.mark.parametrize("wrap", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_sampler_is_told_the_epoch(wrap, seed) -> None:
+    counting = Counting(4)
+    sampler = counting if wrap == "sampler" else BatchSampler(counting, 2, drop_last=False)
+    loader = DataLoader(range(4), seed=seed, **{wrap: sampler})
+    list(loader)
+    loader.set_epoch(7)
+    assert counting.epochs == ([7] if seed is None else [0])
+    list(loader)
+    list(loader)
+    # Without a seed it counts, or does not, as it likes.
+    assert counting.epochs == ([7] if seed is None else [0, 7, 8])
+    assert loader.epoch == 9
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
+def test_what_is_no_epoch_is_refused(epoch) -> None:
+    with pytest.raises((TypeError, ValueError), match="epoch option should be"):
+        DataLoader(range(4)).set_epoch(epoch)
+
+
+def test_a_subclass_may_have_an_epoch_and_a_plan_of_its_own() -> None:
+    class Mine(DataLoader[Any]):
+        def __init__(self) -> None:
+            self.epoch = 40
+            super().__init__(range(4))
+
+    loader = Mine()
+    list(loader)
+    assert loader.epoch == 40
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_with_threads_the_sample_s_own_generator_holds() -> None:
+    def sample(index: int) -> tuple[int, int]:
+        for _ in range(index % 3):
+            sample_rng().random()
+        return index, int(sample_rng().integers(2**30))
+
+    def collate(samples: list[Any]) -> Any:
+        return samples, int(sample_rng().integers(2**30))
+
+    def epochs(**options: Any) -> Any:
+        dataset = Calls(sample, LENGTH)
+        return epochs_of(
+            DataLoader(dataset, 8, shuffle=True, seed=5, collate_fn=collate, **options)
+        )
+
+    here = epochs()
+    assert epochs(num_workers=3, thread_pool=True) == here
+    assert epochs(num_workers=3, thread_pool=True, on_error="skip") == here
+    assert epochs(num_workers=2) == here
+
+
+def test_with_threads_the_process_s_streams_are_left_alone() -> None:
+    before = states()
+    loader = DataLoader(range(LENGTH), 8, shuffle=True, seed=5, num_workers=2, thread_pool=True)
+    epochs_of(loader)
+    assert states()[:2] == before[:2]
+
+
+# ---------------------------------------------------------------- iterable datasets
+
+
+def numbered() -> Any:
+    """As the workers share it: each has every n-th."""
+    info = get_worker_info()
+    first, step = (0, 1) if info is None else (info.id, info.num_workers)
+    opened = draws()
+    return ((index, opened, draws()) for index in range(first, 20, step))
+
+
+def stream_of(**options: Any) -> DataLoader[Any]:
+    options = {"batch_size": 3, "seed": 5, "collate_fn": drawing_collate, **options}
+    return DataLoader(Streams(numbered), **options)
+
+
+def by_index(epoch: list[Any]) -> dict[int, Any]:
+    return {sample[0]: sample[1:] for batch, _ in epoch for sample in batch}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterable_dataset_draws_by_worker_and_position(workers, persistent) -> None:
+    options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+    first, second = epochs_of(stream_of(**options))
+    assert [first, second] == epochs_of(stream_of(**{**options, "persistent_workers": False}))
+    assert sorted(by_index(first)) == sorted(by_index(second)) == [*range(20)]
+    seen = [tuple(drawn) for _, drawn in by_index(first).values()]
+    seen += [tuple(drawn) for _, drawn in by_index(second).values()]
+    assert len(set(seen)) == 40
+    assert len({tuple(opened) for opened, _ in by_index(first).values()}) == max(1, workers)
+    # Not on the size of batches; and not on the loader's process.
+    single = epochs_of(stream_of(**options, batch_size=1), 1)[0]
+    assert by_index(single) == by_index(first)
+    if workers == 1:
+        assert epochs_of(stream_of(), 1) == [first]
+
+
+def test_an_iterable_dataset_s_worker_that_died_goes_on_at_its_place() -> None:
+    unbroken = epochs_of(stream_of(num_workers=2), 1)
+    alive = Switch(is_on=True)
+
+    def dying(samples: Any) -> Any:
+        for sample in samples:
+            if sample[0] == 11 and alive:
+                alive.turn(on=False)
+                os._exit(3)
+            yield sample
+
+    loader = DataLoader(
+        Streams(lambda: dying(numbered())), 3, seed=5, collate_fn=drawing_collate, num_workers=2,
+        worker_restarts=1, prefetch_factor=1,
+    )  # fmt: skip
+    assert epochs_of(loader, 1) == unbroken
+    assert not alive
+
+
+def test_an_iterable_dataset_that_cannot_be_iterated_says_so_at_each_batch() -> None:
+    def failing() -> Any:
+        raise LookupError("no such file")
+
+    loader = DataLoader(Streams(failing), 3, seed=5, num_workers=1)
+    with loader:
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(LookupError, match="no such file"):
+                next(batches)
+
+
+def test_an_iterable_dataset_s_length_is_as_torch_has_it() -> None:
+    class Sized(Streams):
+        def __len__(self) -> int:
+            return 20
+
+    assert len(DataLoader(Sized(numbered), 3, seed=5)) == 7
+    with pytest.raises(TypeError):
+        len(stream_of())
+
+
+# ---------------------------------------------------------------- workers
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_are_seeded_by_the_seed_and_the_epoch(workers) -> None:
+    begun: dict[int, Any] = {}
+
+    def init(worker_id: int) -> None:
+        begun[worker_id] = global_draws()
+
+    def sample(index: int) -> Any:
+        info = get_worker_info()
+        return info.id, info.seed, begun[info.id]
+
+    def run() -> Any:
+        return epochs_of(
+            DataLoader(
+                Calls(sample, 6), None, seed=5, num_workers=workers, worker_init_fn=init,
+                collate_fn=lambda sample: sample,
+            )
+        )  # fmt: skip
+
+    torch.manual_seed(1)
+    first = run()
+    torch.manual_seed(2)
+    assert run() == first
+    ids = {sample[0] for sample in first[0]}
+    assert ids == {*range(workers)}
+    assert len({sample[2] for epoch in first for sample in epoch}) == 2 * workers
+    assert {sample[1] - sample[0] for sample in first[0]} != {
+        sample[1] - sample[0] for sample in first[1]
+    }
+
+
+def test_a_generator_is_refused_and_torch_s_draw_stays() -> None:
+    torch.manual_seed(0)
+    list(DataLoader(range(4), seed=5, shuffle=True))
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()  # the base seed
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+# ---------------------------------------------------------------- in this process
+
+
+def test_the_process_s_streams_are_put_back_after_each_batch() -> None:
+    loader = loader_of()
+    batches = iter(loader)
+    before = states()
+    for _ in batches:
+        assert states() == before
+
+
+def test_they_are_put_back_when_a_sample_raises() -> None:
+    def sample(index: int) -> Any:
+        global_draws()
+        raise ValueError(index)
+
+    batches = iter(DataLoader(Calls(sample, 4), seed=5))
+    before = states()
+    with pytest.raises(ValueError, match=r"^0$"):
+        next(batches)
+    assert states() == before
+    with pytest.raises(RuntimeError, match="sample_rng"):
+        sample_rng()
+
+
+def test_they_are_put_back_after_iter_of_a_dataset_and_its_end() -> None:
+    torch.manual_seed(0)
+    list(DataLoader([], seed=5))
+    expected = states()
+    torch.manual_seed(0)
+    list(stream_of())
+    assert states()[2] == expected[2]
+    assert states() == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_within_a_sample_leaves_that_sample_s_streams(workers) -> None:
+    inner = DataLoader(Calls(augmented, 4), 2, seed=9, collate_fn=drawing_collate)
+    expected = epochs_of(DataLoader(Calls(augmented, 4), 2, seed=9, collate_fn=drawing_collate), 1)
+
+    def nested(index: int) -> Any:
+        before = draws()
+        inner.set_epoch(0)
+        batches = list(inner)
+        return index, before, batches, draws()
+
+    def flat(index: int) -> Any:
+        before = draws()
+        torch.empty((), dtype=torch.int64).random_()  # the inner loader's base seed
+        return index, before, draws()
+
+    options: dict[str, Any] = {"seed": 5, "collate_fn": list, "num_workers": workers}
+    (with_inner,) = epochs_of(DataLoader(Calls(nested, 3), 3, **options), 1)
+    (without,) = epochs_of(DataLoader(Calls(flat, 3), 3, **options), 1)
+    assert [(index, before, after) for index, before, _, after in with_inner[0]] == without[0]
+    assert [batches for _, _, batches, _ in with_inner[0]] == expected * 3
+
+
+def test_outside_of_a_seeded_loader_there_is_no_generator() -> None:
+    def sample(index: int) -> Any:
+        return int(sample_rng().integers(5))
+
+    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}):
+        with (
+            DataLoader(Calls(sample, 2), **options) as loader,
+            pytest.raises(RuntimeError, match=r"give the loader seed="),
+        ):
+            next(iter(loader))
+
+
+# ---------------------------------------------------------------- the loader as an object
+
+
+def test_a_copy_of_a_loader_in_work_gives_the_epoch_that_comes() -> None:
+    dataset = TensorDataset(torch.arange(12))
+    loader = DataLoader(dataset, 4, shuffle=True, seed=5)
+    batches = iter(loader)
+    next(batches)
+    copies = [pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader), copy.copy(loader)]
+    rest = [batch[0].tolist() for batch in batches]
+    assert len(rest) == 2
+    for other in copies:
+        assert (other.seed, other.epoch) == (5, 1)
+    given = [[batch[0].tolist() for batch in other] for other in [*copies[:2], loader]]
+    assert given[0] == given[1] == given[2]
+
+
+def test_none_is_the_default_and_all_is_torch_s() -> None:
+    loader = DataLoader(range(8), 2, shuffle=True)
+    assert loader.seed is None
+    torch.manual_seed(3)
+    mine = [batch.tolist() for batch in loader]
+    torch.manual_seed(3)
+    theirs = [b.tolist() for b in torch.utils.data.DataLoader(range(8), 2, shuffle=True)]
+    assert mine == theirs
+
+
+@pytest.mark.parametrize("seed", [-1, 1.0, True, "5"])
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_what_is_no_seed_is_refused(seed, kind) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"seed option should be .*seed="):
+        kind(range(4), 2, seed=seed)
+
+
+def test_a_sharded_loader_has_a_seed_always() -> None:
+    with pytest.raises(TypeError, match="seed option should be an int, but got seed=None"):
+        ShardedDataLoader(range(4), 2, seed=None)
+
+
+def test_what_does_not_go_with_a_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed option is mutually exclusive with generator"):
+        DataLoader(range(4), seed=1, generator=torch.Generator())
+    with pytest.raises(ValueError, match=r"for a data pipe.*seed=1"):
+        DataLoader(IterableWrapper([1, 2]), seed=1)
+    assert "sample_rng" in shmloader.__all__

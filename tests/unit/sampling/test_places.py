@@ -1,0 +1,139 @@
+"""Where a ticket's samples stand: the same for all ways of cutting one order."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from shmloader.engine.wording import describe_indices
+from shmloader.sampling.places import Placed, PlacedStreams, without_place
+from shmloader.sampling.plan import StepPlan, set_epoch_of
+from shmloader.sampling.steps import Cut
+
+
+def flat(step):
+    return [*itertools.chain(*step)] if step and isinstance(step[0], list) else step
+
+
+def keys(placed):
+    """Each sample's index and where it stands."""
+    indices = flat(placed.indices)
+    return [(index, placed.key(number)) for number, index in enumerate(indices)]
+
+
+def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, tail="pad", **options):
+    size = batch // world_size // max(1, shards)
+    cut = Cut(batch // world_size, rank, world_size)
+    options = {"length": length, "shuffle": True, **options}
+    return StepPlan(size, shards, cut, tail, 3, **options, is_placed=True)
+
+
+@pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize(("world_size", "shards"), [(2, 0), (3, 0), (4, 0), (1, 3), (2, 3), (3, 2)])
+def test_a_sample_stands_where_it_would_for_one_rank(tail, world_size, shards):
+    alone = {key: index for step in plan_of(tail=tail) for index, key in keys(step)}
+    assert [*alone] == [(position, 0) for position in range(len(alone))]
+    seen = {}
+    for rank in range(world_size):
+        for step in plan_of(world_size, rank, shards, tail=tail):
+            seen.update((key, index) for index, key in keys(step))
+    assert seen == alone
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_whole_batch_stands_where_its_batch_sampler_gave_it(world_size):
+    batches = [[5], [1, 2, 3], [4, 4], [9], [[7, 7], [8]], [6]]
+    found = {}
+    for rank in range(world_size):
+        plan = StepPlan(None, 0, Cut(1, rank, world_size), "drop", 3, items=batches, is_placed=True)
+        for step in plan:
+            found.update((key, index) for index, key in keys(step))
+    assert found == {
+        (number, place): index
+        for number, batch in enumerate(batches)
+        for place, index in enumerate(flat(batch))
+    }
+
+
+def test_a_position_counts_what_the_epoch_before_has_left_over():
+    plan = plan_of(batch=4, length=6, tail="rollover", shuffle=False)
+    for _ in plan:
+        pass
+    plan.settle(1)
+    plan.epoch = 1
+    assert [(step.indices, step.epoch, step.first) for step in plan] == [
+        ([4, 5, 0, 1], 1, 0),
+        ([2, 3, 4, 5], 1, 4),
+    ]
+
+
+def test_an_epoch_that_has_begun_keeps_its_number():
+    plan = plan_of(length=36)
+    begun = iter(plan)
+    plan.epoch = 8
+    assert [step.epoch for step in begun] == [0, 0, 0]
+    assert [step.epoch for step in plan] == [8, 8, 8]
+
+
+def test_a_plan_is_not_placed_unless_told():
+    assert [*StepPlan(2, 0, Cut(2), "drop", 0, length=4)] == [[0, 1], [2, 3]]
+
+
+def test_a_plan_follows_a_dataset_that_grows():
+    dataset = [1, 2, 3]
+    plan = StepPlan(2, 0, Cut(2), "uneven", 0, length=dataset)
+    assert (len(plan), [*plan]) == (2, [[0, 1], [2]])
+    dataset += [4, 5]
+    assert (len(plan), [*plan]) == (3, [[0, 1], [2, 3], [4]])
+
+
+@pytest.mark.parametrize("step", [[], [(1, 2), (3, 4)], [[], [1]], "key", 7])
+def test_what_is_no_step_of_several_batches_is_handed_on_as_it_is(step):
+    plan = StepPlan(None, 0, Cut(1), "uneven", 0, items=[step], may_shard=False)
+    assert [*plan] == [step]
+
+
+@pytest.mark.parametrize("make", [lambda plan: pickle.loads(pickle.dumps(plan)), copy.deepcopy])
+def test_a_copy_of_a_plan_in_work_begins_an_epoch_of_its_own(make):
+    plan = plan_of()
+    begun = iter(plan)
+    first = next(begun)
+    assert next(iter(make(plan))) == first
+    assert next(begun).first == 12
+
+
+def test_what_torch_has_for_an_iterable_dataset_comes_with_the_epoch():
+    plan = PlacedStreams([[None, None]] * 2)
+    plan.epoch = 4
+    begun = iter(plan)
+    plan.epoch = 5
+    assert [*begun] == [Placed([None, None], 4, 0)] * 2
+    assert len(plan) == 2
+
+
+def test_texts_and_users_see_the_indices_alone():
+    placed = Placed([4, 5, 6], 1, 12)
+    assert describe_indices(placed) == describe_indices([4, 5, 6]) == "indices 4 to 6"
+    assert describe_indices(Placed("key", 1, 12, is_whole=True)) == "index 'key'"
+    assert without_place(placed) == without_place([4, 5, 6]) == [4, 5, 6]
+
+
+class Counting(SequentialSampler):
+    epochs = ()
+
+    def set_epoch(self, epoch):
+        self.epochs += (epoch,)
+
+
+def test_the_sampler_in_a_batch_sampler_is_told_the_epoch_and_the_outer_one_first():
+    inner = Counting(range(4))
+    set_epoch_of(BatchSampler(inner, 2, drop_last=False), 3)
+    set_epoch_of(inner, 4)
+    assert inner.epochs == (3, 4)
+    outer = Counting(range(4))
+    outer.sampler = inner
+    set_epoch_of(outer, 5)
+    assert (outer.epochs, inner.epochs) == ((5,), (3, 4))
+    set_epoch_of([1, 2], 5)
