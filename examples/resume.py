@@ -109,14 +109,14 @@ def compare(options: argparse.Namespace) -> int:
     size = f"--samples={options.samples}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        status, unbroken = start("unbroken", folder, "whole", [size, "--workers=2"])
+        status, unbroken = start("unbroken", folder, "whole", [size, "--workers=0"])
         if status != 0:
             return status
         killed = [size, "--workers=2", f"--kill-at={kill_at}"]
         status, _ = start("killed", folder, "broken", killed)
         if status != -signal.SIGKILL:
             return status or 1
-        status, resumed = start("resumed", folder, "broken", [size, "--workers=3"])
+        status, resumed = start("resumed", folder, "broken", [size, "--workers=1"])
         if status != 0:
             return status
     is_same = unbroken == resumed

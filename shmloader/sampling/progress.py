@@ -41,6 +41,10 @@ class Progress:
     def done_until(self, seq: int) -> None:
         """All tickets up to the one that was drawn as number ``seq`` are done."""
         self.position = self._number(seq) + 1
+        if self._given:
+            while self.position in self._given:
+                self.position += 1
+            self.ahead = frozenset(number for number in self._given if number > self.position)
 
     def _number(self, seq: int) -> int:
         """The number in the epoch of a ticket that was drawn since it went on."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     Dataset,
@@ -34,6 +35,14 @@ class Squares(Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, index * index])
+
+
+class Noisy(Squares):
+    """Samples that draw from all global streams, as augmentation does."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        numbers = [random.random(), float(np.random.random()), torch.rand(()).item()]
+        return torch.tensor([index, *numbers], dtype=torch.double)
 
 
 class GlobalShuffle(Sampler):
@@ -123,11 +132,13 @@ class Kind:
         options: Of the loader, made anew for each.
         goes_on: Whether epochs after the resumed one are exact, too.
         names_epochs: Whether its user calls the sampler's ``set_epoch``.
+        dataset: Its dataset.
     """
 
     options: Callable[[], dict[str, Any]]
     goes_on: bool = True
     names_epochs: bool = False
+    dataset: Callable[[], Dataset[Any]] = Squares
 
 
 KINDS = {
@@ -150,6 +161,31 @@ KINDS = {
     "a user's": Kind(lambda: {"batch_size": BATCH, "sampler": GlobalShuffle()}, goes_on=False),
     "a user's with a state": Kind(lambda: {"batch_size": BATCH, "sampler": Stateful()}),
     "a user's batches": Kind(lambda: {"batch_sampler": Runs()}, names_epochs=True),
+    "by a seed": Kind(lambda: {"batch_size": BATCH, "shuffle": True, "seed": 5}, dataset=Noisy),
+    "by a seed, without batching": Kind(
+        lambda: {"batch_size": None, "shuffle": True, "seed": 5}, dataset=Noisy
+    ),
+    "by a seed, rollover": Kind(
+        lambda: {"batch_size": BATCH, "shuffle": True, "seed": 5, "last_batch": "rollover"},
+        dataset=Noisy,
+    ),
+    "by a seed, a user's": Kind(
+        lambda: {"batch_size": BATCH, "sampler": GlobalShuffle(), "seed": 5}, dataset=Noisy
+    ),
+    "by a seed, a user's with a state": Kind(
+        lambda: {"batch_size": BATCH, "sampler": Stateful(), "seed": 5}, dataset=Noisy
+    ),
+    "by a seed, a user's batches": Kind(
+        lambda: {"batch_sampler": Runs(), "seed": 5}, dataset=Noisy
+    ),
+    "by a seed, weighted": Kind(
+        lambda: {
+            "batch_size": BATCH,
+            "sampler": WeightedRandomSampler([1.0] * LENGTH, 45),
+            "seed": 5,
+        },
+        dataset=Noisy,
+    ),
     "buckets": Kind(lambda: {"batch_sampler": BucketBatchSampler(range(LENGTH), BATCH, seed=3)}),
 }
 
@@ -159,7 +195,7 @@ def make_loader(kind: str, workers: int, **options: Any) -> shmloader.DataLoader
     given = {"num_workers": workers, **KINDS[kind].options(), **options}
     if not workers:
         given.pop("multiprocessing_context", None)
-    return shmloader.DataLoader(Squares(), **given)
+    return shmloader.DataLoader(KINDS[kind].dataset(), **given)
 
 
 def read(batch: Any) -> Any:

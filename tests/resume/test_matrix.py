@@ -18,7 +18,7 @@ from tests.resume.kinds import EPOCHS, KINDS, disturb, make_loader, name_epoch, 
 WORKERS = (0, 1, 2, 5)
 
 #: One cell of so many is in the part, by start method: a worker that is spawned takes seconds.
-PART = {"none": 16, "fork": 160, "forkserver": 6000, "spawn": 12000}
+PART = {"none": 12, "fork": 80, "forkserver": 6000, "spawn": 12000}
 
 
 class Cell(NamedTuple):
