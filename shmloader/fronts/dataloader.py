@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from shmloader.engine.failures import FailureList
+from shmloader.engine.stream_states import StreamHere, StreamStates
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
 from shmloader.fronts.threaded import ThreadIterator
@@ -30,6 +31,7 @@ from shmloader.options import (
     check_last_batch,
     check_max_failures,
     check_on_error,
+    check_snapshot_interval,
     check_thread_pool,
     check_worker_restarts,
     lend_limit,
@@ -84,8 +86,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             needs more than its share raises ``SharedMemoryError``. None: no cap.
         worker_restarts: How many workers that die are replaced in an epoch; what they had in work
             is loaded again, in order. 0: a death raises ``WorkerDiedError``, and so does a second
-            death over the same batch. The new worker's random streams start anew, and so does its
-            copy of an iterable dataset, which is then iterated past what was given already.
+            death over the same batch. The new worker's random streams start anew. An iterable
+            dataset goes on from its last state (``snapshot_every_n_steps``) if it has any, else it
+            is iterated anew, past what was given already.
         device: Where batches are to arrive: ``"cuda:0"``, an index, a ``torch.device``. They are
             copied there from page-locked slots by a thread, on a stream of its own; the current
             stream of the thread that calls ``next()`` waits for them. None or ``"cpu"``: nowhere.
@@ -113,6 +116,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             or let go of the interpreter, and are safe to use from several threads. Nothing is
             copied, ``get_worker_info()`` is None, and no random stream is seeded: the threads use
             this process's. Not with ``multiprocessing_context``, ``shm_size``, ``worker_restarts``.
+        snapshot_every_n_steps: After how many batches a worker takes the state of an iterable
+            dataset that has ``state_dict`` and ``load_state_dict``, or whose iterator has. From
+            there it goes on when the loader is resumed, or the worker replaced: what was given
+            since is loaded once more, and thrown away. Where states are large, take them rarely.
+            Changes no result.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all
@@ -153,6 +161,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         max_failures: int | Fraction | None = None,
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
+        snapshot_every_n_steps: int = 1,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
         check_last_batch(
@@ -208,6 +217,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.on_error = on_error
         self.max_failures = max_failures
         self._check_thread_pool()
+        check_snapshot_interval(snapshot_every_n_steps)
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.failures = FailureList()
         self.last_batch = last_batch
         if last_batch == "rollover":
@@ -216,6 +227,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, batch_size)
         # How far the newest epoch has come.
         self._progress = Progress()
+        # How far the streams of an iterable dataset have come in it; and how far those of the
+        # next iterator that is made have come before.
+        self._streams: StreamStates | StreamHere | None = None
+        self._resume_streams: StreamStates | None = None
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -343,7 +358,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what runs, and what failed: a copy, or a pickle, has no workers."""
         state = self.__dict__.copy()
-        state["_iterator"] = None
+        state["_iterator"] = state["_streams"] = None
         del state["_open_iterators"], state["failures"]
         return state
 

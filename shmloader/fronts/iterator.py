@@ -25,6 +25,7 @@ from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureWatch
+from shmloader.engine.stream_states import Place, StreamHere, StreamStates
 from shmloader.engine.wording import describe_indices
 from shmloader.errors import ClosedLoaderError, TooManyFailures
 from shmloader.faults import FAULTS
@@ -43,6 +44,7 @@ from shmloader.stages.thread import Stage, StageThread
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
+from shmloader.workers.stream import load_dataset, load_iterator, pass_over, read
 
 
 def plan_and_watch(
@@ -52,7 +54,13 @@ def plan_and_watch(
     is_iterable = iterator._dataset_kind == _DatasetKind.Iterable
     keep_size = loader.on_error == "skip" and loader._is_in_ranks
     plan = FetchPlan(
-        is_iterable, iterator._auto_collation, iterator._drop_last, keep_size, loader._may_shard
+        is_iterable,
+        iterator._auto_collation,
+        iterator._drop_last,
+        keep_size,
+        loader._may_shard,
+        loader.snapshot_every_n_steps if is_iterable else 0,
+        loader.persistent_workers,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None
@@ -72,6 +80,10 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     """
 
     def __init__(self, loader: Any, options: Options) -> None:
+        resumed = _take_resumed(loader)
+        place = Place() if resumed is None else resumed.places[0]
+        saved = None if place.snapshot is None else read(place.snapshot)
+        load_dataset(loader.dataset, saved)
         super().__init__(loader)
         self._device = parse_device(loader.device)
         self._devices = [parse_device(device) for device in options.devices or ()]
@@ -85,6 +97,12 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
                 self._dataset, self._collate_fn, loader.on_error
             )
         self._ticket_count = 0
+        self._streams: StreamHere | None = None
+        if self._dataset_kind == _DatasetKind.Iterable:
+            load_iterator(self._dataset_fetcher, saved)
+            self._dataset_fetcher.ended |= place.has_ended
+            self._streams = loader._streams = StreamHere(self._dataset_fetcher, place.given)
+        self._given_before, self._to_skip = place.given, place.skip
 
     def _next_data(self) -> Any:
         if self._is_closed:
@@ -94,6 +112,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             data = self._finish(data)
         except StopIteration:
             self._progress.is_ended = True
+            if self._streams is not None:
+                self._streams.has_ended = True
             raise
         except Exception:
             self._note_done()
@@ -105,6 +125,9 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         """All tickets that were drawn are done: the last one's batch, or exception, is given."""
         if self._ticket_count:
             self._progress.done_until(self._ticket_count - 1)
+        if self._streams is not None:
+            given = self._given_before + self._ticket_count
+            self._streams.note(given, is_short=self._dataset_fetcher.ended)
 
     def _draw(self) -> Any:
         index = self._next_index()  # type: ignore[no-untyped-call]
@@ -126,6 +149,9 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
 
     def _fetch(self) -> Any:
         index = self._draw()
+        to_skip, self._to_skip = self._to_skip, 0
+        if to_skip:
+            pass_over(self._dataset_fetcher, to_skip, index)
         try:
             return self._dataset_fetcher.fetch(index)
         except StopIteration as error:
@@ -169,6 +195,13 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
+
+
+def _take_resumed(loader: Any) -> StreamStates | None:
+    """Where the streams of an iterable dataset go on; the loader's next iterator begins anew."""
+    resumed: StreamStates | None = loader._resume_streams
+    loader._streams = loader._resume_streams = None
+    return resumed
 
 
 def _count_batches(index_sampler: Any) -> int | None:
@@ -255,8 +288,13 @@ class EngineIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
+        resumed = _take_resumed(loader)
         super().__init__(loader)
         self._progress = loader._progress
+        self._streams: StreamStates | None = None
+        if self._dataset_kind == _DatasetKind.Iterable:
+            begun = resumed or StreamStates.at_beginning(loader.num_workers)
+            self._streams = loader._streams = begun.copy()
         self._in_order: bool = loader.in_order
         if loader.prefetch_factor <= 0:
             raise AssertionError(
@@ -311,6 +349,9 @@ class EngineIterator(_BaseDataLoaderIter):
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None
         self._source.restart(self._sampler_iter)
+        begun = self._engine.stream_beginnings
+        if begun is not None:
+            self._streams = loader._streams = begun.copy()
 
     def _next_data(self) -> Any:
         if not self._is_exhausted:
@@ -318,6 +359,8 @@ class EngineIterator(_BaseDataLoaderIter):
                 batch = self._transform(self._next_batch())
             except StopIteration:
                 self._is_exhausted = self._progress.is_ended = True
+                if self._streams is not None:
+                    self._streams.note(self._engine.take_stream_ends())
             except Exception:
                 self._note_done()
                 raise
@@ -332,7 +375,9 @@ class EngineIterator(_BaseDataLoaderIter):
         """What was handed over, a batch or an exception in its place, is done."""
         receipt = self._source.receipt
         if receipt is not None:
-            seq, left_out = receipt
+            seq, left_out, streams = receipt
+            if self._streams is not None:
+                self._streams.note(streams)
             if self._in_order:
                 self._progress.done_until(seq)
             else:
@@ -342,6 +387,8 @@ class EngineIterator(_BaseDataLoaderIter):
     def __next__(self) -> Any:
         """The next batch."""
         mark = self._progress.mark()
+        streams = self._streams
+        streams_mark = None if streams is None else streams.mark()
         try:
             if self._has_length_to_check or _profiler_enabled():
                 # torch warns of an iterable dataset that is longer than it said, and records.
@@ -357,6 +404,8 @@ class EngineIterator(_BaseDataLoaderIter):
             if self._source.has_delivered:
                 self.close()  # a Ctrl-C: to go on would be to leave out a batch
                 self._progress.go_back(mark)
+                if streams is not None and streams_mark is not None:
+                    streams.go_back(streams_mark)
             raise
 
     def close(self) -> None:
@@ -420,11 +469,12 @@ class WorkerIterator(EngineIterator):
             in_order=loader.in_order,
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            streams=None if self._streams is None else self._streams.copy(),
             locker=locker,
             demand=demand,
             watch=watch,
         )
+        self._engine.resume()
 
     def _make_end(self) -> Callable[[], None]:
         return functools.partial(_end, self._pool, self._engine.arena)

@@ -33,6 +33,9 @@ class FetchPlan(NamedTuple):
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
             ranks or shards count on as many.
         may_shard: Whether what is fetched may be a list of index lists: a list of batches.
+        snapshot_every: After how many batches of a worker an iterable dataset's state is taken,
+            if it has one; 0: never.
+        lives_on: Whether workers have further epochs.
     """
 
     is_iterable: bool
@@ -40,6 +43,8 @@ class FetchPlan(NamedTuple):
     drop_last: bool
     keep_size: bool = False
     may_shard: bool = False
+    snapshot_every: int = 0
+    lives_on: bool = False
 
     def make_fetcher(
         self,
