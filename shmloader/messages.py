@@ -32,8 +32,9 @@ class Kind(enum.IntEnum):
     BATCH_FAILED = 5
     STREAM_ENDED = 6
     EPOCH_STARTED = 7
-    SKIP_BATCHES = 8
+    RESUME_STREAM = 8
     BATCH_EMPTY = 9
+    STATE_PART = 10
 
 
 class Spilled(NamedTuple):
@@ -83,10 +84,32 @@ class StartEpoch(NamedTuple):
     epoch: int
 
 
-class SkipBatches(NamedTuple):
-    """Main → worker that takes a dead one's place: its iterable dataset gave that many."""
+class Attached(NamedTuple):
+    """Stands for bytes that lie in a slot of their own, whose descriptor goes with the message."""
 
-    batch_count: int
+    nbytes: int
+
+
+class ResumeStream(NamedTuple):
+    """Main → worker, before its first task: its iterable dataset has given batches before.
+
+    Attributes:
+        state: A pickled :class:`~shmloader.workers.stream.Saved`, or None: from the beginning.
+        skip: Batches to pass over after that.
+        given: Batches given in all, those before the state, too.
+        has_ended: Whether there are no more.
+    """
+
+    state: bytes | Attached | None
+    skip: int
+    given: int
+    has_ended: bool
+
+
+class TooLong(NamedTuple):
+    """Stands for a state of so many bytes that its slot had no room for."""
+
+    nbytes: int
 
 
 class BatchDone(NamedTuple):
@@ -103,6 +126,8 @@ class BatchDone(NamedTuple):
             it must never be filled again.
         checksum: Of these bytes, where SHMLOADER_DEBUG asks for it.
         report: Where failures of samples are counted, a ``SampleReport`` as it is written.
+        snapshot: Of an iterable dataset that has a state, where one was due after this batch:
+            a pickled :class:`~shmloader.workers.stream.Saved`.
     """
 
     seq: int
@@ -112,6 +137,7 @@ class BatchDone(NamedTuple):
     kept: bool
     checksum: int | None = None
     report: bytes | Spilled | None = None
+    snapshot: bytes | Spilled | TooLong | None = None
 
 
 class BatchFailed(NamedTuple):
@@ -141,22 +167,39 @@ class BatchEmpty(NamedTuple):
 class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
-    ``kept`` as above.
+    ``kept`` and ``touched_bytes`` as above. ``snapshot``: the dataset's state, where workers live
+    on and it has one.
     """
 
     seq: int
     epoch: int
     kept: bool
+    touched_bytes: int = 0
+    snapshot: bytes | Spilled | TooLong | None = None
+
+
+class StatePart(NamedTuple):
+    """Worker → main: a piece of the state that :class:`EpochStarted` is about to give the rest of.
+
+    Pieces, since that message has no slot.
+    """
+
+    data: bytes
 
 
 class EpochStarted(NamedTuple):
-    """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered."""
+    """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered.
+
+    ``state``: of an iterable dataset that has one, as it was when the epoch began, or what is left
+    of it after the pieces before.
+    """
 
     epoch: int
+    state: bytes | None = None
 
 
-ToWorker = NewSlot | DropSlot | Task | StartEpoch | SkipBatches
-FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty
+ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
+FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart
 
 _KINDS: dict[type, int] = {
     NewSlot: int(Kind.NEW_SLOT),
@@ -167,8 +210,9 @@ _KINDS: dict[type, int] = {
     BatchFailed: int(Kind.BATCH_FAILED),
     StreamEnded: int(Kind.STREAM_ENDED),
     EpochStarted: int(Kind.EPOCH_STARTED),
-    SkipBatches: int(Kind.SKIP_BATCHES),
+    ResumeStream: int(Kind.RESUME_STREAM),
     BatchEmpty: int(Kind.BATCH_EMPTY),
+    StatePart: int(Kind.STATE_PART),
 }
 _TYPES = (
     NewSlot,
@@ -179,8 +223,9 @@ _TYPES = (
     BatchFailed,
     StreamEnded,
     EpochStarted,
-    SkipBatches,
+    ResumeStream,
     BatchEmpty,
+    StatePart,
 )
 
 

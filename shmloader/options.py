@@ -141,6 +141,25 @@ def check_device_options(device: object, transform: object, device_prefetch: obj
         )
 
 
+def check_snapshot_interval(value: object) -> None:
+    """Check ``snapshot_every_n_steps``: after how many of a worker's batches its state is taken.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If it is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            "snapshot_every_n_steps option should be a number of batches, "
+            f"but got snapshot_every_n_steps={value!r}"
+        )
+    if value < 1:
+        raise ValueError(
+            "snapshot_every_n_steps option should be positive, "
+            f"but got snapshot_every_n_steps={value}"
+        )
+
+
 def parse_size(value: int | str, name: str) -> int:
     """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
 

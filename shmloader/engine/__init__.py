@@ -54,6 +54,8 @@ window
 Modules, each with one concern: ``slots`` (states of slots, pure), ``routing`` (which worker
 gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
 themselves, in the main process, and their page locks), ``answers`` (what may come back),
+``streams`` (how far an iterable dataset's streams have come in the workers, pure),
+``stream_states`` (the same, as the user has been given of them: what is saved of a loader),
 ``failures`` (bad samples, counted and listed), ``wording`` (texts of errors), ``inbox`` (tickets
 from another thread), ``lateness`` (what a timeout says), ``base`` (where tickets come from, and how
 an engine ends), ``engine`` (the only one that acts on processes) and ``threaded`` (on threads).

@@ -38,9 +38,10 @@ class Batch:
         is_kept: The worker still holds memory of the slot.
         check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
         report: What became of its samples, where that is counted: a ``SampleReport`` as written.
+        snapshot: Of its worker's stream, if one came with it.
     """
 
-    __slots__ = ("check", "is_kept", "reader", "report")
+    __slots__ = ("check", "is_kept", "reader", "report", "snapshot")
 
     def __init__(
         self,
@@ -49,11 +50,13 @@ class Batch:
         is_kept: bool,
         check: tuple[int, int] | None = None,
         report: bytes | None = None,
+        snapshot: bytes | None = None,
     ) -> None:
         self.reader = reader
         self.is_kept = is_kept
         self.check = check
         self.report = report
+        self.snapshot = snapshot
 
 
 class Failure:

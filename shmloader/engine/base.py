@@ -2,11 +2,12 @@
 
 import abc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
+from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 
 
@@ -24,10 +25,12 @@ class Receipt(NamedTuple):
     Attributes:
         seq: The ticket's.
         left_out: Those of which nothing was left, and that were taken since the last receipt.
+        streams: Of an iterable dataset: which streams have ended before, and which gave this.
     """
 
     seq: int
     left_out: tuple[int, ...] = ()
+    streams: Sequence[StreamNote] = ()
 
 
 class EngineBase(abc.ABC):
@@ -157,9 +160,9 @@ class EngineBase(abc.ABC):
         finally:
             self._is_amid = self._is_handing_over = False
 
-    def _give_receipt(self, seq: int) -> None:
+    def _give_receipt(self, seq: int, streams: Sequence[StreamNote] = ()) -> None:
         """A ticket is handed over."""
-        self.receipt = Receipt(seq, tuple(self._left_out)) if self._left_out else Receipt(seq)
+        self.receipt = Receipt(seq, tuple(self._left_out), streams)
         self._left_out.clear()
 
     @abc.abstractmethod
@@ -230,6 +233,17 @@ class EngineBase(abc.ABC):
     def _takes_tickets(self) -> bool:
         """Whether any worker does."""
         return True
+
+    # Streams of an iterable dataset ------------------------------------------------------
+
+    @property
+    def stream_beginnings(self) -> StreamStates | None:
+        """Where they were at the epoch's beginning; None without such a dataset."""
+        return None
+
+    def take_stream_ends(self) -> list[StreamNote]:
+        """At the epoch's end: streams that no receipt has told the end of. On the user's thread."""
+        return []
 
     # Ends --------------------------------------------------------------------------------
 

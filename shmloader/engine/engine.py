@@ -8,7 +8,7 @@ they have, and their answers wait in the sockets.
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shmloader.engine.answers import (
     Batch,
@@ -25,10 +25,13 @@ from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.sender import Sender
 from shmloader.engine.slots import SlotState
+from shmloader.engine.stream_states import StreamNote, StreamStates
+from shmloader.engine.streams import StreamBook
 from shmloader.engine.wording import (
     describe_change,
     describe_death,
     describe_loading,
+    describe_lost_state,
     describe_restart,
     describe_ticket,
 )
@@ -48,10 +51,11 @@ from shmloader.messages import (
     BatchEmpty,
     BatchFailed,
     EpochStarted,
-    SkipBatches,
     Spilled,
     StartEpoch,
+    StatePart,
     StreamEnded,
+    TooLong,
     pack,
     unpack,
 )
@@ -62,6 +66,11 @@ from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
 
 _log = logging.getLogger("shmloader")
+
+
+def _snapshot_of(answer: object) -> bytes | None:
+    """What came with a batch; nothing comes with an exception."""
+    return answer.snapshot if isinstance(answer, Batch) else None
 
 
 class Engine(EngineBase):
@@ -79,7 +88,7 @@ class Engine(EngineBase):
         in_order: Whether batches come in the sampler's order.
         timeout_s: Longest wait for a batch; 0 for ever.
         worker_restarts: Dead workers that are replaced in an epoch.
-        is_iterable: Whether workers iterate over the dataset.
+        streams: Where workers that iterate over the dataset begin; None where they index it.
         locker: Locks the pages of slots, where a device reads them.
         demand: What it may ask of memory; None: nobody asks whether it is there.
         watch: Notes bad samples; None if they are raised.
@@ -96,7 +105,7 @@ class Engine(EngineBase):
         in_order: bool,
         timeout_s: float,
         worker_restarts: int = 0,
-        is_iterable: bool = False,
+        streams: StreamStates | None = None,
         locker: PageLocker | None = None,
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
@@ -105,9 +114,17 @@ class Engine(EngineBase):
         self._pool = pool
         self._worker_count = worker_count
         self._restart_limit = worker_restarts
-        self._is_iterable = is_iterable
+        self._streams = None if streams is None else StreamBook(streams, in_order=in_order)
+        # A state that did not fit is told once.
+        self._has_lost_state = False
         self._scheduler = Scheduler(
-            worker_count, window, lend_limit, in_order=in_order, restart_limit=worker_restarts
+            worker_count,
+            window,
+            lend_limit,
+            in_order=in_order,
+            restart_limit=worker_restarts,
+            first_worker=0 if streams is None else streams.next_worker,
+            ended=() if streams is None else [place.has_ended for place in streams.places],
         )
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
@@ -120,6 +137,29 @@ class Engine(EngineBase):
         self._ready_workers: set[int] = set()
 
     # Epochs ------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Tell each worker where its stream begins. Before the first task is sent.
+
+        Raises:
+            OSError: If there are no descriptors left for a state.
+            SharedMemoryError: If there is no memory for it.
+        """
+        for worker_id in range(self._worker_count):
+            self._resume(worker_id)
+
+    def _resume(self, worker_id: int) -> None:
+        if self._streams is not None:
+            self._sender.resume(worker_id, self._streams.place(worker_id))
+
+    @property
+    def stream_beginnings(self) -> StreamStates | None:
+        """See :attr:`EngineBase.stream_beginnings`."""
+        return None if self._streams is None else self._streams.beginnings
+
+    def take_stream_ends(self) -> list[StreamNote]:
+        """See :meth:`EngineBase.take_stream_ends`."""
+        return [] if self._streams is None else self._streams.take_ends()
 
     def wake(self) -> None:
         """Get the engine's thread out of its wait; from any thread."""
@@ -148,6 +188,8 @@ class Engine(EngineBase):
     def _finish_epoch(self) -> None:
         for slot_id in self._scheduler.end_epoch():
             self._sender.retire(slot_id)
+        if self._streams is not None:
+            self._streams.leave()
         self._ready_workers.clear()
         message = pack(StartEpoch(self._scheduler.epoch + 1))
         for worker_id in range(self._worker_count):
@@ -165,6 +207,8 @@ class Engine(EngineBase):
             self.check_open()
         self._scheduler.start_epoch()
         self._left_out.clear()
+        if self._streams is not None:
+            self._streams.start_epoch()
         if self._watch is not None:
             self._watch.start_epoch()
 
@@ -246,7 +290,7 @@ class Engine(EngineBase):
             self.arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
         if type(answer) is not Death:
-            self._give_receipt(ticket.seq)
+            self._give_receipt(ticket.seq, self._stream_notes(ticket))
         if type(answer) is Batch:
             try:
                 return self._build(ticket, answer)
@@ -262,6 +306,11 @@ class Engine(EngineBase):
             self._settle(ticket, is_kept=False)
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
+
+    def _stream_notes(self, ticket: Ticket) -> Sequence[StreamNote]:
+        if self._streams is None:
+            return ()
+        return self._streams.handed_over(ticket.worker_id, ticket.seq, _snapshot_of(ticket.answer))
 
     def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader
@@ -368,6 +417,8 @@ class Engine(EngineBase):
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         if scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None) is not None:
             self._to_replace[worker_id] = death
+        if self._streams is not None:
+            self._streams.lost(worker_id)
 
     def _replace_workers(self) -> None:
         """Start a worker in place of each that was lost, and have it do what that one had in work.
@@ -377,14 +428,13 @@ class Engine(EngineBase):
         """
         while self._to_replace:
             worker_id, death = next(iter(self._to_replace.items()))
-            skipped = self._scheduler.answer_count(worker_id) if self._is_iterable else 0
+            place = None if self._streams is None else self._streams.place(worker_id)
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
-            text = describe_restart(worker_id, death, seqs, skipped)
+            text = describe_restart(worker_id, death, seqs, place)
             self._have_done(functools.partial(self._replace_worker, worker_id, text))
             # It knows nothing of an epoch before.
             self._ready_workers.add(worker_id)
-            if skipped:
-                self._pool.send(worker_id, pack(SkipBatches(skipped)))
+            self._resume(worker_id)
             for ticket in self._scheduler.wanted_of(worker_id):
                 self._send(ticket)
             self._is_amid = False
@@ -408,6 +458,8 @@ class Engine(EngineBase):
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""
         message = unpack(data)
+        if self._streams is not None:
+            self._sender.arrived(worker_id)
         if type(message) is BatchDone:
             self._take_batch(worker_id, message)
         elif type(message) is BatchFailed:
@@ -418,14 +470,18 @@ class Engine(EngineBase):
                 message.seq, message.epoch, Empty(is_kept=message.kept, report=report)
             )
         elif type(message) is StreamEnded:
-            self._take_end(message)
+            self._take_end(worker_id, message)
         elif type(message) is EpochStarted:
+            if self._streams is not None:
+                self._streams.entered(worker_id, message.state)
             self._ready_workers.add(worker_id)
+        elif type(message) is StatePart and self._streams is not None:
+            self._streams.note_part(worker_id, message.data)
         else:
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:
-        seq, epoch, layout, used_bytes, is_kept, expected, sent = message
+        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved = message
         report = None if sent is None else self._report_of(seq, sent)
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
@@ -436,12 +492,19 @@ class Engine(EngineBase):
             self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept, report=report))
             return
         check = None if expected is None else (used_bytes, expected)
-        answer = Batch(reader, is_kept=is_kept, check=check, report=report)
+        snapshot = None if saved is None else self._state(worker_id, seq, saved)
+        answer = Batch(reader, is_kept=is_kept, check=check, report=report, snapshot=snapshot)
         self._note_answer(seq, epoch, answer)
 
-    def _take_end(self, message: StreamEnded) -> None:
-        slot_id = self._scheduler.slot_of(message.seq)
-        if self._scheduler.stream_ended(message.seq, message.epoch, is_kept=message.kept):
+    def _take_end(self, worker_id: int, message: StreamEnded) -> None:
+        seq = message.seq
+        slot_id = self._scheduler.slot_of(seq)
+        self.arena.note_failed_use(slot_id, message.touched_bytes)
+        # Before the slot is free.
+        state = None if message.snapshot is None else self._state(worker_id, seq, message.snapshot)
+        if self._scheduler.stream_ended(seq, message.epoch, is_kept=message.kept):
+            if self._streams is not None:
+                self._streams.ended(worker_id, seq, state)
             self._replace_ticket()
         if message.kept:
             self._sender.retire(slot_id)
@@ -460,9 +523,22 @@ class Engine(EngineBase):
 
     def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure | Empty) -> Ticket:
         ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
-        if ticket.is_dropped and answer.is_kept:
-            self._sender.retire(ticket.slot_id)
+        if ticket.is_dropped:
+            if answer.is_kept:
+                self._sender.retire(ticket.slot_id)
+        elif self._streams is not None:
+            self._streams.answered(ticket.worker_id, _snapshot_of(answer))
         return ticket
+
+    def _state(self, worker_id: int, seq: int, sent: bytes | Spilled | TooLong) -> bytes | None:
+        """The state of a worker's stream, if it came."""
+        if isinstance(sent, TooLong):
+            if not self._has_lost_state:
+                self._has_lost_state = True
+                slot = self.arena[self._scheduler.slot_of(seq)]
+                _log.warning("%s", describe_lost_state(worker_id, sent.nbytes, slot.nbytes))
+            return None
+        return self._spilled(seq, sent) if isinstance(sent, Spilled) else sent
 
     def _spilled(self, seq: int, where: Spilled) -> bytes:
         """What a worker has put into the slot of its ticket."""
@@ -479,6 +555,7 @@ class Engine(EngineBase):
         finally:
             self._layouts.clear()
             self._draw = iter(()).__next__
+            self._sender.close()
             finish(self.arena.close)
 
     def end_workers(self) -> None:

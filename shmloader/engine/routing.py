@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 
 class Router:
-    """Walks round the workers."""
+    """Walks round the workers, from ``first`` on in the first epoch."""
 
-    def __init__(self, worker_count: int, window: int, *, in_order: bool) -> None:
+    def __init__(self, worker_count: int, window: int, *, in_order: bool, first: int = 0) -> None:
         self._worker_count = worker_count
         self._window = window
         self._in_order = in_order
-        self._next = 0
+        self._next = first
 
     def restart(self) -> None:
         """Begin at worker 0 again, as each epoch does."""

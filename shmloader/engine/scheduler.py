@@ -17,6 +17,7 @@ One method for each thing that happens; what is to be done about it is what the 
 """
 
 import collections
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmloader.engine.routing import Router
@@ -69,6 +70,8 @@ class Scheduler:
         *,
         in_order: bool,
         restart_limit: int = 0,
+        first_worker: int = 0,
+        ended: Sequence[bool] = (),
     ) -> None:
         """Start with an empty window.
 
@@ -78,17 +81,18 @@ class Scheduler:
             lend_limit: Most slots lent at once.
             in_order: Whether batches are delivered by ``seq``, or as they come.
             restart_limit: Most workers replaced in an epoch.
+            first_worker: Who gets the first ticket of the first epoch.
+            ended: Workers whose streams have ended in it before.
         """
         self.epoch = 0
         self.slots = SlotTable(window + lend_limit)
         self._window = window
         self._lend_limit = lend_limit
         self._in_order = in_order
-        self._router = Router(worker_count, window, in_order=in_order)
-        self._active = [True] * worker_count
+        self._router = Router(worker_count, window, in_order=in_order, first=first_worker)
+        self._active = [not has_ended for has_ended in ended or [False] * worker_count]
         self._deaths: list[object] = [None] * worker_count
         self._restart_limit = self._restarts_left = restart_limit
-        self._answer_counts = [0] * worker_count
         self._in_flight = [0] * worker_count
         self._tickets: dict[int, Ticket] = {}
         self._next_seq = 0
@@ -132,8 +136,6 @@ class Scheduler:
             The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
         """
         ticket = self._in_work(seq, epoch)
-        if not ticket.is_dropped:
-            self._answer_counts[ticket.worker_id] += 1
         self._answer(ticket, answer, is_kept=is_kept)
         return ticket
 
@@ -209,13 +211,6 @@ class Scheduler:
             for ticket in self.tickets
             if ticket.worker_id == worker_id and ticket.answer is None and not ticket.is_dropped
         ]
-
-    def answer_count(self, worker_id: int) -> int:
-        """Batches and failures that came from a worker, or those before it, in this epoch.
-
-        None once the epoch is left: a worker that is new then has nothing of it to go on from.
-        """
-        return self._answer_counts[worker_id]
 
     @property
     def deaths(self) -> list[object]:
@@ -318,7 +313,6 @@ class Scheduler:
                 if ticket.is_kept:
                     retired.append(ticket.slot_id)
         self._arrived.clear()
-        self._answer_counts = [0] * len(self._answer_counts)
         return retired
 
     def start_epoch(self) -> None:

@@ -4,9 +4,20 @@ import pickle
 
 from shmloader.engine.arena import Arena
 from shmloader.engine.scheduler import Ticket
+from shmloader.engine.stream_states import Place
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
-from shmloader.messages import INLINE_BYTES, DropSlot, NewSlot, Spilled, Task, pack
+from shmloader.memory.slot import Slot
+from shmloader.messages import (
+    INLINE_BYTES,
+    Attached,
+    DropSlot,
+    NewSlot,
+    ResumeStream,
+    Spilled,
+    Task,
+    pack,
+)
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
 
@@ -25,6 +36,8 @@ class Sender:
         self._arena = arena
         # Slots that each worker has mapped.
         self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
+        # Long states on their way: a socket may not have taken them yet.
+        self._attached: dict[int, Slot] = {}
 
     def send(self, ticket: Ticket, epoch: int) -> RemoteError | None:
         """Send a ticket to its worker.
@@ -49,6 +62,36 @@ class Sender:
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
         return None
+
+    def resume(self, worker_id: int, place: Place) -> None:
+        """Tell a worker that was sent no task yet where its stream goes on, unless it begins.
+
+        Raises:
+            OSError: If there are no descriptors left for its state.
+            SharedMemoryError: If there is no memory for it.
+        """
+        state = place.snapshot
+        if place == Place():
+            return
+        sent: bytes | Attached | None = state
+        descriptor = None
+        if state is not None and len(state) > INLINE_BYTES // 2:
+            self._let_go(worker_id)
+            slot = self._attached[worker_id] = Slot.create(len(state))
+            slot.mapping[: len(state)] = state
+            sent, descriptor = Attached(len(state)), slot.fileno()
+        message = ResumeStream(sent, place.skip, place.given, place.has_ended)
+        self._pool.send(worker_id, pack(message), descriptor)
+
+    def _let_go(self, worker_id: int) -> None:
+        slot = self._attached.pop(worker_id, None)
+        if slot is not None:
+            slot.close()
+
+    def close(self) -> None:
+        """Let go of what is on its way. May be called again."""
+        for worker_id in list(self._attached):
+            self._let_go(worker_id)
 
     def _introduce(self, worker_id: int, slot_id: int) -> None:
         """Let a worker map a slot that it does not know yet."""
@@ -88,3 +131,9 @@ class Sender:
     def forget(self, worker_id: int) -> None:
         """A new process has taken a worker's place: it has mapped nothing."""
         self._mapped[worker_id].clear()
+        self._let_go(worker_id)
+
+    def arrived(self, worker_id: int) -> None:
+        """A worker has answered, and so has all that was sent before."""
+        if self._attached:
+            self._let_go(worker_id)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
+from shmloader.engine.stream_states import Place
 from shmloader.sampling.places import without_place
 from shmloader.workers.board import AtWork, Phase
 
@@ -113,15 +114,33 @@ def _describe_oom(death: Death) -> str:
     )
 
 
-def describe_restart(worker_id: int, death: Death, seqs: list[int], skipped: int) -> str:
+def describe_restart(worker_id: int, death: Death, seqs: list[int], place: Place | None) -> str:
     """For the log: a worker has taken a dead one's place."""
     again = ", ".join(map(str, seqs))
     text = f"{describe_end(death)}A new process takes the place of worker {worker_id}"
     text += f" and loads again what it had in work: batch {again}." if seqs else "."
-    if skipped:
-        given = "the batch that was" if skipped == 1 else f"{skipped} batches that were"
-        text += f" Its dataset is iterated anew, past {given} given already."
+    if place is not None and not place.has_ended:
+        text += _describe_resumption(place)
     return f"{text} Its random streams start anew.{_describe_oom(death)}"
+
+
+def _describe_resumption(place: Place) -> str:
+    given = "the batch that was" if place.skip == 1 else f"{place.skip} batches that were"
+    if place.snapshot is None:
+        return f" Its dataset is iterated anew, past {given} given already." if place.skip else ""
+    batches = "its first batch" if place.at == 1 else f"{place.at} batches"
+    text = f" Its dataset goes on from its state after {batches}"
+    return f"{text}, past {given} given since." if place.skip else f"{text}."
+
+
+def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
+    """For the log: a state did not come."""
+    return (
+        f"A state of {nbytes} bytes that the dataset of worker {worker_id} gave does not fit what "
+        f"is left of its batch's slot, of {slot_bytes} bytes, and is left out: a loader that goes "
+        "on, or a worker that is replaced, begins at an older state, or at the dataset's "
+        "beginning, and passes over what was given since. Raise shm_size or snapshot_every_n_steps."
+    )
 
 
 def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Numbered | None) -> str:

@@ -1,7 +1,6 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
-import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sized
@@ -23,7 +22,7 @@ from torch.utils.data import (
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
-from shmloader.fronts.states import VERSION, check_state
+from shmloader.fronts.resumable import UNSUPPORTED, ResumableLoader
 from shmloader.fronts.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
@@ -35,6 +34,7 @@ from shmloader.options import (
     check_max_failures,
     check_on_error,
     check_seed,
+    check_snapshot_interval,
     check_thread_pool,
     check_worker_restarts,
     lend_limit,
@@ -42,10 +42,8 @@ from shmloader.options import (
     slot_share,
 )
 from shmloader.sampling.checks import whole_number
-from shmloader.sampling.draws import Draws
-from shmloader.sampling.origin import Origin, describe
 from shmloader.sampling.places import PlacedStreams
-from shmloader.sampling.plan import StepPlan, set_epoch_of
+from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
@@ -55,20 +53,8 @@ from shmloader.workers.fetch import OnError
 
 _T_co = TypeVar("_T_co", covariant=True)
 
-_UNSUPPORTED = (
-    "shmloader needs Linux 5.3 or newer (memfd and pidfd) for worker processes; this loader runs "
-    "on torch's own workers instead."
-)
 
-
-class _NextEpoch:
-    """``loader.epoch``: no property, so that a subclass may have an attribute of that name."""
-
-    def __get__(self, loader: Any, _: object = None) -> Any:
-        return self if loader is None else loader._next_epoch
-
-
-class DataLoader(torch.utils.data.DataLoader[_T_co]):
+class DataLoader(ResumableLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose batches lie in shared memory.
 
     Takes torch's arguments, in torch's order and with torch's meaning, and gives the same
@@ -102,8 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             needs more than its share raises ``SharedMemoryError``. None: no cap.
         worker_restarts: How many workers that die are replaced in an epoch; what they had in work
             is loaded again, in order. 0: a death raises ``WorkerDiedError``, and so does a second
-            death over the same batch. The new worker's random streams start anew, and so does its
-            copy of an iterable dataset, which is then iterated past what was given already.
+            death over the same batch. The new worker's random streams start anew. An iterable
+            dataset goes on from its last state (``snapshot_every_n_steps``) if it has any, else it
+            is iterated anew, past what was given already.
         device: Where batches are to arrive: ``"cuda:0"``, an index, a ``torch.device``. They are
             copied there from page-locked slots by a thread, on a stream of its own; the current
             stream of the thread that calls ``next()`` waits for them. None or ``"cpu"``: nowhere.
@@ -143,6 +130,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             give each a seed of its own, or use :class:`shmloader.ShardedDataLoader`. The samples
             of an iterable dataset depend on the number of the worker and the position in its
             stream. Not with ``generator``. None: all is torch's.
+        snapshot_every_n_steps: After how many batches a worker takes the state of an iterable
+            dataset that has ``state_dict`` and ``load_state_dict``, or whose iterator has. From
+            there it goes on when the loader is resumed, or the worker replaced: what was given
+            since is loaded once more, and thrown away. Where states are large, take them rarely.
+            Changes no result.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all
@@ -185,6 +177,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
         seed: int | None = None,
+        snapshot_every_n_steps: int = 1,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
         if seed is not None:
@@ -247,6 +240,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.on_error = on_error
         self.max_failures = max_failures
         self._check_thread_pool()
+        check_snapshot_interval(snapshot_every_n_steps)
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.failures = FailureList()
         self.last_batch = last_batch
         if last_batch == "rollover":
@@ -258,16 +253,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._sample_seed = seed
         if seed is not None:
             self._plan = self._make_plan(seed, sampler, batch_sampler)
-        # How far the newest epoch has come, and what it comes of.
         self._progress = Progress()
-        self._draws: Draws | None = None
-        self._epoch: int | None = None
-        self._next_epoch = 0
-        # A state that the next epoch goes on from; what that epoch came of; and whether epochs
-        # after it began with the same workers, and so without a base seed.
-        self._loaded: dict[str, Any] | None = None
-        self._found: dict[str, Any] | None = None
-        self._was_persistent: bool | None = None
         self._is_closed = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -293,8 +279,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             }
             wanted = [name for name, value in ours.items() if value]
             if wanted:
-                raise RuntimeError(f"{_UNSUPPORTED} It has no use for {', '.join(wanted)}.")
-            warnings.warn(_UNSUPPORTED, RuntimeWarning, stacklevel=2)
+                raise RuntimeError(f"{UNSUPPORTED} It has no use for {', '.join(wanted)}.")
+            warnings.warn(UNSUPPORTED, RuntimeWarning, stacklevel=2)
             return super()._get_iterator()
         else:
             self.check_worker_number_rationality()
@@ -347,25 +333,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         )
 
     @property
-    def _index_sampler(self) -> Any:
-        """What torch's iterators draw."""
-        return super()._index_sampler if self._plan is None else self._plan
-
-    epoch = _NextEpoch()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Name the next epoch; without it, each ``iter()`` counts one, from 0.
-
-        With a ``seed``, order and random streams are those of that epoch. A sampler, or batch
-        sampler, that has ``set_epoch`` is told: with a seed at each epoch, else now.
-        """
-        self._next_epoch = whole_number(epoch, "epoch", minimum=0)
-        if self._plan is None:
-            set_epoch_of(
-                self.sampler if self.batch_sampler is None else self.batch_sampler, self._next_epoch
-            )
-
-    @property
     def _is_in_ranks(self) -> bool:
         """Whether other loaders have to give as many samples as this one."""
         samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
@@ -398,161 +365,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._begin_epoch()
         return super().__iter__()
 
-    def _begin_epoch(self) -> None:
-        self._settle_epoch()
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
-            self._epoch, self._progress = self._next_epoch, Progress()
-            before = self._was_persistent
-            self._found = None if before is None else self._match_base_seed(drawn=not before)
-        else:
-            self._epoch = loaded["epoch"]
-            self._progress = Progress(loaded["position"], frozenset(loaded.get("ahead", ())))
-            self._found = loaded["origin"]
-            self._was_persistent = loaded["persistent"]
-            if self._found["begun"]:
-                self._origin.restore_epochs(self._found)
-            else:  # its generators were set when it was loaded
-                self._found = self._match_base_seed(drawn=self._found["base_seed"])
-        self._next_epoch = self._epoch + 1
-        plan = self._plan
-        if isinstance(plan, StepPlan):
-            plan.begin(self._epoch, self._progress, self._found)
-        elif plan is not None:
-            plan.epoch = self._epoch
-
-    @property
-    def _origin(self) -> Origin:
-        """What the next epoch will come of."""
-        plan = self._index_sampler
-        return plan.origin if isinstance(plan, StepPlan) else Origin(plan)
-
-    def _match_base_seed(self, *, drawn: bool) -> dict[str, Any] | None:
-        """Have the generator be, when the sampler draws, where it was in the run that goes on here.
-
-        torch draws a base seed from it before each epoch, but not where workers stay.
-
-        Args:
-            drawn: Whether one was drawn before this epoch there.
-
-        Returns:
-            What the sampler is to draw from, if not from what there will be.
-        """
-        will_draw = self._iterator is None
-        if will_draw and not drawn:
-            return self._origin.dump(is_begun=False)
-        if drawn and not will_draw and self.generator is not None:
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return None
-
-    def _begin_draws(self, drawing: Any) -> Any:
-        """What an iterator draws, given what ``iter()`` of its index sampler gave."""
-        if isinstance(self.dataset, IterableDataset) or isinstance(self._index_sampler, StepPlan):
-            return drawing
-        self._draws = Draws(self._index_sampler, drawing, self._progress, self._found)
-        return self._draws
-
-    # States ------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the newest epoch is: what was handed over, and nothing that is prefetched.
-
-        May be called between any two batches, on the thread that takes them. After the last
-        batch's StopIteration it is the beginning of the next epoch.
-
-        Returns:
-            Plain values, a few hundred bytes and the states of generators, that go through
-            ``json``, ``pickle`` and ``torch.save``, and never change.
-
-        Raises:
-            RuntimeError: If torch's own iterator loads: a data pipe, or where there are no
-                workers of ours.
-        """
-        self._check_has_state()
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        progress = self._progress
-        state = {"version": VERSION, **self._facts(), "persistent": self.persistent_workers}
-        if self._epoch is None or progress.is_ended:
-            self._settle_epoch()
-            state |= {"epoch": self._next_epoch, "position": 0}
-            state["origin"] = self._dump_next_origin()
-        else:
-            state |= {"epoch": self._epoch, "position": progress.position}
-            state["origin"] = self._dump_origin()
-            if progress.ahead:
-                state["ahead"] = sorted(progress.ahead)
-        return copy.deepcopy(state)
-
-    def _dump_origin(self) -> dict[str, Any]:
-        """What the newest epoch comes of."""
-        plan = self._index_sampler
-        if isinstance(plan, StepPlan):
-            return plan.dump()
-        return {"begun": True} if self._draws is None else self._draws.dump()
-
-    def _dump_next_origin(self) -> dict[str, Any]:
-        """What the next epoch comes of, as far as that is known."""
-        will_restart = self._iterator is not None and not getattr(self._iterator, "is_closed", True)
-        return {**self._origin.dump(is_begun=False), "base_seed": not will_restart}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next ``iter()`` go on from a state: with the very next batch.
-
-        Args:
-            state: What ``state_dict()`` of such a loader returned, in this process or another.
-
-        Raises:
-            ValueError: If it does not fit this loader; says what was found and what expected.
-            TypeError: If it is no dict.
-            ClosedLoaderError: After ``close()``.
-        """
-        self._check_has_state()
-        if self._is_closed:
-            raise ClosedLoaderError("the loader is closed")
-        loaded = copy.deepcopy(check_state(state, self._facts()))
-        self._origin.restore(loaded["origin"])
-        self._loaded = loaded
-        self._next_epoch = loaded["epoch"]
-
-    def _check_has_state(self) -> None:
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
-        if self.num_workers and not self.thread_pool and not is_supported():
-            raise RuntimeError(f"{_UNSUPPORTED} It has no state_dict().")
-
-    def _facts(self) -> dict[str, Any]:
-        """What a state and its loader must have in common."""
-        is_iterable = isinstance(self.dataset, IterableDataset)
-        length: int | None = None
-        if not is_iterable:
-            with contextlib.suppress(TypeError, NotImplementedError):  # it need not have one
-                length = len(self.dataset)  # type: ignore[arg-type]
-        plan = self._index_sampler
-        if isinstance(plan, StepPlan):
-            return {"length": length, **plan.facts()}
-        tail = "drop" if self.drop_last else self.last_batch or "keep"
-        return {
-            "length": length,
-            "global_batch": self.batch_size,
-            "sampler": None if is_iterable else describe(plan),
-            "tail": tail,
-            "seed": None,
-        }
-
-    def _settle_epoch(self) -> None:
-        """Note what an epoch has left over for the next one, if it was complete."""
-        if isinstance(self._plan, StepPlan):
-            self._plan.settle(self._progress.position)
-        elif self.last_batch == "rollover":
-            cast("RolloverBatchSampler", self.batch_sampler).settle(self._progress.position)
-
-    def __len__(self) -> int:
-        """Batches of the epoch that runs, or of the next one if none does; see torch's."""
-        if self._progress.is_ended:
-            self._settle_epoch()
-        return super().__len__()
-
     def close(self) -> None:
         """End all workers of this loader and free its memory. May be called again.
 
@@ -583,10 +395,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """Everything but what runs, and what failed: a copy, or a pickle, has no workers."""
         state = self.__dict__.copy()
         state["_iterator"] = None
-        # A copy's epoch has not begun; what it was to go on from, it has.
-        state["_draws"] = None
-        state["_progress"] = Progress()
-        state["_epoch"] = None
+        state |= self._unbegun()
         del state["_open_iterators"], state["failures"]
         return state
 

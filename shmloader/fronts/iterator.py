@@ -8,7 +8,7 @@ import abc
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureWatch
+from shmloader.engine.stream_states import Place, StreamHere, StreamStates
 from shmloader.engine.wording import describe_indices
 from shmloader.errors import ClosedLoaderError, TooManyFailures
 from shmloader.faults import FAULTS
@@ -45,6 +46,7 @@ from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 from shmloader.workers.sample_streams import SampleStreams, base_seed
+from shmloader.workers.stream import load_dataset, load_iterator, pass_over, read
 
 
 def plan_and_watch(
@@ -60,6 +62,8 @@ def plan_and_watch(
         keep_size,
         loader._may_shard,
         loader._sample_seed,
+        loader.snapshot_every_n_steps if is_iterable else 0,
+        loader.persistent_workers,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None
@@ -87,6 +91,10 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     """
 
     def __init__(self, loader: Any, options: Options) -> None:
+        resumed = _take_resumed(loader)
+        place = Place() if resumed is None else resumed.places[0]
+        saved = None if place.snapshot is None else read(place.snapshot)
+        load_dataset(loader.dataset, saved)
         # Not torch's own for one process, which calls iter(dataset).
         _BaseDataLoaderIter.__init__(self, loader)
         if self._timeout != 0:
@@ -100,21 +108,27 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
-        self._streams: SampleStreams | None = None
+        self._sample_streams: SampleStreams | None = None
         if plan.seed is None:
             self._dataset_fetcher = plan.make_fetcher(
                 self._dataset, self._collate_fn, loader.on_error
             )
         else:
-            self._streams = SampleStreams(plan.seed, epoch=loader._plan.epoch)
+            self._sample_streams = SampleStreams(plan.seed, epoch=loader._plan.epoch)
             with kept():
                 self._dataset_fetcher = plan.make_fetcher(
-                    *self._streams.wrap(
+                    *self._sample_streams.wrap(
                         self._dataset, self._collate_fn, is_iterable=plan.is_iterable
                     ),
                     loader.on_error,
                 )
         self._ticket_count = 0
+        self._streams: StreamHere | None = None
+        if self._dataset_kind == _DatasetKind.Iterable:
+            load_iterator(self._dataset_fetcher, saved)
+            self._dataset_fetcher.ended |= place.has_ended
+            self._streams = loader._streams = StreamHere(self._dataset_fetcher, place.given)
+        self._given_before, self._to_skip = place.given, place.skip
 
     def _next_data(self) -> Any:
         if self._is_closed:
@@ -124,6 +138,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             data = self._finish(data)
         except StopIteration:
             self._progress.is_ended = True
+            if self._streams is not None:
+                self._streams.has_ended = True
             raise
         except Exception:
             self._note_done()
@@ -135,6 +151,9 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         """All tickets that were drawn are done: the last one's batch, or exception, is given."""
         if self._ticket_count:
             self._progress.done_until(self._ticket_count - 1)
+        if self._streams is not None:
+            given = self._given_before + self._ticket_count
+            self._streams.note(given, is_short=self._dataset_fetcher.ended)
 
     def _draw(self) -> Any:
         index = self._next_index()  # type: ignore[no-untyped-call]
@@ -156,6 +175,10 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
 
     def _fetch(self) -> Any:
         index = self._draw()
+        to_skip, self._to_skip = self._to_skip, 0
+        if to_skip:
+            with self._seeded(index) as indices:
+                pass_over(self._dataset_fetcher, to_skip, indices)
         try:
             return self._load(index)
         except StopIteration as error:
@@ -164,10 +187,17 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             raise map_style_stop(error) from error
 
     def _load(self, index: Any) -> Any:
-        if self._streams is None:
-            return self._dataset_fetcher.fetch(index)
-        with kept(), self._streams.at(index) as indices:
+        with self._seeded(index) as indices:
             return self._dataset_fetcher.fetch(indices)
+
+    @contextlib.contextmanager
+    def _seeded(self, index: Any) -> Iterator[Any]:
+        """Load inside of this; gives the plain indices. The process's streams are put back."""
+        if self._sample_streams is None:
+            yield index
+        else:
+            with kept(), self._sample_streams.at(index) as indices:
+                yield indices
 
     def _fetch_good(self, watch: FailureWatch) -> Any:
         """The next batch of which something is left."""
@@ -205,6 +235,13 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
+
+
+def _take_resumed(loader: Any) -> StreamStates | None:
+    """Where the streams of an iterable dataset go on; the loader's next iterator begins anew."""
+    resumed: StreamStates | None = loader._resume_streams
+    loader._streams = loader._resume_streams = None
+    return resumed
 
 
 def _count_batches(index_sampler: Any) -> int | None:
@@ -291,9 +328,14 @@ class EngineIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
+        resumed = _take_resumed(loader)
         super().__init__(loader)
         self._base_seed = seed_of_workers(loader, self._base_seed)
         self._progress = loader._progress
+        self._streams: StreamStates | None = None
+        if self._dataset_kind == _DatasetKind.Iterable:
+            begun = resumed or StreamStates.at_beginning(loader.num_workers)
+            self._streams = loader._streams = begun.copy()
         self._in_order: bool = loader.in_order
         if loader.prefetch_factor <= 0:
             raise AssertionError(
@@ -350,6 +392,9 @@ class EngineIterator(_BaseDataLoaderIter):
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None
         self._source.restart(self._sampler_iter)
+        begun = self._engine.stream_beginnings
+        if begun is not None:
+            self._streams = loader._streams = begun.copy()
 
     def _next_data(self) -> Any:
         if not self._is_exhausted:
@@ -357,6 +402,8 @@ class EngineIterator(_BaseDataLoaderIter):
                 batch = self._transform(self._next_batch())
             except StopIteration:
                 self._is_exhausted = self._progress.is_ended = True
+                if self._streams is not None:
+                    self._streams.note(self._engine.take_stream_ends())
             except Exception:
                 self._note_done()
                 raise
@@ -371,7 +418,9 @@ class EngineIterator(_BaseDataLoaderIter):
         """What was handed over, a batch or an exception in its place, is done."""
         receipt = self._source.receipt
         if receipt is not None:
-            seq, left_out = receipt
+            seq, left_out, streams = receipt
+            if self._streams is not None:
+                self._streams.note(streams)
             if self._in_order:
                 self._progress.done_until(seq)
             else:
@@ -381,6 +430,8 @@ class EngineIterator(_BaseDataLoaderIter):
     def __next__(self) -> Any:
         """The next batch."""
         mark = self._progress.mark()
+        streams = self._streams
+        streams_mark = None if streams is None else streams.mark()
         try:
             if self._has_length_to_check or _profiler_enabled():
                 # torch warns of an iterable dataset that is longer than it said, and records.
@@ -396,6 +447,8 @@ class EngineIterator(_BaseDataLoaderIter):
             if self._source.has_delivered:
                 self.close()  # a Ctrl-C: to go on would be to leave out a batch
                 self._progress.go_back(mark)
+                if streams is not None and streams_mark is not None:
+                    streams.go_back(streams_mark)
             raise
 
     def close(self) -> None:
@@ -459,11 +512,12 @@ class WorkerIterator(EngineIterator):
             in_order=loader.in_order,
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            streams=None if self._streams is None else self._streams.copy(),
             locker=locker,
             demand=demand,
             watch=watch,
         )
+        self._engine.resume()
 
     def _make_end(self) -> Callable[[], None]:
         return functools.partial(_end, self._pool, self._engine.arena)

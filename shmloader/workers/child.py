@@ -33,17 +33,20 @@ from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
+    Attached,
     BatchDone,
     BatchEmpty,
     BatchFailed,
     DropSlot,
     EpochStarted,
     NewSlot,
-    SkipBatches,
+    ResumeStream,
     Spilled,
     StartEpoch,
+    StatePart,
     StreamEnded,
     Task,
+    TooLong,
     pack,
     unpack,
 )
@@ -54,9 +57,22 @@ from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_streams import SampleStreams, loading
 from shmloader.workers.seeding import seed_worker
+from shmloader.workers.stream import (
+    Saved,
+    dump_here,
+    load_dataset,
+    load_iterator,
+    pass_over,
+    read,
+    save,
+    save_dataset,
+)
 
 # Batches of which the user's code may keep memory before it gets no more of it.
 _KEPT_LIMIT = 4
+
+# A state without a slot is sent in pieces of this length.
+_PART_BYTES = INLINE_BYTES // 2
 
 # Room for one descriptor beside a message.
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -127,10 +143,6 @@ def worker_main(
             os._exit(1)
 
 
-def _give_nothing(samples: object) -> None:
-    """A collate function for batches that nobody wants."""
-
-
 class _Worker:
     """State of a worker between its messages."""
 
@@ -153,8 +165,15 @@ class _Worker:
         self._prepare_error: bytes | None = None
         self._fetcher_error: bytes | None = None
         self._stream_ended = False
-        # Batches of an iterable dataset that the worker before this one has given.
+        # How an iterable dataset goes on; read when the fetcher is made, before the first task.
+        self._resumption = ResumeStream(None, skip=0, given=0, has_ended=False)
+        self._is_ready = False
+        # Batches that its stream has given in this epoch, in this worker or those before it, or
+        # failed to give; and those of them that are yet to be passed over.
+        self._given = 0
         self._to_skip = 0
+        # The stream's state after the batch in work, where one is due.
+        self._snapshot: bytes | None = None
         self._offers = True
         self._kept_count = 0
         # What the main process builds this worker's batches by, if not told otherwise.
@@ -180,6 +199,9 @@ class _Worker:
                 return
             message = unpack(data)
             if type(message) is Task:
+                if not self._is_ready:
+                    note(Phase.GETTING_READY)
+                    self._get_ready(self._begin_stream)
                 note(Phase.LOADING, message.epoch, message.seq)
                 if FAULTS is not None:
                     FAULTS.reach("worker.task")
@@ -190,12 +212,9 @@ class _Worker:
                 self._drop_slot(message.slot_id)
             elif type(message) is StartEpoch:
                 note(Phase.LEAVING_EPOCH)
-                self._stream_ended = False
-                self._to_skip = 0
-                self._make_fetcher()
-                self._send(pack(EpochStarted(message.epoch)))
-            elif type(message) is SkipBatches:
-                self._to_skip = message.batch_count
+                self._start_epoch(message.epoch)
+            elif type(message) is ResumeStream:
+                self._resumption = _with_state(message, ancillary, flags)
             else:
                 raise InternalError(f"a worker does not take {message!r}")
 
@@ -227,23 +246,80 @@ class _Worker:
             self._collate = SlotCollate(collate_fn, self._writer)
         except BaseException:  # noqa: BLE001 - a worker's outermost line; it is handed on
             self._prepare_error = RemoteError.caught(self._where).dumps()
-        self._make_fetcher()
+        if not start.plan.is_iterable:
+            self._get_ready(self._index_dataset)
 
-    def _make_fetcher(self) -> None:
-        """Make the fetcher anew, which calls ``iter(dataset)`` for an iterable one."""
+    def _get_ready(self, make_fetcher: Callable[[], Any]) -> None:
+        """Make the fetcher; what that raises is the answer to every task."""
+        self._is_ready = True
         self._fetcher_error = self._prepare_error
-        if self._collate is not None and self._fetcher_error is None:
-            plan = self._start.plan
-            dataset, collate = self._dataset, cast("Callable[[Any], Any]", self._collate)
-            if plan.seed is not None:
-                self._streams = SampleStreams(plan.seed, self._start.worker_id)
-                dataset, collate = self._streams.wrap(
-                    dataset, collate, is_iterable=plan.is_iterable
-                )
+        if self._prepare_error is None:
             try:
-                self._fetcher = plan.make_fetcher(dataset, collate, self._on_error, self._where)
+                self._fetcher = make_fetcher()
             except BaseException:  # noqa: BLE001 - as above
                 self._fetcher_error = RemoteError.caught(self._where).dumps()
+
+    def _index_dataset(self) -> Any:
+        plan = self._start.plan
+        return plan.make_fetcher(*self._seeded(), self._on_error, self._where)
+
+    def _iterate_dataset(self, saved: Saved | None = None) -> Any:
+        load_dataset(self._dataset, saved)
+        fetcher = self._start.plan.make_fetcher(*self._seeded())
+        load_iterator(fetcher, saved)
+        return fetcher
+
+    def _seeded(self) -> tuple[Any, Callable[[Any], Any]]:
+        """Dataset and collate function, under whose calls random streams are set if need be."""
+        assert self._collate is not None
+        plan, dataset = self._start.plan, self._dataset
+        collate = cast("Callable[[Any], Any]", self._collate)
+        if plan.seed is None:
+            return dataset, collate
+        self._streams = SampleStreams(plan.seed, self._start.worker_id)
+        return self._streams.wrap(dataset, collate, is_iterable=plan.is_iterable)
+
+    def _begin_stream(self) -> Any:
+        """Call ``iter(dataset)``, and go on where a worker before this one was."""
+        state, self._to_skip, self._given, self._stream_ended = self._resumption
+        assert not isinstance(state, Attached)
+        saved = None if state is None else read(state)
+        if not self._stream_ended:
+            return self._iterate_dataset(saved)
+        try:
+            load_dataset(self._dataset, saved)  # for the next epoch
+        except BaseException:
+            self._prepare_error = RemoteError.caught(self._where).dumps()
+            raise
+        return None
+
+    def _begin_stream_anew(self) -> Any:
+        """The same for a further epoch; what the dataset's state is now, is noted."""
+        saved = save_dataset(self._dataset)
+        if saved is not None:
+            self._snapshot = dump_here(saved, by_value=self._by_value)
+        return self._iterate_dataset()
+
+    def _start_epoch(self, epoch: int) -> None:
+        if not self._start.plan.is_iterable:
+            self._get_ready(self._index_dataset)
+            self._send(pack(EpochStarted(epoch)))
+            return
+        if not self._is_ready:
+            self._get_ready(self._begin_stream)
+        self._stream_ended = False
+        self._to_skip = self._given = 0
+        self._snapshot = None
+        self._get_ready(self._begin_stream_anew)
+        self._answer_start(epoch)
+
+    def _answer_start(self, epoch: int) -> None:
+        """Say that an epoch has started, and from which state of the dataset."""
+        state, sent = self._snapshot, 0
+        while state is not None and len(state) - sent > _PART_BYTES:
+            self._channel.send(pack(StatePart(state[sent : sent + _PART_BYTES])))
+            sent += _PART_BYTES
+        self._send(pack(EpochStarted(epoch, None if state is None else state[sent:])))
 
     def _serve(self, task: Task) -> bytes:
         """Load a batch; returns the packed answer."""
@@ -267,7 +343,9 @@ class _Worker:
         is_empty = False
         if error is None:
             try:
-                layout = self._load_ticket(pickle.loads(data))
+                wanted = pickle.loads(data)
+                load = self._load_streamed if self._start.plan.is_iterable else self._load_indexed
+                layout = load(wanted)
             except EmptyBatchError:
                 is_empty = True
             except StopIteration:
@@ -286,18 +364,31 @@ class _Worker:
         elif is_empty:
             answer = BatchEmpty(seq, epoch, kept, self._take_report())
         else:
-            report = self._take_report()
+            report, snapshot = self._take_report(), self._spill_state(self._snapshot)
             if self._room is not None:
                 self._room.note_batch(writer.used_bytes)
             check = checksum(slot, writer.used_bytes) if self._start.is_debugging else None
-            answer = BatchDone(seq, epoch, layout, writer.used_bytes, kept, check, report)
+            used_bytes = writer.used_bytes
+            answer = BatchDone(seq, epoch, layout, used_bytes, kept, check, report, snapshot)
         writer.close()
         return pack(answer)
 
     def _answer_end(self, seq: int, epoch: int) -> bytes:
         kept = self._is_kept()
-        self._writer.close()
-        return pack(StreamEnded(seq, epoch, kept))
+        writer = self._writer
+        try:
+            saved = save_dataset(self._dataset) if self._start.plan.lives_on else None
+            state = None if saved is None else dump_here(saved, by_value=self._by_value)
+        except BaseException:  # noqa: BLE001 - as above
+            # Told in place of a batch. The end is told at the next task.
+            error = self._spill_error(RemoteError.caught(self._where).dumps(), kept)
+            failed = BatchFailed(seq, epoch, error, kept, writer.touched_bytes)
+            writer.close()
+            return pack(failed)
+        sent = self._spill_state(state)
+        ended = StreamEnded(seq, epoch, kept, writer.touched_bytes, sent)
+        writer.close()
+        return pack(ended)
 
     def _is_kept(self) -> bool:
         """Whether the user's code holds memory of the slot, now that the batch is made."""
@@ -310,26 +401,43 @@ class _Worker:
         self._offers = self._kept_count < _KEPT_LIMIT
         return True
 
-    def _skip_given(self, indices: object) -> None:
-        """Let an iterable dataset give again, to nobody, what it gave before this worker came."""
-        fetcher = self._fetcher
-        collate, fetcher.collate_fn = fetcher.collate_fn, _give_nothing
-        try:
-            for _ in range(self._to_skip):
-                # Where it failed, by a SystemExit or otherwise, it fails again, and goes on.
-                with contextlib.suppress(BaseException):
-                    fetcher.fetch(indices)
-        finally:
-            fetcher.collate_fn = collate
-            self._to_skip = 0
-
-    def _load_ticket(self, indices: object) -> bytes | Spilled | None:
-        """Load a batch of what a ticket brings, after those that were given; as :meth:`_load`."""
-        if self._to_skip:
-            with loading(self._streams, indices) as plain:
-                self._skip_given(plain)
-        with loading(self._streams, indices) as plain:
+    def _load_indexed(self, indices: object) -> bytes | Spilled | None:
+        """As :meth:`_load`, of a map-style dataset."""
+        if self._streams is None:
+            return self._load(indices)
+        with self._streams.at(indices) as plain:  # type: ignore[arg-type]
             return self._load(plain)
+
+    def _load_streamed(self, indices: object) -> bytes | Spilled | None:
+        """As :meth:`_load`, of an iterable dataset, whose batches are counted."""
+        to_skip, self._to_skip = self._to_skip, 0
+        if to_skip:
+            with loading(self._streams, indices) as plain:
+                pass_over(self._fetcher, to_skip, plain)
+        self._snapshot = None
+        self._given += 1  # also one that fails
+        try:
+            with loading(self._streams, indices) as plain:
+                return self._load(plain)
+        except StopIteration:
+            self._given -= 1
+            raise
+
+    def _take_snapshot(self) -> None:
+        """Note the stream's state, if it is due after the batch in work."""
+        if self._given % self._start.plan.snapshot_every == 0:
+            saved = save(self._fetcher)
+            if saved is not None:
+                self._snapshot = dump_here(saved, by_value=self._by_value)
+
+    def _spill_state(self, state: bytes | None) -> bytes | Spilled | TooLong | None:
+        """A state as it is, or in the slot where it is long; the batch comes first."""
+        if state is None or len(state) <= INLINE_BYTES // 4:
+            return state
+        try:
+            return Spilled(*self._writer.put(state))
+        except SharedMemoryError:
+            return TooLong(len(state))
 
     def _load(self, indices: object) -> bytes | Spilled | None:
         """Fetch, collate and encode one batch.
@@ -338,6 +446,8 @@ class _Worker:
             Its layout, pickled; None if that is the same as for the last batch.
         """
         batch = self._fetcher.fetch(indices)
+        if self._start.plan.snapshot_every:
+            self._take_snapshot()
         if type(batch) is list and self._start.plan.may_shard:
             batch = self._shard_layouts.joined(batch, self._writer.slot)
         flat = batch if type(batch) is FlatLayout else None
@@ -380,18 +490,36 @@ class _Worker:
             return report.shortened().dumps()
 
     def _add_slot(self, message: NewSlot, ancillary: list[Any], flags: int) -> None:
-        if flags & socket.MSG_CTRUNC or not ancillary:
-            raise OSError(
-                errno.EMFILE,
-                "a DataLoader worker has no file descriptor left for its shared memory; raise "
-                "`ulimit -n`",
-            )
-        _, _, data = ancillary[0]
-        (fd,) = struct.unpack("i", data[:4])
-        self._slots[message.slot_id] = slot = Slot(fd, message.nbytes)
-        slot.forget_descriptor()
+        slot = _mapped(message.nbytes, ancillary, flags)
+        self._slots[message.slot_id] = slot
 
     def _drop_slot(self, slot_id: int) -> None:
         slot = self._slots.pop(slot_id, None)
         if slot is not None:
             slot.close()
+
+
+def _mapped(nbytes: int, ancillary: list[Any], flags: int) -> Slot:
+    """The slot whose descriptor has come beside a message."""
+    if flags & socket.MSG_CTRUNC or not ancillary:
+        raise OSError(
+            errno.EMFILE,
+            "a DataLoader worker has no file descriptor left for its shared memory; raise "
+            "`ulimit -n`",
+        )
+    _, _, data = ancillary[0]
+    (fd,) = struct.unpack("i", data[:4])
+    slot = Slot(fd, nbytes)
+    slot.forget_descriptor()
+    return slot
+
+
+def _with_state(message: ResumeStream, ancillary: list[Any], flags: int) -> ResumeStream:
+    """The message with the state itself."""
+    if not isinstance(message.state, Attached):
+        return message
+    slot = _mapped(message.state.nbytes, ancillary, flags)
+    try:
+        return message._replace(state=slot.mapping[:])
+    finally:
+        slot.close()

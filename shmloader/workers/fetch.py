@@ -34,6 +34,9 @@ class FetchPlan(NamedTuple):
             ranks or shards count on as many.
         may_shard: Whether what is fetched may be a list of index lists: a list of batches.
         seed: Of the samples' own random streams; None if they have none.
+        snapshot_every: After how many batches of a worker an iterable dataset's state is taken,
+            if it has one; 0: never.
+        lives_on: Whether workers have further epochs.
     """
 
     is_iterable: bool
@@ -42,6 +45,8 @@ class FetchPlan(NamedTuple):
     keep_size: bool = False
     may_shard: bool = False
     seed: int | None = None
+    snapshot_every: int = 0
+    lives_on: bool = False
 
     def make_fetcher(
         self,

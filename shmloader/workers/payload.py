@@ -67,7 +67,7 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
     )
 
 
-def _main_is_importable() -> bool:
+def main_is_importable() -> bool:
     """Whether a child started afresh can import ``__main__``: not so in a notebook or ``-c``."""
     main = sys.modules.get("__main__")
     if getattr(main, "__spec__", None) is not None:
@@ -83,7 +83,7 @@ def unimportable_main_hidden() -> Iterator[None]:
     multiprocessing hands the name on, "<stdin>", and every child would fail to find it.
     """
     main: Any = sys.modules.get("__main__")
-    if _main_is_importable() or not hasattr(main, "__file__"):
+    if main_is_importable() or not hasattr(main, "__file__"):
         yield
         return
     file = main.__file__
@@ -125,7 +125,7 @@ class Payload:
 
     def _dump(self, objects: object) -> tuple[memoryview, bool]:
         first_error: Exception | None = None
-        if _main_is_importable():
+        if main_is_importable():
             try:
                 return ForkingPickler.dumps(objects), False
             except PICKLE_ERRORS as error:

@@ -271,12 +271,36 @@ class SeededIterator:
 
     Attributes:
         source: The dataset's own iterator; None until :meth:`begin`.
+        dataset: It.
     """
 
     def __init__(self, streams: SampleStreams, dataset: Any) -> None:
         self._streams = streams
-        self._dataset = dataset
+        self.dataset = dataset
         self.source: Iterator[Any] | None = None
+        self._state: Any = None
+
+    @property
+    def position(self) -> int:
+        """Samples that were given in the epoch."""
+        return self._streams.position
+
+    def go_on(self, position: int, state: Any) -> None:
+        """Go on after so many samples.
+
+        Args:
+            position: How many.
+            state: For the source's ``load_state_dict``; None if there is nothing for it.
+        """
+        self._streams.position = position
+        self._state = state
+        if self.source is not None:
+            self._load_state(self.source)
+
+    def _load_state(self, source: Any) -> None:
+        state, self._state = self._state, None
+        if state is not None:
+            source.load_state_dict(state)
 
     def begin(self) -> None:
         """Call ``iter(dataset)``, under streams of its own.
@@ -287,9 +311,10 @@ class SeededIterator:
         """
         with self._streams.opening_stream():
             try:
-                self.source = iter(self._dataset)
+                self.source = iter(self.dataset)
             except StopIteration as error:
                 raise RuntimeError("iter(dataset) raised StopIteration") from error
+            self._load_state(self.source)
 
     def __iter__(self) -> "SeededIterator":
         return self

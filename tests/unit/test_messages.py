@@ -11,6 +11,7 @@ from shmloader.memory.flat import FlatLayout, Group
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
+    Attached,
     BatchDone,
     BatchEmpty,
     BatchFailed,
@@ -18,11 +19,13 @@ from shmloader.messages import (
     EpochStarted,
     Kind,
     NewSlot,
-    SkipBatches,
+    ResumeStream,
     Spilled,
     StartEpoch,
+    StatePart,
     StreamEnded,
     Task,
+    TooLong,
     pack,
     unpack,
 )
@@ -49,8 +52,16 @@ MESSAGES = [
     BatchEmpty(1, 2, kept=True, report=b"report"),
     BatchEmpty(1, 2, kept=False, report=Spilled(0, 20_000)),
     StreamEnded(1, 2, True),
+    StreamEnded(1, 2, False, touched_bytes=640, snapshot=Spilled(0, 640)),
     EpochStarted(4),
-    SkipBatches(3),
+    EpochStarted(4, b"the rest of a state"),
+    StatePart(b"a piece of one"),
+    ResumeStream(None, skip=3, given=3, has_ended=False),
+    ResumeStream(b"state", skip=1, given=4, has_ended=False),
+    ResumeStream(Attached(10**9), skip=0, given=4, has_ended=True),
+    BatchDone(1, 2, None, 640, kept=False, snapshot=b"state"),
+    BatchDone(1, 2, None, 640, kept=False, snapshot=Spilled(64, 20_000)),
+    BatchDone(1, 2, None, 640, kept=False, snapshot=TooLong(10**9)),
 ]
 
 
@@ -89,6 +100,11 @@ def test_a_message_with_the_longest_body_is_received_whole():
         len(pack(BatchFailed(10**9, 10**9, bytes(INLINE_BYTES // 2), kept=True, report=report)))
         < INLINE_BYTES
     )
+    done = BatchDone(
+        10**9, 10**9, bytes(INLINE_BYTES // 2), 1 << 37, kept=True, checksum=1 << 31,
+        snapshot=bytes(INLINE_BYTES // 4),
+    )  # fmt: skip
+    assert len(pack(done)) < INLINE_BYTES
     assert INLINE_BYTES < RECEIVE_BYTES
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:

@@ -84,7 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _forget_epoch(self):
         self.is_running = True
         self.restarts = 0
-        self.answer_counts = [0] * self.worker_count
         self.has_ended = [False] * self.worker_count  # the stream, as the worker knows it
         self.is_passed_over = [False] * self.worker_count  # as the scheduler was told
         self.next_worker = 0
@@ -179,7 +178,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._answer_end(worker_id, known)
             return
         answer = Answer(self.epoch, known.seq, kind)
-        self.answer_counts[worker_id] += known.state != ABANDONED
         ticket = self.scheduler.answered(known.seq, self.epoch, answer)
         assert ticket.slot_id == known.slot_id, "I1: a ticket keeps its slot"
         if known.state == ABANDONED:
@@ -230,7 +228,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             at_work.kills += 1
         death = self.deaths[worker_id]
         again = self.scheduler.worker_lost(worker_id, death, at_work.seq if at_work else None)
-        assert self.scheduler.answer_count(worker_id) == self.answer_counts[worker_id]
         is_replaced = self.restarts < self.restart_limit and not (at_work and at_work.kills > 1)
         assert (again is not None) == is_replaced, "a restart too many, or too few"
         if is_replaced:
@@ -321,7 +318,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not happens:
             return
         self.scheduler.end_epoch()
-        self.answer_counts = [0] * self.worker_count
         self.is_running = False
         self.arrived.clear()
         for known in list(self.tickets.values()):
@@ -533,7 +529,6 @@ def test_a_replaced_worker_gets_the_tickets_of_the_lost_one_in_order():
     subject.answered(first.seq, 0, "batch")
     assert subject.worker_lost(0, "death", at_work=second.seq) == [second, third]
     assert subject.deaths == [None]
-    assert subject.answer_count(0) == 1
     assert [ticket.answer for ticket in subject.tickets] == ["batch", None, None]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
+from shmloader.engine.stream_states import Place
 from shmloader.engine.wording import (
     describe_change,
     describe_death,
@@ -191,9 +192,19 @@ def test_a_death_says_why_the_worker_was_not_replaced():
 
 def test_a_restart_says_what_is_done_again():
     death = Death(812, -9)
-    text = describe_restart(1, death, [5, 7], 2)
+    text = describe_restart(1, death, [5, 7], Place(2))
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
     assert "batch 5, 7." in text
     assert "past 2 batches" in text
     assert "random streams start anew" in text
-    assert "past" not in describe_restart(1, death, [], 0)
+    for place in (None, Place(), Place(4, b"state", 4, has_ended=True)):
+        assert "dataset" not in describe_restart(1, death, [], place)
+
+
+def test_a_restart_says_from_which_state_a_dataset_goes_on():
+    death = Death(812, -9)
+    text = describe_restart(1, death, [], Place(6, b"state", 4))
+    assert "goes on from its state after 4 batches, past 2 batches that were given since." in text
+    text = describe_restart(1, death, [], Place(2, b"state", 1))
+    assert "state after its first batch, past the batch that was given since." in text
+    assert "state after 4 batches. " in describe_restart(1, death, [], Place(4, b"state", 4))

@@ -61,7 +61,7 @@ def worker(received, channel):
 @pytest.fixture(autouse=True)
 def main_is_a_file(monkeypatch):
     """As in most programs, however these tests are run."""
-    monkeypatch.setattr(payload_module, "_main_is_importable", lambda: True)
+    monkeypatch.setattr(payload_module, "main_is_importable", lambda: True)
 
 
 def started(context, payload):
@@ -119,7 +119,7 @@ def test_what_only_cloudpickle_can_goes_by_value(objects):
 
 
 def test_where_main_has_no_file_cloudpickle_comes_first(monkeypatch):
-    monkeypatch.setattr(payload_module, "_main_is_importable", lambda: False)
+    monkeypatch.setattr(payload_module, "main_is_importable", lambda: False)
     payload = Payload(double, "spawn")
     assert payload.by_value
     payload.close()

@@ -1,0 +1,332 @@
+"""How far streams have come: the same for every timing, and enough to go on from anywhere."""
+
+import copy
+import json
+import pickle
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmloader.engine.scheduler import Scheduler
+from shmloader.engine.slots import SlotState
+from shmloader.engine.stream_states import Place, StreamHere, StreamNote, StreamStates
+from shmloader.engine.streams import StreamBook
+from shmloader.workers.stream import Saved, dump_for_workers
+
+
+class Run:
+    """An epoch over streams of given lengths, whose workers answer when they are told to."""
+
+    def __init__(self, lengths, window, states, *, in_order=True):
+        count = len(lengths)
+        self.lengths = lengths
+        self.scheduler = Scheduler(
+            count, window, 4, in_order=in_order, first_worker=states.next_worker,
+            ended=[place.has_ended for place in states.places],
+        )  # fmt: skip
+        self.book = StreamBook(states.copy(), in_order=in_order)
+        self.user = states.copy()
+        self.given = [place.given for place in states.places]
+        self.queues = [deque() for _ in range(count)]
+        self.walk = []
+        self.seen = [self.user.mark()]
+        for _ in range(window):
+            self.offer()
+
+    def offer(self):
+        ticket = self.scheduler.offer([None])
+        if ticket is not None:
+            self.queues[ticket.worker_id].append(ticket)
+
+    def busy(self):
+        return [worker_id for worker_id, queue in enumerate(self.queues) if queue]
+
+    def answer(self, worker_id):
+        """What a worker and the engine do about its next task."""
+        ticket = self.queues[worker_id].popleft()
+        if self.given[worker_id] >= self.lengths[worker_id]:
+            if self.scheduler.stream_ended(ticket.seq, 0):
+                self.book.ended(worker_id, ticket.seq, None)
+                self.offer()
+            return
+        self.given[worker_id] += 1
+        snapshot = b"%d" % self.given[worker_id]
+        self.scheduler.answered(ticket.seq, 0, snapshot)
+        self.book.answered(worker_id, snapshot)
+
+    def take(self):
+        """What `next()` does, if a batch is there."""
+        ticket = self.scheduler.take_next()
+        if ticket is None:
+            return False
+        worker_id = ticket.worker_id
+        self.user.note(self.book.handed_over(worker_id, ticket.seq, ticket.answer))
+        self.scheduler.delivered(ticket, SlotState.FREE)
+        self.walk.append((worker_id, ticket.answer))
+        self.seen.append(self.user.mark())
+        self.offer()
+        return True
+
+    def finish(self, draw):
+        """To the end, in any order of events."""
+        while not self.scheduler.is_exhausted or self.busy():
+            busy = self.busy()
+            choice = draw(st.integers(0, len(busy)))
+            if choice == len(busy) and (self.take() or not busy):
+                continue
+            if busy:
+                self.answer(busy[min(choice, len(busy) - 1)])
+        while self.take():
+            pass
+        self.user.note(self.book.take_ends())
+        return self
+
+
+def walked(lengths):
+    """The walk round the workers that passes over ended ones."""
+    given, walk = [0] * len(lengths), []
+    while any(g < n for g, n in zip(given, lengths, strict=True)):
+        for worker_id, length in enumerate(lengths):
+            if given[worker_id] < length:
+                given[worker_id] += 1
+                walk.append((worker_id, b"%d" % given[worker_id]))
+    return walk
+
+
+streams = st.lists(st.integers(0, 6), min_size=1, max_size=4)
+
+
+@settings(max_examples=300)
+@given(lengths=streams, ahead=st.integers(1, 3), data=st.data())
+def test_in_order_the_batches_are_a_walk_round_the_streams_whatever_their_speed(
+    lengths, ahead, data
+):
+    beginning = StreamStates.at_beginning(len(lengths))
+    run = Run(lengths, ahead * len(lengths), beginning).finish(data.draw)
+    assert run.walk == walked(lengths)
+    other = Run(lengths, len(lengths), beginning).finish(data.draw)
+    assert other.seen == run.seen, "what is noted depends on the timing"
+    assert all(place.has_ended for place in run.user.places)
+    assert [place.given for place in run.user.places] == lengths
+
+
+@settings(max_examples=300)
+@given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
+def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, data):
+    run = Run(lengths, ahead * len(lengths), StreamStates.at_beginning(len(lengths)))
+    run.finish(data.draw)
+    stop = min(stop, len(run.walk))
+    resumed = Run(lengths, len(lengths), StreamStates(*run.seen[stop])).finish(data.draw)
+    assert resumed.walk == run.walk[stop:]
+    assert resumed.seen == run.seen[stop:]
+
+
+@settings(max_examples=300)
+@given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
+def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahead, data):
+    beginning = StreamStates.at_beginning(len(lengths))
+    run = Run(lengths, ahead * len(lengths), beginning, in_order=False).finish(data.draw)
+    stop = min(stop, len(run.walk))
+    states = StreamStates(*run.seen[stop])
+    resumed = Run(lengths, len(lengths), states, in_order=False).finish(data.draw)
+    assert sorted(run.walk[:stop] + resumed.walk) == sorted(walked(lengths))
+    for worker_id, length in enumerate(lengths):
+        mine = [batch for batch in resumed.walk if batch[0] == worker_id]
+        assert mine == [(worker_id, b"%d" % n) for n in range(length - len(mine) + 1, length + 1)]
+
+
+def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_was_delivered():
+    run = Run([9], 4, StreamStates.at_beginning(1))
+    for _ in range(3):
+        run.answer(0)
+    run.take()
+    assert run.book.place(0) == Place(3, b"3", 3)
+    assert run.user.places == (Place(1, b"1", 1),)
+
+
+def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
+    book = StreamBook(StreamStates.at_beginning(3), in_order=True)
+    book.answered(0, b"in the midst")
+    book.ended(1, 1, b"at the end")
+    book.leave()
+    book.ended(2, 2, b"late")
+    assert [book.place(worker_id) for worker_id in range(3)] == [
+        Place(), Place(0, b"at the end"), Place(),
+    ]  # fmt: skip
+
+
+def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
+    book = StreamBook(StreamStates.at_beginning(2), in_order=True)
+    book.ended(0, 0, None)
+    book.leave()
+    book.note_part(0, b"a ")
+    book.note_part(1, b"lost ")
+    book.lost(1)
+    book.note_part(0, b"long ")
+    book.entered(0, b"state")
+    book.entered(1, None)
+    book.start_epoch()
+    assert book.beginnings.places == (Place(0, b"a long state"), Place())
+    assert book.beginnings.next_worker == 0
+    assert book.take_ends() == []
+
+
+# ---------------------------------------------------------------- dump and load
+
+
+def saved(state, of="iterator", is_short=False):
+    return dump_for_workers(Saved(of, is_short, state))
+
+
+def test_without_states_what_is_dumped_is_a_few_numbers():
+    states = StreamStates.at_beginning(2)
+    states.note([StreamNote(0), StreamNote(1), StreamNote(0), StreamNote(1, is_end=True)])
+    expected = {
+        "num_workers": 2,
+        "next_worker": 1,
+        "streams": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": True}],
+    }
+    assert json.loads(json.dumps(states.dump())) == expected
+    again = StreamStates.load(expected, 2)
+    assert again.mark() == states.mark()
+    assert again.dump() == expected
+
+
+def test_what_is_dumped_is_nobody_else_s():
+    states = StreamStates.at_beginning(1)
+    states.note([StreamNote(0, saved({"at": [1]}))])
+    first = states.dump()
+    first["streams"][0]["snapshot"]["state"]["at"].append(2)
+    first["streams"][0]["given"] = 7
+    assert states.dump()["streams"][0] == {
+        "given": 1, "has_ended": False,
+        "snapshot": {"at": 1, "of": "iterator", "is_short": False, "state": {"at": [1]}},
+    }  # fmt: skip
+
+
+def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
+    states = StreamStates.at_beginning(1)
+    states.note([StreamNote(0, saved({"at": [1]}, "dataset", is_short=True)), StreamNote(0)])
+    mine = states.dump()
+    kept = copy.deepcopy(mine)
+    loaded = StreamStates.load(mine, 1)
+    assert mine == kept, "load has changed what it was given"
+    mine["streams"][0]["snapshot"]["state"]["at"].append(2)
+    assert loaded.dump() == kept
+    assert loaded.places[0].skip == 1
+
+
+def test_going_back_takes_back_what_was_noted_since():
+    states = StreamStates.at_beginning(2)
+    states.note([StreamNote(0)])
+    mark, before = states.mark(), states.dump()
+    states.note([StreamNote(1, is_end=True), StreamNote(0)])
+    assert states.dump() != before
+    states.go_back(mark)
+    assert states.dump() == before
+
+
+def test_the_next_epoch_begins_where_the_dataset_was_at_the_end():
+    states = StreamStates([Place(3, b"end", 3, has_ended=True), Place(2, b"now", 2)], 1)
+    assert states.next_epoch().mark() == ((Place(0, b"end"), Place()), 0)
+
+
+@pytest.mark.parametrize(("worker_count", "other"), [(2, 3), (0, 1), (1, 0)])
+def test_another_number_of_workers_is_refused(worker_count, other):
+    state = {
+        "num_workers": worker_count, "next_worker": 0,
+        "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
+    }  # fmt: skip
+    assert StreamStates.load(state, worker_count).dump() == state
+    with pytest.raises(ValueError, match=f"num_workers={worker_count}, .*num_workers={other}"):
+        StreamStates.load(state, other)
+
+
+GOOD = {"given": 1, "has_ended": False}
+SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        None,
+        {"num_workers": 1, "next_worker": 0},
+        {"num_workers": 1, "next_worker": 0, "streams": []},
+        {"num_workers": 1, "next_worker": 1, "streams": [GOOD]},
+        {"num_workers": 1, "next_worker": 0, "streams": [GOOD, GOOD]},
+        {"num_workers": 1, "next_worker": 0, "streams": [{"given": 1}]},
+        {"num_workers": 1, "next_worker": 0, "streams": [{**GOOD, "snapshot": {"at": 1}}]},
+        {
+            "num_workers": 1, "next_worker": 0,
+            "streams": [{**GOOD, "snapshot": {**SNAPSHOT, "at": 2}}],
+        },
+        {
+            "num_workers": 1, "next_worker": 0,
+            "streams": [{**GOOD, "snapshot": {**SNAPSHOT, "of": "sampler"}}],
+        },
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_state_of_streams_is_refused(bad):
+    with pytest.raises(ValueError, match="state"):
+        StreamStates.load(bad, 1)
+
+
+def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
+    state = {**GOOD, "snapshot": {**SNAPSHOT, "state": lambda: 5}}
+    loaded = StreamStates.load({"num_workers": 1, "next_worker": 0, "streams": [state]}, 1)
+    assert pickle.loads(loaded.places[0].snapshot)[2]() == 5
+
+
+class Fetcher:
+    def __init__(self, dataset, iterator):
+        self.dataset, self.dataset_iter, self.ended = dataset, iterator, False
+
+
+class Saving:
+    def __init__(self):
+        self.state = {"at": [0]}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
+    dataset = Saving()
+    here = StreamHere(Fetcher(dataset, iter([])))
+    first = here.dump()
+    dataset.state["at"].append(1)
+    here.note(1, is_short=True)
+    assert first["streams"][0]["snapshot"]["state"] == {"at": [0]}
+    assert here.dump()["streams"][0] == {
+        "given": 1, "has_ended": False,
+        "snapshot": {"at": 1, "of": "dataset", "is_short": True, "state": {"at": [0, 1]}},
+    }  # fmt: skip
+
+
+def test_in_process_an_iterator_s_state_goes_before_the_dataset_s_until_it_has_ended():
+    here = StreamHere(Fetcher(Saving(), Saving()))
+    assert here.dump()["streams"][0]["snapshot"]["of"] == "iterator"
+    here.has_ended = True
+    assert here.dump()["streams"][0]["snapshot"]["of"] == "dataset"
+
+
+def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
+    import weakref
+
+    class Numbers:
+        def __next__(self):
+            return 1
+
+    iterator = Numbers()
+    gone = weakref.ref(iterator)
+    here = StreamHere(Fetcher(object(), iterator))
+    del iterator
+    assert gone() is None
+    assert here.dump()["streams"] == [{"given": 0, "has_ended": False}]
