@@ -202,7 +202,9 @@ def test_what_is_dumped_is_nobody_else_s():
     first["streams"][0]["given"] = 7
     assert states.dump()["streams"][0] == {
         "given": 1, "has_ended": False,
-        "snapshot": {"at": 1, "of": "iterator", "is_short": False, "state": {"at": [1]}},
+        "snapshot": {
+                "at": 1, "of": "iterator", "is_short": False, "state": {"at": [1]}, "position": 0,
+            },
     }  # fmt: skip
 
 
@@ -306,7 +308,9 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
     assert first["streams"][0]["snapshot"]["state"] == {"at": [0]}
     assert here.dump()["streams"][0] == {
         "given": 1, "has_ended": False,
-        "snapshot": {"at": 1, "of": "dataset", "is_short": True, "state": {"at": [0, 1]}},
+        "snapshot": {
+            "at": 1, "of": "dataset", "is_short": True, "state": {"at": [0, 1]}, "position": 0,
+        },
     }  # fmt: skip
 
 
