@@ -88,9 +88,10 @@ class DataLoader(ResumableLoader[_T_co]):
             needs more than its share raises ``SharedMemoryError``. None: no cap.
         worker_restarts: How many workers that die are replaced in an epoch; what they had in work
             is loaded again, in order. 0: a death raises ``WorkerDiedError``, and so does a second
-            death over the same batch. The new worker's random streams start anew. An iterable
-            dataset goes on from its last state (``snapshot_every_n_steps``) if it has any, else it
-            is iterated anew, past what was given already.
+            death over the same batch. The new worker's random streams start anew (with ``seed``,
+            each sample's are what they were). An iterable dataset goes on from its last state
+            (``snapshot_every_n_steps``) if it has any, else it is iterated anew, past what was
+            given already.
         device: Where batches are to arrive: ``"cuda:0"``, an index, a ``torch.device``. They are
             copied there from page-locked slots by a thread, on a stream of its own; the current
             stream of the thread that calls ``next()`` waits for them. None or ``"cpu"``: nowhere.

@@ -49,3 +49,19 @@ def test_the_device_benchmark_says_what_it_lacks_without_a_gpu():
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"This benchmark needs a CUDA device, and torch \S+ .+\.\n", done.stdout)
     assert done.stderr == ""
+
+
+def test_the_seeding_benchmark_prints_what_a_seed_costs():
+    done = subprocess.run(
+        [sys.executable, str(THROUGHPUT.with_name("seeding.py")), "--smallest"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for part in ("random.seed, 128 bits", "numpy.random.seed, 32 bits", "digest"):
+        assert re.search(rf"^\| {part} \| yes \| [\d.]+ \(", done.stdout, re.MULTILINE), done.stdout
+    for where in ("in-process", "1 worker"):
+        row = rf"^\| seed=0, {where} \| [\d.]+ \([^|]+ \| -?[\d.]+ \("
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
