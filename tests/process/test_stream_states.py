@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+import shmloader.fronts.iterator
 from shmloader import DataLoader
 from shmloader.engine.stream_states import StreamStates
 from tests.process.support import Switch, wait_until
@@ -763,9 +764,34 @@ def test_a_state_with_no_room_in_its_slot_is_left_out_and_told_once(caplog) -> N
         return DataLoader(Heavy([8, 8]), batch_size=2, num_workers=2, shm_size="8MiB")
 
     check_everywhere(make)
-    texts = [text for text in told(caplog) if "does not fit" in text]
-    assert len(texts) == len(told(caplog)) == 9
-    assert "Raise shm_size or snapshot_every_n_steps" in texts[0]
+    texts = told(caplog)
+    assert len(texts) == 9, "one for each loader that was given a batch"
+    assert all("found no room beside its batch" in text for text in texts)
+    assert "Raise shm_size" in texts[0]
+
+
+def test_a_batch_that_is_lost_to_ctrl_c_is_given_when_the_loader_goes_on(monkeypatch) -> None:
+    class Interrupts:
+        def reach(self, point: str) -> None:
+            if point == "main.return":
+                raise KeyboardInterrupt
+
+    def make() -> DataLoader:
+        return DataLoader(Saved([5, 4]), batch_size=2, num_workers=2)
+
+    whole = rest(iter(make()))
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    before = state_of(loader)
+    with monkeypatch.context() as patch:
+        patch.setattr(shmloader.fronts.iterator, "FAULTS", Interrupts())
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    assert state_of(loader) == before
+    other = make()
+    resume(other, state_of(loader))
+    assert rest(iter(other)) == whole[1:]
 
 
 def test_a_stream_that_fails_is_passed_over_as_it_failed() -> None:
