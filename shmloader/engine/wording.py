@@ -136,10 +136,11 @@ def _describe_resumption(place: Place) -> str:
 def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
     """For the log: a state did not come."""
     return (
-        f"A state of {nbytes} bytes that the dataset of worker {worker_id} gave does not fit what "
-        f"is left of its batch's slot, of {slot_bytes} bytes, and is left out: a loader that goes "
-        "on, or a worker that is replaced, begins at an older state, or at the dataset's "
-        "beginning, and passes over what was given since. Raise shm_size or snapshot_every_n_steps."
+        f"The state of worker {worker_id}'s dataset, {nbytes} bytes, found no room beside its "
+        f"batch, in a slot that may have {slot_bytes} bytes, and is left out. Nothing is lost: a "
+        "loader that is resumed, or a worker that is replaced, begins at an older state, or at the "
+        "dataset's beginning, and passes over what was given since. Raise shm_size, or have "
+        "smaller states; snapshot_every_n_steps only says how often they are taken."
     )
 
 

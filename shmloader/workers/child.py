@@ -283,13 +283,15 @@ class _Worker:
         """Call ``iter(dataset)``, and go on where a worker before this one was."""
         state, self._to_skip, self._given, self._stream_ended = self._resumption
         assert not isinstance(state, Attached)
-        saved = None if state is None else read(state)
-        if not self._stream_ended:
-            return self._iterate_dataset(saved)
         try:
+            saved = None if state is None else read(state)
+            if not self._stream_ended:
+                return self._iterate_dataset(saved)
             load_dataset(self._dataset, saved)  # for the next epoch
         except BaseException:
-            self._prepare_error = RemoteError.caught(self._where).dumps()
+            if self._stream_ended:
+                # No task of this epoch is there to be failed.
+                self._prepare_error = RemoteError.caught(self._where).dumps()
             raise
         return None
 

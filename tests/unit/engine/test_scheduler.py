@@ -523,6 +523,14 @@ def test_a_lost_worker_gives_the_slot_of_an_unwanted_ticket_back():
     subject.start_epoch()
 
 
+def test_an_epoch_may_go_on_at_any_worker_and_without_those_whose_streams_have_ended():
+    subject = Scheduler(3, 6, 4, in_order=True, first_worker=1, ended=[False, True, False])
+    assert [ticket.worker_id for ticket in offered(subject, 4)] == [2, 0, 2, 0]
+    subject.end_epoch()
+    subject.start_epoch()
+    assert [ticket.worker_id for ticket in offered(subject, 4)] == [0, 1, 2, 0]
+
+
 def test_a_replaced_worker_gets_the_tickets_of_the_lost_one_in_order():
     subject = scheduler(worker_count=1, restart_limit=1)
     first, second, third = offered(subject, 3)

@@ -1,0 +1,871 @@
+"""States of iterable datasets: saved anywhere, gone on from exactly, and by workers as well."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+import shmloader.fronts.iterator
+from shmloader import DataLoader
+from shmloader.engine.stream_states import StreamStates
+from tests.process.support import Switch, wait_until
+from tests.process.test_restarts import Deaths, answered, told
+from tests.simulated import SimulatedDevice, installed, pinning
+
+pytestmark = pytest.mark.timeout(90)
+
+AFRESH = ["spawn", "forkserver"]
+
+
+def worker_number() -> int:
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+class Stream(IterableDataset):
+    """Numbers of a worker's own, as many as `lengths` says; `made` counts them."""
+
+    #: How many samples were made, in any process.
+    made: Any = None
+
+    def __init__(self, lengths: list[int], made: Any = None) -> None:
+        self.lengths = lengths
+        self.made = made
+
+    def numbers(self) -> range:
+        worker_id = worker_number()
+        return range(worker_id * 1000, worker_id * 1000 + self.lengths[worker_id])
+
+    def note(self) -> None:
+        if self.made is not None:
+            self.made.add()
+
+
+class Plain(Stream):
+    """A generator: it cannot be saved."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self.numbers():
+            self.note()
+            yield number
+
+
+class Saved(Stream):
+    """A generator whose place the dataset knows."""
+
+    place = 0
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = self.numbers()
+        while self.place < len(numbers):
+            self.note()
+            self.place += 1
+            yield numbers[self.place - 1]
+        self.place = 0
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.epoch = state["place"], state["epoch"]
+
+
+class Eager(Saved):
+    """One that looks at its place when it is iterated, not when the first sample is wanted."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self._numbers_from(self.place)
+
+    def _numbers_from(self, place: int) -> Iterator[int]:
+        for number in self.numbers()[place:]:
+            self.place += 1
+            yield number
+
+
+class Numbers:
+    """An iterator that can be saved."""
+
+    def __init__(self, stream: SavedIterator) -> None:
+        self.stream = stream
+        self.numbers = stream.numbers()
+        self.state: dict[str, Any] = {"place": [0]}
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        (place,) = self.state["place"]
+        if place >= len(self.numbers):
+            raise StopIteration
+        self.stream.note()
+        self.state["place"][0] += 1
+        return self.numbers[place]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state  # its own, which goes on changing
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class SavedIterator(Stream):
+    def __iter__(self) -> Numbers:
+        return Numbers(self)
+
+
+class Itself(Saved):
+    """A dataset that is its own iterator, and begins anew at `iter()`."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        numbers = self.numbers()
+        if self.place >= len(numbers):
+            raise StopIteration
+        self.note()
+        self.place += 1
+        return numbers[self.place - 1]
+
+
+class Heavy(Saved):
+    """One with a large state."""
+
+    nbytes = 5_000_000
+
+    def state_dict(self) -> dict[str, Any]:
+        weight = torch.full((self.nbytes,), self.place, dtype=torch.uint8)
+        return {**super().state_dict(), "weight": weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert len(state["weight"]) == self.nbytes
+        assert (state["weight"] == state["place"]).all()
+        super().load_state_dict(state)
+
+
+class OnlySaves(Plain):
+    """Half of what it takes, which is nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("asked for a state that cannot be loaded")
+
+
+class OnlyLoads(Plain):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("given a state that it has not saved")
+
+
+KINDS: dict[str, type[Stream]] = {
+    kind.__name__: kind
+    for kind in (Plain, Saved, Eager, SavedIterator, Itself, Heavy, OnlySaves, OnlyLoads)
+}
+
+
+class Count:
+    """A number that all processes see."""
+
+    def __init__(self) -> None:
+        self._value = multiprocessing.get_context("fork").Value("q", 0)
+
+    def add(self) -> None:
+        with self._value.get_lock():
+            self._value.value += 1
+
+    def take(self) -> int:
+        with self._value.get_lock():
+            found, self._value.value = self._value.value, 0
+        return found
+
+
+# The loader's own methods are to be put in here: all of this goes by these two.
+
+
+def state_of(loader: DataLoader) -> dict[str, Any]:
+    return loader._streams.dump()
+
+
+def resume(loader: DataLoader, state: dict[str, Any]) -> None:
+    states = StreamStates.load(state, loader.num_workers)
+    is_over = all(stream["has_ended"] for stream in state["streams"])
+    loader._resume_streams = states.next_epoch() if is_over else states
+    loader._iterator = None
+
+
+def plain(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def rest(batches: Iterator[Any]) -> list[Any]:
+    return [plain(batch) for batch in batches]
+
+
+def saved_everywhere(loader: DataLoader) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The batches of an epoch, and the state before each of them and after the last."""
+    batches, seen = iter(loader), []
+    states = [state_of(loader)]
+    for batch in batches:
+        seen.append(plain(batch))
+        states.append(state_of(loader))
+    return seen, states
+
+
+def check_everywhere(make: Callable[[], DataLoader], *, any_order: bool = False) -> list[Any]:
+    """A new loader goes on from each state as the old one did; the old one's batches."""
+    loader = make()
+    seen, states = saved_everywhere(loader)
+    kept = copy.deepcopy(states)
+    assert len(states) == len(seen) + 1
+    for stop, state in enumerate(states):
+        other = make()
+        resume(other, pickle.loads(pickle.dumps(state)))
+        again = rest(iter(other))
+        if any_order:
+            assert sorted(map(str, seen[:stop] + again)) == sorted(map(str, seen))
+        else:
+            assert again == seen[stop:], f"after {stop} batches"
+    assert str(states) == str(kept), "a state has changed after it was returned"
+    return seen
+
+
+LENGTHS = {0: [11], 1: [11], 2: [9, 4], 3: [7, 0, 10]}
+
+
+@pytest.mark.parametrize("workers", LENGTHS)
+@pytest.mark.parametrize("kind", ["Plain", "Saved", "Eager", "SavedIterator", "Itself"])
+def test_a_loader_goes_on_from_any_batch(kind, workers) -> None:
+    def make() -> DataLoader:
+        dataset = KINDS[kind](LENGTHS[workers])
+        return DataLoader(dataset, batch_size=2, num_workers=workers)
+
+    seen = check_everywhere(make)
+    assert sum(map(len, seen)) == sum(LENGTHS[workers])
+
+
+@pytest.mark.parametrize("kind", ["OnlySaves", "OnlyLoads"])
+def test_a_dataset_with_one_of_the_two_methods_has_no_state(kind) -> None:
+    loader = DataLoader(KINDS[kind]([5, 3]), batch_size=2, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    assert "snapshot" not in str(state_of(loader))
+    other = DataLoader(KINDS[kind]([5, 3]), batch_size=2, num_workers=2)
+    resume(other, state_of(loader))
+    assert rest(iter(other)) == rest(batches)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no batching": {"batch_size": None},
+    "drop_last": {"batch_size": 3, "drop_last": True},
+    "in any order": {"batch_size": 2, "in_order": False},
+    "far ahead": {"batch_size": 1, "prefetch_factor": 6},
+    "persistent": {"batch_size": 2, "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["Plain", "Saved", "SavedIterator"])
+@pytest.mark.parametrize("what", OPTIONS)
+def test_a_loader_goes_on_whatever_its_options(what, kind) -> None:
+    check_everywhere(
+        lambda: DataLoader(KINDS[kind]([3, 6]), num_workers=2, **OPTIONS[what]),
+        any_order=what == "in any order",
+    )
+
+
+@pytest.mark.parametrize("stage", ["pin", "device"])
+def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
+    device = SimulatedDevice(seed=1)
+    with pinning() if stage == "pin" else installed(device):
+        options = {"pin_memory": True} if stage == "pin" else {"device": "sim"}
+
+        def make() -> DataLoader:
+            return DataLoader(Saved([5, 2]), batch_size=2, num_workers=2, **options)
+
+        loader = make()
+        batches = iter(loader)
+        states = [state_of(loader)]
+        states += [state_of(loader) for _ in batches]
+        assert [sum(one["given"] for one in state["streams"]) for state in states] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+        ]
+        for state in states:
+            other = make()
+            resume(other, state)
+            given = sum(one["given"] for one in state["streams"])
+            assert len(list(other)) == 4 - given
+
+
+@pytest.mark.parametrize("method", AFRESH)
+def test_a_loader_goes_on_with_workers_started_afresh(method) -> None:
+    def make() -> DataLoader:
+        return DataLoader(Heavy([7]), batch_size=2, num_workers=1, multiprocessing_context=method)
+
+    seen, states = saved_everywhere(make())
+    other = make()
+    resume(other, states[2])
+    assert rest(iter(other)) == seen[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["Saved", "SavedIterator", "Heavy"])
+def test_how_often_snapshots_are_taken_changes_nothing(kind, workers) -> None:
+    lengths = LENGTHS[workers]
+    expected = rest(iter(DataLoader(Plain(lengths), batch_size=2, num_workers=workers)))
+    for every in (1, 3, 1000):
+
+        def make(every: int = every) -> DataLoader:
+            return DataLoader(
+                KINDS[kind](lengths), batch_size=2, num_workers=workers,
+                snapshot_every_n_steps=every,
+            )  # fmt: skip
+
+        assert check_everywhere(make) == expected
+
+
+@pytest.mark.parametrize(("every", "skipped"), [(1, 0), (3, 2), (4, 1), (1000, 5)])
+def test_what_a_snapshot_has_passed_is_not_made_again(every, skipped) -> None:
+    made = Count()
+    options: dict[str, Any] = {
+        "batch_size": 1, "num_workers": 1, "snapshot_every_n_steps": every
+    }  # fmt: skip
+    loader = DataLoader(Saved([12]), **options)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    other = DataLoader(Saved([12], made), **options)
+    resume(other, state_of(loader))
+    assert rest(iter(other)) == [[number] for number in range(5, 12)]
+    assert made.take() == 7 + skipped
+
+
+def test_a_state_speaks_of_what_was_handed_over_not_of_what_was_made() -> None:
+    made = Count()
+    loader = DataLoader(Saved([20, 20], made), num_workers=2, prefetch_factor=5)
+    batches = iter(loader)
+    rest(itertools.islice(batches, 3))
+    wait_until(lambda: len(answered(batches)) == 10)
+    next(batches)
+    assert [(s["given"], s["snapshot"]["state"]["place"]) for s in state_of(loader)["streams"]] == [
+        (2, 2), (2, 2),
+    ]  # fmt: skip
+    assert state_of(loader)["next_worker"] == 0
+
+
+def test_snapshots_are_counted_from_the_epoch_s_beginning_with_batches_that_failed() -> None:
+    class Raises(Numbers):
+        def __next__(self) -> int:
+            number = super().__next__()
+            if number == 1:
+                raise ValueError("one")
+            return number
+
+    class Stream3(SavedIterator):
+        def __iter__(self) -> Numbers:
+            return Raises(self)
+
+    def make() -> DataLoader:
+        return DataLoader(Stream3([9]), batch_size=1, num_workers=1, snapshot_every_n_steps=3)
+
+    loader, at = make(), []
+    for _ in range(7):
+        batches = iter(loader)
+        with contextlib.suppress(ValueError):
+            next(batches)
+        (stream,) = state_of(loader)["streams"]
+        at.append(stream.get("snapshot", {"at": 0})["at"])
+        state = state_of(loader)
+        loader = make()
+        resume(loader, state)
+    batches, at_once = iter(make()), []
+    for _ in range(7):
+        with contextlib.suppress(ValueError):
+            next(batches)
+        (stream,) = batches._streams.dump()["streams"]
+        at_once.append(stream.get("snapshot", {"at": 0})["at"])
+    assert at == at_once == [0, 0, 3, 3, 3, 6, 6]
+
+
+def test_a_dataset_without_a_state_has_a_small_one() -> None:
+    loader = DataLoader(Plain([9, 9]), batch_size=2, num_workers=2)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert json.loads(json.dumps(state_of(loader))) == {
+        "num_workers": 2,
+        "next_worker": 1,
+        "streams": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": False}],
+    }
+
+
+def test_a_stream_that_has_ended_is_not_iterated_again() -> None:
+    made = Count()
+    loader = DataLoader(Plain([8, 2]), batch_size=2, num_workers=2)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    state = state_of(loader)
+    assert [stream["has_ended"] for stream in state["streams"]] == [False, True]
+    other = DataLoader(Plain([8, 2], made), batch_size=2, num_workers=2)
+    resume(other, state)
+    assert rest(iter(other)) == [[6, 7]]
+    assert made.take() == 8, "worker 0 passes over three batches; worker 1 makes none"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_may_be_changed_by_whoever_gets_them(workers) -> None:
+    def make() -> DataLoader:
+        return DataLoader(SavedIterator([9, 9]), batch_size=2, num_workers=workers)
+
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    spoilt, state = state_of(loader), state_of(loader)
+    for stream in spoilt["streams"]:
+        if "snapshot" in stream:
+            stream["snapshot"]["state"]["place"][0] = 99
+    expected = rest(batches)
+    assert expected
+    other = make()
+    resume(other, state)
+    begun = iter(other)
+    for stream in state["streams"]:
+        stream.clear()
+    state["streams"].clear()
+    assert rest(begun) == expected
+
+
+def test_an_interrupted_loader_may_be_resumed_twice_over() -> None:
+    def make() -> DataLoader:
+        return DataLoader(Saved([9, 6]), batch_size=2, num_workers=2, snapshot_every_n_steps=2)
+
+    whole = rest(iter(make()))
+    loader, seen = make(), []
+    for stop in (2, 1, 3):
+        batches = iter(loader)
+        seen += [plain(next(batches)) for _ in range(stop)]
+        state = state_of(loader)
+        del batches
+        loader = make()
+        resume(loader, state)
+    assert seen + rest(iter(loader)) == whole
+
+
+# ---------------------------------------------------------------- epochs
+
+
+class Epochs(Saved):
+    """Batches tell which epoch of its dataset they come from."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for number in super().__iter__():
+            yield self.epoch, number
+
+
+def told_epochs(batches: Iterator[Any]) -> list[Any]:
+    return [[part.tolist() for part in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_persistent_workers_hand_their_dataset_s_epoch_on(every) -> None:
+    def make() -> DataLoader:
+        return DataLoader(
+            Epochs([5, 2]), batch_size=2, num_workers=2, persistent_workers=True,
+            snapshot_every_n_steps=every,
+        )  # fmt: skip
+
+    loader = make()
+    first, second, third = (told_epochs(iter(loader)) for _ in range(3))
+    assert [batch[0][0] for batch in third] == [2] * 4
+    loader = make()
+    assert told_epochs(iter(loader)) == first
+    other = make()
+    resume(other, state_of(loader))
+    assert told_epochs(iter(other)) == second
+    # And in the midst of an epoch that the workers began with a state.
+    batches = iter(loader)
+    assert told_epochs(itertools.islice(batches, 3)) == second[:3]
+    resume(other, state_of(loader))
+    assert told_epochs(iter(other)) == second[3:]
+    assert told_epochs(iter(other)) == third
+
+
+def test_a_stream_that_had_ended_hands_its_dataset_on_to_the_next_epoch() -> None:
+    def make() -> DataLoader:
+        return DataLoader(
+            Epochs([8, 2]), batch_size=2, num_workers=2, persistent_workers=True
+        )  # fmt: skip
+
+    loader = make()
+    batches = iter(loader)
+    told_epochs(itertools.islice(batches, 4))
+    state = state_of(loader)
+    assert [stream["has_ended"] for stream in state["streams"]] == [False, True]
+    other = make()
+    resume(other, state)
+    for _ in range(3):
+        assert told_epochs(iter(other)) == told_epochs(batches)
+        batches = iter(loader)
+
+
+@pytest.mark.parametrize("nbytes", [10, 100_000, 5_000_000])
+def test_an_epoch_that_was_left_leaves_its_datasets_where_they_were(nbytes) -> None:
+    class Odd(Heavy):
+        """Its datasets go on in the next epoch where they were in the last."""
+
+    Odd.nbytes = nbytes
+
+    def make() -> DataLoader:
+        return DataLoader(
+            Odd([9, 9]), batch_size=1, num_workers=2, prefetch_factor=1,
+            persistent_workers=True, snapshot_every_n_steps=1000,
+        )  # fmt: skip
+
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    batches = iter(loader)  # the same iterator, begun anew
+    begun = state_of(loader)
+    assert [stream["given"] for stream in begun["streams"]] == [0, 0]
+    assert [s["snapshot"]["state"]["place"] for s in begun["streams"]] == [2, 1]
+    seen = [plain(next(batches))]
+    state = state_of(loader)
+    seen += rest(batches)
+    assert seen[0] == [2]
+    for stop, one in enumerate((begun, state)):
+        other = make()
+        resume(other, one)
+        assert rest(iter(other)) == seen[stop:]
+
+
+def test_without_persistence_a_new_epoch_begins_at_the_beginning() -> None:
+    loader = DataLoader(Epochs([4, 2]), batch_size=2, num_workers=2)
+    first = told_epochs(iter(loader))
+    assert "snapshot" not in str(state_of(loader))
+    resume(loader, state_of(loader))
+    assert told_epochs(iter(loader)) == first
+    assert told_epochs(iter(loader)) == first
+
+
+def test_in_process_the_dataset_s_epoch_is_handed_on() -> None:
+    loader = DataLoader(Epochs([4]), batch_size=2)
+    rest(iter(loader))
+    other = DataLoader(Epochs([4]), batch_size=2)
+    assert state_of(loader)["streams"][0]["has_ended"]
+    resume(other, state_of(loader))
+    assert [batch[0] for batch in told_epochs(iter(other))] == [[1, 1], [1, 1]]
+
+
+# ---------------------------------------------------------------- workers that die
+
+
+class Dies(Saved):
+    """Dies before a sample, as long as a death is left."""
+
+    deaths: Deaths
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 7:
+                self.deaths.take()
+            yield number
+
+
+@pytest.mark.parametrize("nbytes", [0, 5_000_000])
+@pytest.mark.parametrize(
+    ("every", "text", "made_again"),
+    [
+        (1, "goes on from its state after 3 batches. ", 2),
+        (2, "goes on from its state after 2 batches, past the batch that was given since.", 4),
+        (1000, "is iterated anew, past 3 batches that were given already.", 8),
+    ],
+)
+def test_a_new_worker_goes_on_from_its_predecessor_s_last_state(
+    every, text, made_again, nbytes, caplog
+) -> None:
+    class DiesHeavily(Dies, Heavy):
+        pass
+
+    made = Count()
+    dataset = (DiesHeavily if nbytes else Dies)([12, 3], made)
+    dataset.deaths = Deaths(0)
+    options: dict[str, Any] = {
+        "batch_size": 2, "num_workers": 2, "snapshot_every_n_steps": every
+    }  # fmt: skip
+    expected = rest(iter(DataLoader(dataset, **options)))
+    whole = made.take()
+    dataset.deaths = Deaths(1)
+    assert rest(iter(DataLoader(dataset, **options, worker_restarts=1))) == expected
+    assert dataset.deaths.left == 0
+    (log,) = told(caplog)
+    assert text in log
+    assert made.take() == whole + made_again
+
+
+def test_a_resumed_loader_s_worker_that_dies_at_once_goes_on_from_the_loaded_state() -> None:
+    loader = DataLoader(Saved([12, 9]), batch_size=2, num_workers=2)
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    state = state_of(loader)
+    expected = rest(batches)
+    made = Count()
+    dataset = Dies([12, 9], made)
+    dataset.deaths = Deaths(1)
+    other = DataLoader(dataset, batch_size=2, num_workers=2, worker_restarts=1)
+    resume(other, state)
+    assert rest(iter(other)) == expected
+    assert dataset.deaths.left == 0
+    assert made.take() == 12 + 9 - 12 + 2
+
+
+def test_a_resumed_loader_counts_what_came_before_when_a_worker_dies() -> None:
+    """And is saved after it, once more."""
+    dataset = Dies([12, 9])
+    dataset.deaths = Deaths(0)
+
+    def make(restarts: int) -> DataLoader:
+        return DataLoader(
+            dataset, batch_size=2, num_workers=2, worker_restarts=restarts,
+            snapshot_every_n_steps=3,
+        )  # fmt: skip
+
+    whole = rest(iter(make(0)))
+    loader = make(0)
+    batches = iter(loader)
+    next(batches)
+    state = state_of(loader)
+    dataset.deaths = Deaths(1)
+    loader = make(1)
+    resume(loader, state)
+    batches = iter(loader)
+    assert rest(itertools.islice(batches, 8)) == whole[1:9]
+    assert dataset.deaths.left == 0
+    state = state_of(loader)
+    loader = make(0)
+    resume(loader, state)
+    assert rest(iter(loader)) == whole[9:]
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "ended"])
+def test_a_worker_replaced_in_the_next_epoch_has_its_predecessor_s_dataset(leaves) -> None:
+    """Where that was saved: at its end, or when the epoch began."""
+    dataset = Dies([9, 1])
+    options: dict[str, Any] = {
+        "batch_size": 1, "num_workers": 2, "prefetch_factor": 1, "persistent_workers": True,
+        "snapshot_every_n_steps": 1000,
+    }  # fmt: skip
+
+    def run(deaths: int) -> list[Any]:
+        dataset.deaths = Deaths(1)
+        (switch,) = dataset.deaths.switches
+        switch.turn(on=False)
+        loader = DataLoader(dataset, **options, worker_restarts=1)
+        first = iter(loader)
+        if leaves:
+            next(first)
+        else:
+            rest(first)
+        switch.turn(on=bool(deaths))
+        seen = rest(iter(loader))
+        assert dataset.deaths.left == 0
+        return seen
+
+    assert run(1) == run(0)
+
+
+# ---------------------------------------------------------------- failures
+
+
+class Fails(Saved):
+    """Cannot be saved at one place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.place == 4:
+            raise LookupError("no state here")
+        return super().state_dict()
+
+
+def test_a_state_that_cannot_be_taken_fails_its_batch_and_no_other() -> None:
+    loader = DataLoader(Fails([8, 8]), batch_size=2, num_workers=2)
+    batches = iter(loader)
+    seen = [plain(next(batches)) for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no state here") as caught:
+            next(batches)
+        assert "in state_dict" in str(caught.value)
+        assert "DataLoader worker process" in str(caught.value)
+    state = state_of(loader)
+    assert [stream["given"] for stream in state["streams"]] == [2, 2]
+    expected = rest(batches)
+    assert seen + expected == [[0, 1], [1000, 1001], [4, 5], [1004, 1005], [6, 7], [1006, 1007]]
+    other = DataLoader(Saved([8, 8]), batch_size=2, num_workers=2)
+    resume(other, state)
+    assert rest(iter(other)) == expected
+
+
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_state_dict_ends_neither_the_stream_nor_the_worker(error) -> None:
+    class Ends(Saved):
+        def state_dict(self) -> dict[str, Any]:
+            if self.place == 1:
+                raise error
+            return super().state_dict()
+
+    batches = iter(DataLoader(Ends([3]), num_workers=1))
+    with pytest.raises(RuntimeError):
+        next(batches)
+    assert rest(batches) == [[1], [2]]
+
+
+def test_a_state_that_cannot_be_pickled_fails_its_batch() -> None:
+    class Generates(Saved):
+        def state_dict(self) -> Any:
+            return iter(()) if self.place != 1 else (number for number in ())
+
+    batches = iter(DataLoader(Generates([2]), num_workers=1))
+    with pytest.raises(TypeError, match="pickle"):
+        next(batches)
+    assert rest(batches) == [[1]]
+
+
+class Refuses(Saved):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise LookupError("not mine")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_that_cannot_be_loaded_raises_to_the_user(workers) -> None:
+    loader = DataLoader(Saved([8, 8]), batch_size=2, num_workers=workers)
+    batches = iter(loader)
+    rest(itertools.islice(batches, 2))
+    other = DataLoader(Refuses([8, 8]), batch_size=2, num_workers=workers)
+    resume(other, state_of(loader))
+    with pytest.raises(LookupError, match="not mine"):
+        next(iter(other))
+
+
+def test_a_state_with_no_room_in_its_slot_is_left_out_and_told_once(caplog) -> None:
+    def make() -> DataLoader:
+        return DataLoader(Heavy([8, 8]), batch_size=2, num_workers=2, shm_size="8MiB")
+
+    check_everywhere(make)
+    texts = told(caplog)
+    assert len(texts) == 9, "one for each loader that was given a batch"
+    assert all("found no room beside its batch" in text for text in texts)
+    assert "Raise shm_size" in texts[0]
+
+
+def test_a_batch_that_is_lost_to_ctrl_c_is_given_when_the_loader_goes_on(monkeypatch) -> None:
+    class Interrupts:
+        def reach(self, point: str) -> None:
+            if point == "main.return":
+                raise KeyboardInterrupt
+
+    def make() -> DataLoader:
+        return DataLoader(Saved([5, 4]), batch_size=2, num_workers=2)
+
+    whole = rest(iter(make()))
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    before = state_of(loader)
+    with monkeypatch.context() as patch:
+        patch.setattr(shmloader.fronts.iterator, "FAULTS", Interrupts())
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    assert state_of(loader) == before
+    other = make()
+    resume(other, state_of(loader))
+    assert rest(iter(other)) == whole[1:]
+
+
+def test_a_stream_that_fails_is_passed_over_as_it_failed() -> None:
+    class Raises(SavedIterator):
+        def __iter__(self) -> Any:
+            stream = super().__iter__()
+
+            class Bad(Numbers):
+                def __next__(self) -> int:
+                    number = super().__next__()
+                    if number % 1000 == 3:
+                        raise ValueError("three")
+                    return number
+
+            stream.__class__ = Bad
+            return stream
+
+    def drained(batches: Iterator[Any]) -> list[Any]:
+        seen: list[Any] = []
+        while True:
+            try:
+                seen.append(plain(next(batches)))
+            except StopIteration:
+                return seen
+            except ValueError:
+                seen.append("three")
+
+    def make() -> DataLoader:
+        return DataLoader(Raises([9, 5]), batch_size=2, num_workers=2)
+
+    whole = drained(iter(make()))
+    assert whole.count("three") == 2
+    for stop in range(len(whole) + 1):
+        loader = make()
+        batches = iter(loader)
+        for _ in range(stop):
+            with contextlib.suppress(ValueError):
+                next(batches)
+        other = make()
+        resume(other, state_of(loader))
+        assert drained(iter(other)) == whole[stop:]
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "2", None])
+def test_an_interval_that_is_none_is_refused(value) -> None:
+    kind = ValueError if type(value) is int else TypeError
+    with pytest.raises(kind, match="snapshot_every_n_steps option should be"):
+        DataLoader(Plain([1]), snapshot_every_n_steps=value)
+
+
+def test_the_interval_can_be_read_and_means_nothing_to_other_datasets() -> None:
+    loader = DataLoader(range(4), num_workers=1, snapshot_every_n_steps=3)
+    assert loader.snapshot_every_n_steps == 3
+    assert rest(iter(loader)) == [[0], [1], [2], [3]]
+    assert loader._streams is None
+
+
+def test_a_dataset_is_iterated_once_though_it_goes_on() -> None:
+    switches = [Switch(is_on=False) for _ in range(2)]
+
+    class Once(Saved):
+        def __iter__(self) -> Iterator[int]:
+            switch = switches[0] if not switches[0] else switches[1]
+            assert not switch
+            switch.turn(on=True)
+            return super().__iter__()
+
+    loader = DataLoader(Once([6]), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    state = state_of(loader)
+    switches[0].turn(on=False)
+    other = DataLoader(Once([6]), num_workers=1)
+    resume(other, state)
+    assert rest(iter(other)) == [[1], [2], [3], [4], [5]]
+    assert bool(switches[0])
+    assert not switches[1]
