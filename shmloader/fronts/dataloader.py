@@ -16,6 +16,7 @@ from torch.utils.data import (
     MapDataPipe,
     Sampler,
 )
+from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
@@ -262,6 +263,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """Warn of more worker processes than cores, as torch does; threads may be many."""
         if not self.thread_pool:
             super().check_worker_number_rationality()
+
+    @property
+    def _any_worker_will_do(self) -> bool:
+        """Whether a batch need not come from a certain worker, and there are several."""
+        may = not self.in_order or getattr(self, "seed", None) is not None
+        return may and self.num_workers > 1 and self._dataset_kind == _DatasetKind.Map
 
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False

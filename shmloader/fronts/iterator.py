@@ -37,6 +37,7 @@ from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage, pin_batch
+from shmloader.stages.plain import PlainStage
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
@@ -255,6 +256,8 @@ class EngineIterator(_BaseDataLoaderIter):
             # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
             self._source: EngineBase | StageThread = self._engine
+            if stage is None and self._engine.any_worker:
+                stage = PlainStage()
             if stage is None:
                 end = self._make_end()
             else:
@@ -386,6 +389,7 @@ class WorkerIterator(EngineIterator):
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            any_worker=loader._any_worker_will_do,
             locker=locker,
             demand=demand,
             watch=watch,
