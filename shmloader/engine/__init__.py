@@ -29,6 +29,13 @@ waits in order for the user's thread. While any loader of the process forks a wo
 stand still where they hold no lock (:mod:`shmloader.workers.parking`); a dead worker is replaced by
 the user's thread.
 
+Where any worker will do (a map-style dataset, and the order is free or content does not depend on
+the worker), a ticket waits in the scheduler until a worker has room for it: for one task, or for
+two while batches are short. So a slow sample holds up its own batch alone; in order, the others go
+on until the window is full of batches that wait for it. Somebody has to send those tickets while
+the user trains: the engine has a thread of its own here even without a stage. It builds one batch
+ahead, which counts as lent.
+
 With ``thread_pool=True`` workers are threads of the main process. There are no slots then and no
 messages: the engine (``threaded``) puts tickets into a queue, from which an idle thread takes the
 oldest; the thread makes the batch, sets it as the ticket's answer and rings a bell

@@ -15,6 +15,10 @@ def _do_nothing() -> None:
     """Where no other thread has anything to say."""
 
 
+def _always() -> bool:
+    return True
+
+
 def _do_it(function: Callable[[], None]) -> None:
     function()
 
@@ -44,12 +48,16 @@ class EngineBase(abc.ABC):
             caller afterwards loses a batch.
         receipt: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
             where it raised something else: what was to come still comes.
+        any_worker: Whether tickets wait in here until a worker has room for them: somebody has to
+            be in ``next_batch`` all the time, or workers have nothing to do.
 
     Args:
         window: Most tickets in flight.
         timeout_s: Longest wait for a batch; 0 for ever.
         watch: Notes bad samples; None if they are raised.
     """
+
+    any_worker = False
 
     def __init__(self, *, window: int, timeout_s: float, watch: FailureWatch | None = None) -> None:
         self._window = window
@@ -71,6 +79,7 @@ class EngineBase(abc.ABC):
         self._inbox: Inbox | None = None
         self._pause: Callable[[], None] = _do_nothing
         self._have_done: Callable[[Callable[[], None]], None] = _do_it
+        self._may_deliver: Callable[[], bool] = _always
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -96,6 +105,7 @@ class EngineBase(abc.ABC):
         inbox: Inbox,
         pause: Callable[[], None],
         have_done: Callable[[Callable[[], None]], None],
+        may_deliver: Callable[[], bool] = _always,
     ) -> None:
         """Belong to a thread of its own until :meth:`detach`.
 
@@ -103,14 +113,19 @@ class EngineBase(abc.ABC):
             inbox: Where tickets come from, in place of ``start``'s.
             pause: Called between two steps, where no lock is held; may raise.
             have_done: Has the user's thread do something.
+            may_deliver: Whether ``next_batch`` may return a batch now. If not, it goes on to send
+                tickets and to take answers; asked again after each :meth:`wake`. With
+                ``any_worker`` only.
         """
         self._inbox, self._draw = inbox, inbox.__next__
         self._pause, self._have_done = pause, have_done
+        self._may_deliver = may_deliver
 
     def detach(self) -> None:
         """Belong to the user's thread again."""
         self._inbox, self._draw = None, iter(()).__next__
         self._pause, self._have_done = _do_nothing, _do_it
+        self._may_deliver = _always
 
     def take_tickets(self) -> None:
         """Send what has been drawn by the user's thread to workers."""

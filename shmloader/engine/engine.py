@@ -22,6 +22,7 @@ from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.lateness import late_batch, late_start
+from shmloader.engine.routing import Pace
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.sender import Sender
 from shmloader.engine.slots import SlotState
@@ -89,6 +90,7 @@ class Engine(EngineBase):
         timeout_s: Longest wait for a batch; 0 for ever.
         worker_restarts: Dead workers that are replaced in an epoch.
         streams: Where workers that iterate over the dataset begin; None where they index it.
+        any_worker: Whether a ticket waits until a worker has room for it, and any will do.
         locker: Locks the pages of slots, where a device reads them.
         demand: What it may ask of memory; None: nobody asks whether it is there.
         watch: Notes bad samples; None if they are raised.
@@ -106,6 +108,7 @@ class Engine(EngineBase):
         timeout_s: float,
         worker_restarts: int = 0,
         streams: StreamStates | None = None,
+        any_worker: bool = False,
         locker: PageLocker | None = None,
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
@@ -117,6 +120,7 @@ class Engine(EngineBase):
         self._streams = None if streams is None else StreamBook(streams, in_order=in_order)
         # A state that did not fit is told once.
         self._has_lost_state = False
+        self.any_worker = any_worker
         self._scheduler = Scheduler(
             worker_count,
             window,
@@ -125,7 +129,12 @@ class Engine(EngineBase):
             restart_limit=worker_restarts,
             first_worker=0 if streams is None else streams.next_worker,
             ended=() if streams is None else [place.has_ended for place in streams.places],
+            any_worker=any_worker,
         )
+        self._pace = Pace()
+        # For each worker, when it could begin what it is at; None until it has answered once,
+        # since at first it gets ready.
+        self._since: list[float | None] = [None] * worker_count
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
             self._scheduler.slots.on_free = self.arena.poison
@@ -169,7 +178,8 @@ class Engine(EngineBase):
         """Begin a further epoch with the same workers.
 
         What was in flight is waited for and thrown away: the workers load it anyway, as torch's
-        do, so that their random streams are where torch's would be.
+        do, so that their random streams are where torch's would be. What waits for a worker is
+        thrown away at once.
 
         Raises:
             WorkerDiedError: If a worker is gone. The engine is closed then.
@@ -225,27 +235,21 @@ class Engine(EngineBase):
         while True:
             if self._inbox:
                 self.take_tickets()
-            self._is_handing_over = True
-            ticket = scheduler.take_next()
-            if ticket is not None:
-                if self._watch is not None and self._note_samples(self._watch, ticket):
-                    deadline = None
+            if self._may_deliver():
+                self._is_handing_over = True
+                ticket = scheduler.take_next()
+                if ticket is not None:
+                    if self._watch is not None and self._note_samples(self._watch, ticket):
+                        deadline = None
+                        continue
+                    return self._hand_over(ticket)
+                self._is_handing_over = False
+                if self._take_awaited():
                     continue
-                return self._hand_over(ticket)
-            self._is_handing_over = False
-            awaited = scheduler.awaited()
-            if awaited is not None:
-                # Most often it is here already, which spares us asking for events.
-                self._is_amid = True
-                data = self._pool.receive(awaited.worker_id)
-                if data is not None:
-                    self._take(awaited.worker_id, data)
-                    self._is_amid = False
-                    continue
-            elif scheduler.is_exhausted and not self._awaits_tickets():
-                if self._inbox:
-                    continue
-                self._raise_end()
+                if scheduler.is_exhausted and not self._awaits_tickets():
+                    if self._inbox:
+                        continue
+                    self._raise_end()
             if self._inbox is None:  # else the user's thread looks at its clock
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
@@ -254,6 +258,23 @@ class Engine(EngineBase):
             self._receive_any(deadline)
             self._pause()
             self.check_open()
+
+    def _take_awaited(self) -> bool:
+        """Take the answer that must come next, if it is here or about to come; whether it was.
+
+        Most often it is here already, which spares us asking for events. Where any worker will
+        do, all of them are to be looked after.
+        """
+        awaited = None if self.any_worker else self._scheduler.awaited()
+        if awaited is None:
+            return False
+        self._is_amid = True
+        data = self._pool.receive(awaited.holder)
+        if data is None:
+            return False
+        self._take(awaited.holder, data)
+        self._is_amid = False
+        return True
 
     @property
     def _takes_tickets(self) -> bool:
@@ -264,7 +285,7 @@ class Engine(EngineBase):
         answer = ticket.answer
         if not isinstance(answer, Batch | Failure | Empty):
             return False
-        worker_id, error = ticket.worker_id, None
+        worker_id, error = ticket.holder, None
         if answer.report is not None:
             report = SampleReport.loads(answer.report)
             batch = f"batch {ticket.seq}"
@@ -301,20 +322,20 @@ class Engine(EngineBase):
         if type(answer) is Failure:
             self._settle(ticket, is_kept=answer.is_kept)
             self._offer()
-            answer.error.reraise(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
+            answer.error.reraise(describe_loading(ticket, self._pool.pid(ticket.holder)))
         if type(answer) is Death:
             self._settle(ticket, is_kept=False)
-            self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
+            self._fail(WorkerDiedError(describe_death(ticket.holder, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
     def _stream_notes(self, ticket: Ticket) -> Sequence[StreamNote]:
         if self._streams is None:
             return ()
-        return self._streams.handed_over(ticket.worker_id, ticket.seq, _snapshot_of(ticket.answer))
+        return self._streams.handed_over(ticket.holder, ticket.seq, _snapshot_of(ticket.answer))
 
     def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader
-        slot_id = ticket.slot_id
+        slot_id = ticket.place
         slot = self.arena[slot_id]
         if answer.check is not None:
             self._check(ticket, slot, *answer.check)
@@ -339,7 +360,7 @@ class Engine(EngineBase):
             return
         # Whoever writes there may go on to do so.
         self._settle(ticket, is_kept=True)
-        pid = self._pool.pid(ticket.worker_id)
+        pid = self._pool.pid(ticket.holder)
         raise InternalError(
             describe_change(ticket, pid, f"{used_bytes} bytes: {expected:08x}, now {found:08x}")
         )
@@ -348,7 +369,7 @@ class Engine(EngineBase):
         """A ticket's slot is done with, nothing of it is lent."""
         if is_kept:
             self._scheduler.delivered(ticket, SlotState.RETIRED)
-            self._sender.retire(ticket.slot_id)
+            self._sender.retire(ticket.place)
         else:
             self._scheduler.delivered(ticket, SlotState.FREE)
 
@@ -361,7 +382,18 @@ class Engine(EngineBase):
 
     def _offer_indices(self, indices: object) -> None:
         ticket = self._scheduler.offer(indices)
-        if ticket is not None and ticket.answer is None:
+        if self.any_worker:
+            self._assign()
+        elif ticket is not None and ticket.answer is None:
+            self._send(ticket)
+
+    def _assign(self) -> None:
+        """Send the tickets that wait for a worker, as far as workers have room."""
+        scheduler = self._scheduler
+        scheduler.task_limit = self._pace.task_limit
+        while (ticket := scheduler.assign()) is not None:
+            if self._since[ticket.holder] is not None and scheduler.task_count(ticket.holder) == 1:
+                self._since[ticket.holder] = time.monotonic()
             self._send(ticket)
 
     def _send(self, ticket: Ticket) -> None:
@@ -389,8 +421,19 @@ class Engine(EngineBase):
                 self._lose(worker_id)
             else:
                 self._take(worker_id, data)
+                if self.any_worker:
+                    self._note_pace(worker_id)
+        if self.any_worker and happened:
+            self._assign()
         self._is_amid = False
         self._replace_workers()
+
+    def _note_pace(self, worker_id: int) -> None:
+        """A worker has answered: how long did it take?"""
+        now, since = time.monotonic(), self._since[worker_id]
+        self._since[worker_id] = now
+        if since is not None:
+            self._pace.note(now - since)
 
     def late(self) -> LoaderTimeoutError:
         """What is to be raised when a batch has not come in time. From any thread."""
@@ -437,6 +480,9 @@ class Engine(EngineBase):
             self._resume(worker_id)
             for ticket in self._scheduler.wanted_of(worker_id):
                 self._send(ticket)
+            self._scheduler.worker_replaced(worker_id)
+            self._since[worker_id] = None
+            self._assign()
             self._is_amid = False
 
     def _replace_worker(self, worker_id: int, text: str) -> None:
@@ -525,9 +571,9 @@ class Engine(EngineBase):
         ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
         if ticket.is_dropped:
             if answer.is_kept:
-                self._sender.retire(ticket.slot_id)
+                self._sender.retire(ticket.place)
         elif self._streams is not None:
-            self._streams.answered(ticket.worker_id, _snapshot_of(answer))
+            self._streams.answered(ticket.holder, _snapshot_of(answer))
         return ticket
 
     def _state(self, worker_id: int, seq: int, sent: bytes | Spilled | TooLong) -> bytes | None:

@@ -82,7 +82,7 @@ def _late(
     in_flight: Sequence[Numbered],
 ) -> LoaderTimeoutError:
     waiting = [
-        (ticket, None if ticket.worker_id is None else pool.pid(ticket.worker_id))
+        (ticket, None if (worker_id := ticket.worker_id) is None else pool.pid(worker_id))
         for ticket in awaited
     ]
     # Those that have what is waited for come first.

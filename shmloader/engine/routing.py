@@ -1,11 +1,25 @@
 """Which worker gets the next ticket. Pure.
 
-Both rules are torch's. In order, ticket i goes to worker i mod n, since a worker's random
-streams make the batch's content depend on it; a worker whose stream has ended is passed over.
-In any order, the next worker round the circle that has not yet its share of the window.
+:class:`Router` has torch's two rules, where a batch's content depends on its worker, by that one's
+random streams or by its stream of an iterable dataset. In order, ticket i goes to worker i mod n;
+a worker whose stream has ended is passed over. In any order, the next worker round the circle that
+has not yet its share of the window.
+
+Where any worker will do, a ticket waits until one has room for it (:func:`pick_idle`). A worker has
+room for one task: a second would be stuck behind a slow one while others are idle. Only while
+batches are short, so that the way from an answer to the next task counts, it has room for two
+(:class:`Pace`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+# With one task, a worker is idle for some 0.1 ms after each batch; with two, one of them may be
+# stuck behind a slow one. Simulated, with 1 % of samples 50 times slower, 16 in a batch, 2 workers
+# and 4 tickets, the epoch to the ideal: 1.10 with one and 1.13 with two for batches of 1 ms; 1.06
+# and 1.12 for 3 ms. Where all samples are equal: 1.10 and 1.00 for 1 ms, 1.03 and 1.00 for 3 ms.
+_SHORT_S = 2e-3
+# Of each batch in the mean.
+_WEIGHT = 1 / 16
 
 
 class Router:
@@ -45,3 +59,40 @@ class Router:
         if fallback is not None:
             self._next = (fallback + 1) % self._worker_count
         return fallback
+
+
+def pick_idle(candidates: Iterable[int], in_flight: Sequence[int], limit: int) -> int | None:
+    """The worker for the oldest ticket where any will do.
+
+    Args:
+        candidates: Workers that live.
+        in_flight: For each worker, the tickets that it has.
+        limit: Most tasks of a worker.
+
+    Returns:
+        The one with the fewest tasks, of several the first; None if none has room.
+    """
+    found, fewest = None, limit
+    for worker_id in candidates:
+        if in_flight[worker_id] < fewest:
+            found, fewest = worker_id, in_flight[worker_id]
+    return found
+
+
+class Pace:
+    """How long recent batches took.
+
+    Attributes:
+        task_limit: Most tasks that a worker should hold: 1, or 2 while batches are short.
+    """
+
+    def __init__(self) -> None:
+        self.task_limit = 1
+        self._mean_s: float | None = None
+
+    def note(self, elapsed_s: float) -> None:
+        """A worker has taken so long for a batch, and for what lies between two of them."""
+        mean_s = self._mean_s
+        mean_s = elapsed_s if mean_s is None else mean_s + _WEIGHT * (elapsed_s - mean_s)
+        self._mean_s = mean_s
+        self.task_limit = 2 if mean_s < _SHORT_S else 1

@@ -20,7 +20,7 @@ import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shmloader.engine.routing import Router
+from shmloader.engine.routing import Router, pick_idle
 from shmloader.engine.slots import SlotState, SlotTable
 from shmloader.errors import InternalError
 
@@ -31,8 +31,8 @@ class Ticket:
 
     Attributes:
         seq: Its number in the epoch.
-        worker_id: Who has it.
-        slot_id: Where the batch is to lie.
+        worker_id: Who has it; None: it waits for a worker.
+        slot_id: Where the batch is to lie; None for as long.
         indices: What the sampler gave.
         answer: What came back; None until then. The scheduler does not look at it.
         is_dropped: Nothing will be delivered: the worker's stream ended before it, or the epoch.
@@ -41,13 +41,25 @@ class Ticket:
     """
 
     seq: int
-    worker_id: int
-    slot_id: int
+    worker_id: int | None
+    slot_id: int | None
     indices: object
     answer: object = None
     is_dropped: bool = False
     is_kept: bool = False
     kill_count: int = 0
+
+    @property
+    def holder(self) -> int:
+        """Its worker, where it has one."""
+        assert self.worker_id is not None
+        return self.worker_id
+
+    @property
+    def place(self) -> int:
+        """Its slot, where it has one."""
+        assert self.slot_id is not None
+        return self.slot_id
 
 
 def _after_use(is_kept: bool) -> SlotState:
@@ -60,6 +72,9 @@ class Scheduler:
     Attributes:
         epoch: Number of the present epoch, from 0.
         slots: The slots' states.
+        any_worker: Whether a ticket waits until a worker has room for it, and any will do; else
+            each has its worker, and its slot, from the start.
+        task_limit: Most tasks of a worker, where any will do.
     """
 
     def __init__(
@@ -72,6 +87,7 @@ class Scheduler:
         restart_limit: int = 0,
         first_worker: int = 0,
         ended: Sequence[bool] = (),
+        any_worker: bool = False,
     ) -> None:
         """Start with an empty window.
 
@@ -83,8 +99,11 @@ class Scheduler:
             restart_limit: Most workers replaced in an epoch.
             first_worker: Who gets the first ticket of the first epoch.
             ended: Workers whose streams have ended in it before.
+            any_worker: See the attribute; not for workers with streams that end.
         """
         self.epoch = 0
+        self.any_worker = any_worker
+        self.task_limit = 1
         self.slots = SlotTable(window + lend_limit)
         self._window = window
         self._lend_limit = lend_limit
@@ -98,6 +117,12 @@ class Scheduler:
         self._next_seq = 0
         self._next_delivery = 0
         self._arrived: collections.deque[Ticket] = collections.deque()
+        # Tickets that wait for a worker, the oldest first.
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        # Workers that are lost, and will be replaced.
+        self._absent: set[int] = set()
+        # Workers that are lost for good, and had no ticket in which the user would be told.
+        self._untold: collections.deque[int] = collections.deque()
 
     # What happens ------------------------------------------------------------------------
 
@@ -106,22 +131,73 @@ class Scheduler:
 
         Returns:
             It with its worker and slot, to be sent; answered already if its worker is lost. None
-            if no worker takes any more.
+            if no worker takes any more. Where any worker will do it has neither yet, and
+            :meth:`assign` says when it has.
         """
+        if self.any_worker:
+            if len(self._tickets) >= self._window:
+                raise InternalError("there are more tickets than the window has (I4)")
+            ticket = self._add(None, None, indices)
+            self._waiting.append(ticket)
+            return ticket
         worker_id = self._router.pick(self._active, self._in_flight)
         if worker_id is None:
             return None
-        slot_id = self.slots.take(worker_id)
-        if slot_id is None:
-            raise InternalError("all slots are in use (I5)")
-        seq = self._next_seq
-        self._next_seq = seq + 1
-        ticket = self._tickets[seq] = Ticket(seq, worker_id, slot_id, indices)
+        ticket = self._add(worker_id, self._take_slot(worker_id), indices)
         self._in_flight[worker_id] += 1
         if self._deaths[worker_id] is not None:
             # Its place in the order is where the user is told.
             self._answer(ticket, self._deaths[worker_id])
         return ticket
+
+    def _add(self, worker_id: int | None, slot_id: int | None, indices: object) -> Ticket:
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        ticket = self._tickets[seq] = Ticket(seq, worker_id, slot_id, indices)
+        return ticket
+
+    def _take_slot(self, worker_id: int) -> int:
+        slot_id = self.slots.take(worker_id)
+        if slot_id is None:
+            raise InternalError("all slots are in use (I5)")
+        return slot_id
+
+    def assign(self) -> Ticket | None:
+        """Give the oldest ticket that waits for a worker to one that has room.
+
+        To be asked again and again after each event, until it returns None.
+
+        Returns:
+            The ticket with its worker and slot, to be sent; None if there is none, or no room.
+        """
+        while self._waiting:
+            if self._untold:
+                worker_id: int | None = self._untold.popleft()
+            elif None not in self._deaths:
+                worker_id = 0  # nobody is left: as if it had been given to one of them
+            else:
+                worker_id = pick_idle(self._present(), self._in_flight, self.task_limit)
+            if worker_id is None:
+                return None
+            ticket = self._waiting.popleft()
+            ticket.worker_id, ticket.slot_id = worker_id, self._take_slot(worker_id)
+            self._in_flight[worker_id] += 1
+            if self._deaths[worker_id] is None:
+                return ticket
+            self._answer(ticket, self._deaths[worker_id])
+        return None
+
+    def _present(self) -> list[int]:
+        """The workers that can take a task now."""
+        return [
+            worker_id
+            for worker_id, death in enumerate(self._deaths)
+            if death is None and worker_id not in self._absent
+        ]
+
+    def task_count(self, worker_id: int) -> int:
+        """Tickets that a worker has, and has not answered."""
+        return self._in_flight[worker_id]
 
     def answered(self, seq: int, epoch: int, answer: object, *, is_kept: bool = False) -> Ticket:
         """A worker has answered a ticket, with a batch or with an error.
@@ -140,14 +216,14 @@ class Scheduler:
         return ticket
 
     def _answer(self, ticket: Ticket, answer: object, *, is_kept: bool = False) -> None:
-        self._in_flight[ticket.worker_id] -= 1
+        self._in_flight[ticket.holder] -= 1
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
-            self.slots.move(ticket.slot_id, _after_use(is_kept))
+            self.slots.move(ticket.place, _after_use(is_kept))
             return
         ticket.is_kept = is_kept
         ticket.answer = answer
-        self.slots.move(ticket.slot_id, SlotState.FULL)
+        self.slots.move(ticket.place, SlotState.FULL)
         if not self._in_order:
             self._arrived.append(ticket)
 
@@ -160,9 +236,9 @@ class Scheduler:
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
         self._answer(ticket, None, is_kept=is_kept)
-        if not self._active[ticket.worker_id]:
+        if not self._active[ticket.holder]:
             return False
-        self._active[ticket.worker_id] = False
+        self._active[ticket.holder] = False
         for other in self._tickets.values():
             if other.worker_id == ticket.worker_id and other.answer is None:
                 other.is_dropped = True
@@ -183,7 +259,8 @@ class Scheduler:
             at_work: The ticket of this epoch that it was loading; None if there was none.
 
         Returns:
-            The tickets that its replacement is to be sent, in order; None if there is none.
+            The tickets that its replacement is to be sent, in order; None if there is none. Where
+            any worker will do, those that it had not begun wait for one again, at their place.
         """
         unanswered = [
             ticket
@@ -195,6 +272,8 @@ class Scheduler:
             culprit.kill_count += 1
         if self._restarts_left == 0 or (culprit is not None and culprit.kill_count > 1):
             self._deaths[worker_id] = death
+            if self.any_worker and all(ticket.is_dropped for ticket in unanswered):
+                self._untold.append(worker_id)
             for ticket in unanswered:
                 self._answer(ticket, death)
             return None
@@ -202,7 +281,23 @@ class Scheduler:
         for ticket in unanswered:
             if ticket.is_dropped:
                 self._answer(ticket, None)
+            elif self.any_worker and ticket is not culprit:
+                self._take_back(ticket)
+        self._absent.add(worker_id)
         return self.wanted_of(worker_id)
+
+    def _take_back(self, ticket: Ticket) -> None:
+        """A lost worker had not begun a ticket: it waits for another one."""
+        self._in_flight[ticket.holder] -= 1
+        self.slots.move(ticket.place, SlotState.FREE)
+        ticket.worker_id = ticket.slot_id = None
+        younger = [other for other in self._waiting if other.seq > ticket.seq]
+        older = [other for other in self._waiting if other.seq < ticket.seq]
+        self._waiting = collections.deque([*older, ticket, *younger])
+
+    def worker_replaced(self, worker_id: int) -> None:
+        """A new worker is there in place of a lost one."""
+        self._absent.discard(worker_id)
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
         """The tickets whose answer a worker owes, but for those that nobody wants; in order."""
@@ -218,8 +313,8 @@ class Scheduler:
         return list(self._deaths)
 
     def slot_of(self, seq: int) -> int:
-        """The slot of a ticket in flight."""
-        return self._tickets[seq].slot_id
+        """The slot of a ticket that a worker has."""
+        return self._tickets[seq].place
 
     def slot_returned(self, slot_id: int, *, clean: bool) -> bool:
         """A lease has died.
@@ -293,25 +388,30 @@ class Scheduler:
 
     def delivered(self, ticket: Ticket, state: SlotState) -> None:
         """A ticket's batch has been built: its slot is LENT, FREE or RETIRED now."""
-        self.slots.move(ticket.slot_id, state)
+        self.slots.move(ticket.place, state)
 
     # Epochs ------------------------------------------------------------------------------
 
     def end_epoch(self) -> list[int]:
         """Give up what is in flight: slots of answers that are here are freed, others will be (I6).
 
+        Tickets that wait for a worker are gone at once.
+
         Returns:
             Slots that were retired instead, since their workers keep looking at them.
         """
         retired = []
         for ticket in list(self._tickets.values()):
-            if ticket.answer is None:
+            if ticket.worker_id is None:
+                del self._tickets[ticket.seq]
+            elif ticket.answer is None:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self.slots.move(ticket.slot_id, _after_use(ticket.is_kept))
+                self.slots.move(ticket.place, _after_use(ticket.is_kept))
                 if ticket.is_kept:
-                    retired.append(ticket.slot_id)
+                    retired.append(ticket.place)
+        self._waiting.clear()
         self._arrived.clear()
         return retired
 
@@ -328,11 +428,12 @@ class Scheduler:
         self._restarts_left = self._restart_limit
         self._next_seq = self._next_delivery = 0
         self._active = [True] * len(self._active)
+        self._untold.clear()
         self._router.restart()
 
     def _in_work(self, seq: int, epoch: int) -> Ticket:
         """The ticket of an answer."""
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is None or ticket.answer is not None:
+        if ticket is None or ticket.answer is not None or ticket.worker_id is None:
             raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
         return ticket

@@ -49,7 +49,7 @@ class Sender:
             OSError: If there are no descriptors left for its slot, or no address space.
             SharedMemoryError: If there is no memory for its slot.
         """
-        worker_id, slot_id = ticket.worker_id, ticket.slot_id
+        worker_id, slot_id = ticket.holder, ticket.place
         if slot_id not in self._mapped[worker_id]:
             self._introduce(worker_id, slot_id)
         try:
@@ -109,15 +109,15 @@ class Sender:
 
     def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
         """Put a long index list into the ticket's slot."""
-        slot = self._arena[ticket.slot_id]
+        slot = self._arena[ticket.place]
         if len(body) > slot.nbytes:
             raise SharedMemoryError(
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
                 f"{slot.nbytes}: raise shm_size or lower batch_size."
             )
-        self._arena.grow(ticket.slot_id, len(body))
+        self._arena.grow(ticket.place, len(body))
         slot.mapping[: len(body)] = body
-        self._arena.note_use(ticket.slot_id, len(body))
+        self._arena.note_use(ticket.place, len(body))
         return Spilled(0, len(body))
 
     def retire(self, slot_id: int) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
 )
+from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
@@ -303,11 +304,14 @@ class DataLoader(ResumableLoader[_T_co]):
         if not self.thread_pool:
             super().check_worker_number_rationality()
 
+    @property
+    def _any_worker_will_do(self) -> bool:
+        """Whether a batch need not come from a certain worker, and there are several."""
+        may = not self.in_order or self._sample_seed is not None
+        return may and self.num_workers > 1 and self._dataset_kind == _DatasetKind.Map
+
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False
-
-    #: What is drawn in place of torch's samplers, where there is a seed.
-    _plan: StepPlan | PlacedStreams | None = None
 
     def _make_plan(
         self,

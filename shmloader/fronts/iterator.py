@@ -39,6 +39,7 @@ from shmloader.sampling.streams import kept
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage, pin_batch
+from shmloader.stages.plain import PlainStage
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
@@ -354,6 +355,8 @@ class EngineIterator(_BaseDataLoaderIter):
             # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
             self._source: EngineBase | StageThread = self._engine
+            if stage is None and self._engine.any_worker:
+                stage = PlainStage()
             if stage is None:
                 end = self._make_end()
             else:
@@ -513,6 +516,7 @@ class WorkerIterator(EngineIterator):
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
+            any_worker=loader._any_worker_will_do,
             locker=locker,
             demand=demand,
             watch=watch,

@@ -128,11 +128,21 @@ class Room:
         self._places = collections.deque([None] * count)
         self._bell = Bell()
 
+    def is_there(self) -> bool:
+        """Whether one is there."""
+        return bool(self._places)
+
+    def take_now(self) -> bool:
+        """Take one, if one is there; whether it was."""
+        if not self._places:
+            return False
+        self._places.pop()
+        return True
+
     def take(self) -> None:
         """Take one; waits."""
-        while not self._places:
+        while not self.take_now():
             self._bell.wait()
-        self._places.pop()
 
     def give(self) -> None:
         """Give one back; from any thread."""

@@ -12,6 +12,10 @@ The sampler is drawn on the user's thread alone, one ticket for each batch that 
 main process's random streams are used as torch uses them. A worker that is replaced is started
 there as well: a fork copies the thread that makes it, and the user's is the one that forked the
 others.
+
+An engine whose tickets wait for whichever worker is idle has such a thread without a stage, too
+(:mod:`shmloader.stages.plain`): workers get further tasks while the user's thread is elsewhere.
+There the thread stays in ``next_batch`` while nobody takes its batches, rather than wait outside.
 """
 
 import functools
@@ -74,6 +78,7 @@ class _Thread(Parkable):
         self._call: Call | None = None
         self.results = Results()
         self.room = Room(stage.ahead) if stage.ahead else None
+        self._stays_inside = engine.any_worker
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
         self.inbox = Inbox(engine.wake, functools.partial(self.results.put, Wish.TICKET))
@@ -131,15 +136,21 @@ class _Thread(Parkable):
 
     def _take_one(self) -> bool:
         """One batch; whether there may be a further one."""
-        if self.room is not None:
-            with self.resting():
-                self.room.take()
+        if not self._stays_inside:
+            self._take_room()
         self._pause()
         result = self._next_result()
+        if self._stays_inside:
+            self._take_room()
         self.results.put(result)
         is_last = type(result) is Raised and result.is_last
         del result  # an exception's traceback holds this frame
         return not is_last
+
+    def _take_room(self) -> None:
+        if self.room is not None and not self.room.take_now():
+            with self.resting():
+                self.room.take()
 
     def _next_result(self) -> Ready | Raised:
         try:
@@ -167,7 +178,10 @@ class _Thread(Parkable):
 
     def attach(self) -> None:
         """Have the engine work for this thread from now on."""
-        self._engine.attach(self.inbox, self._pause, self._have_done)
+        if self.room is None or not self._stays_inside:
+            self._engine.attach(self.inbox, self._pause, self._have_done)
+        else:
+            self._engine.attach(self.inbox, self._pause, self._have_done, self.room.is_there)
 
     def _pause(self) -> None:
         """Between two of the engine's steps: no lock is held."""
@@ -317,6 +331,7 @@ class StageThread:
         if thread is None:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
+        self._check_process()  # what is ready here would be given in the child as well
         self.has_delivered = False
         self.receipt = None
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
@@ -353,7 +368,7 @@ class StageThread:
         if thread.room is not None:
             thread.room.give()
         self._tickets_out -= 1
-        self._draw_one(thread)
+        self._draw_one(thread)  # which wakes the engine
         self.receipt = result.receipt
         if isinstance(result, Ready):
             return self._stage.hand_over(result.result)
@@ -412,6 +427,8 @@ class StageThread:
         except BaseException as error:
             if self._tickets_out == 0:
                 thread.inbox.end()
+            else:
+                thread.wake()
             if isinstance(error, Exception):
                 # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
                 self._is_taking = False

@@ -137,6 +137,7 @@ class ProcessPool:
         self._groups = control_groups(Path("/" if demand is None else demand.root))
         self._oom_kills_before = oom_kills(self._groups)
         self._waker: _Waker | None = None
+        self._is_woken = False
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         _Pools.live.add(self)
@@ -283,7 +284,9 @@ class ProcessPool:
     def wake(self) -> None:
         """Let ``wait`` return, now or the next time. From any thread; nothing after ``close``."""
         waker = self._waker
-        if waker is not None:
+        self._is_woken = True
+        # Looked at in the other order by `wait`: one of the two sees what the other has set.
+        if waker is not None and self.is_waiting:
             with contextlib.suppress(BlockingIOError):  # it is full: nobody has looked for long
                 os.eventfd_write(waker.fd, 1)
 
@@ -301,8 +304,10 @@ class ProcessPool:
         if self._is_closed:
             return []
         self.is_waiting = True
+        if self._is_woken:
+            timeout_s = 0
         events = self._poll.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000)))
-        self.is_waiting = False
+        self.is_waiting = self._is_woken = False
         if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
                 # The interpreter ends. Such a thread is not to be told anything any more.

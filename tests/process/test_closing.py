@@ -139,8 +139,9 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
     next(batches)
     if workers:
         engine = batches._engine
-        # All answers that can be here are here.
-        wait_until(lambda: _take_all(engine) == 4 * workers)
+        # All answers that can be here are here; a thread of the engine's has built one batch.
+        built = 1 if engine.any_worker else 0
+        wait_until(lambda: _take_all(engine) == 4 * workers - built)
     loader.close()
     for _ in range(20):
         with pytest.raises(ClosedLoaderError):
@@ -148,8 +149,9 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
 
 
 def _take_all(engine: Any) -> int:
-    for worker_id, data in engine._pool.wait(0):
-        engine._take(worker_id, data)
+    if not engine.any_worker:  # else a thread does
+        for worker_id, data in engine._pool.wait(0):
+            engine._take(worker_id, data)
     return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)
 
 

@@ -1,10 +1,10 @@
-"""Which worker gets a ticket: torch's two rules."""
+"""Which worker gets a ticket: torch's two rules, and that any will do."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.engine.routing import Router
+from shmloader.engine.routing import Pace, Router, pick_idle
 
 
 @pytest.mark.parametrize("worker_count", [1, 2, 3, 5, 8])
@@ -73,3 +73,45 @@ def test_in_any_order_no_worker_ever_has_more_than_its_share(worker_count, prefe
         picked = router.pick([True] * worker_count, load)
         assert picked == answering, "the only one below its share"
         load[picked] += 1
+
+
+@pytest.mark.parametrize(
+    ("candidates", "in_flight", "limit", "picked"),
+    [
+        ([0, 1, 2], [0, 0, 0], 1, 0),
+        ([0, 1, 2], [1, 0, 0], 1, 1),
+        ([0, 2], [1, 0, 0], 1, 2),
+        ([0, 1, 2], [1, 1, 1], 1, None),
+        ([0, 1, 2], [1, 1, 1], 2, 0),
+        ([0, 1, 2], [2, 1, 0], 2, 2),
+        ([0, 1, 2], [2, 2, 2], 2, None),
+        ([], [0, 0, 0], 2, None),
+    ],
+)
+def test_any_worker_is_the_one_with_the_fewest_tasks(candidates, in_flight, limit, picked):
+    assert pick_idle(candidates, in_flight, limit) == picked
+
+
+def test_a_worker_holds_one_task_until_batches_are_known_to_be_short():
+    pace = Pace()
+    assert pace.task_limit == 1
+    pace.note(100e-6)
+    assert pace.task_limit == 2
+
+
+def test_a_slow_batch_among_short_ones_leaves_one_task_for_a_while():
+    pace = Pace()
+    limits = []
+    for elapsed_s in [*[300e-6] * 20, 60e-3, *[300e-6] * 60]:
+        pace.note(elapsed_s)
+        limits.append(pace.task_limit)
+    shy = limits.count(1)
+    assert limits == [2] * 20 + [1] * shy + [2] * (61 - shy)
+    assert 10 < shy < 50
+
+
+def test_long_batches_leave_one_task():
+    pace = Pace()
+    for _ in range(50):
+        pace.note(10e-3)
+    assert pace.task_limit == 1

@@ -37,8 +37,8 @@ class Known:
     """A ticket as the model sees it."""
 
     seq: int
-    worker_id: int
-    slot_id: int
+    worker_id: int | None
+    slot_id: int | None
     state: str = WAITING
     answer: Answer | None = None
     kills: int = 0
@@ -58,17 +58,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_order=st.booleans(),
         epoch_length=st.none() | st.integers(0, 30),
         restart_limit=st.sampled_from([0, 1, 3]),
+        any_worker=st.booleans(),
     )
-    def begin(self, worker_count, window, lend_limit, in_order, epoch_length, restart_limit):
+    def begin(
+        self, worker_count, window, lend_limit, in_order, epoch_length, restart_limit, any_worker
+    ):
         self.worker_count = worker_count
         self.window = window
         self.lend_limit = lend_limit
         self.in_order = in_order
         self.epoch_length = epoch_length
         self.scheduler = Scheduler(
-            worker_count, window, lend_limit, in_order=in_order, restart_limit=restart_limit
-        )
+            worker_count, window, lend_limit, in_order=in_order, restart_limit=restart_limit,
+            any_worker=any_worker,
+        )  # fmt: skip
+        self.any_worker = any_worker
         self.restart_limit = restart_limit
+        self.is_absent = [False] * worker_count  # dead, and to be replaced
         self.queues: list[collections.deque[Known]] = [
             collections.deque() for _ in range(worker_count)
         ]
@@ -92,6 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived: list[int] = []
         self.delivered: list[int] = []
         self.lost_to_stream_ends: set[int] = set()
+        self.waiting: list[Known] = []  # for a worker
+        self.untold: list[int] = []  # died for good, and had no ticket to tell it by
 
     # What the engine and the workers do ---------------------------------------------------
 
@@ -115,6 +123,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.offer()
 
     def _note_offered(self, ticket: Ticket | None, indices: object):
+        if self.any_worker:
+            assert (ticket.seq, ticket.worker_id, ticket.slot_id) == (self.offered, None, None)
+            assert ticket.indices is indices
+            self.offered += 1
+            known = self.tickets[ticket.seq] = Known(ticket.seq, None, None)
+            self.waiting.append(known)
+            self._assign()
+            return
         if all(self.is_passed_over):
             assert ticket is None, "no worker has a stream, and yet a ticket was taken"
             return
@@ -145,6 +161,60 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert ticket.answer is None, "an answer that nobody gave"
             self.queues[ticket.worker_id].append(known)
 
+    def _assign(self):
+        """What the engine does after each event: send what a worker has room for."""
+        while (ticket := self.scheduler.assign()) is not None:
+            while self.waiting and self.waiting[0].seq != ticket.seq:
+                self._tell_of_a_death()
+            assert self.waiting, "a ticket is given out that does not wait"
+            known = self.waiting.pop(0)
+            loads = {w: len(self.queues[w]) for w in self._present()}
+            assert not self.untold, "a death that nobody is told of"
+            assert loads[ticket.worker_id] == min(loads.values()), "another worker had more room"
+            assert loads[ticket.worker_id] < self.scheduler.task_limit, "a worker has no room"
+            assert ticket.answer is None
+            assert ticket.slot_id not in self._held(), "I1: the slot of a task has a holder"
+            assert ticket.slot_id not in self.retired, "I9: a retired slot is filled again"
+            known.worker_id, known.slot_id = ticket.worker_id, ticket.slot_id
+            self.known_slots.add(ticket.slot_id)
+            self.queues[ticket.worker_id].append(known)
+        while self.waiting and (self.untold or all(self.is_dead)):
+            self._tell_of_a_death()
+
+    def _tell_of_a_death(self):
+        """The oldest ticket that waits has been answered by a death."""
+        known = self.waiting.pop(0)
+        ticket = next(ticket for ticket in self.scheduler.tickets if ticket.seq == known.seq)
+        if self.untold:
+            assert ticket.worker_id == self.untold.pop(0), "a death was not told"
+        else:
+            assert all(self.is_dead), "a death was told though somebody could load the batch"
+        assert ticket.answer is self.deaths[ticket.worker_id], "the death of another worker"
+        known.worker_id, known.slot_id = ticket.worker_id, ticket.slot_id
+        self.known_slots.add(ticket.slot_id)
+        self._note_answer(known, ticket.answer)
+
+    def _present(self):
+        return [
+            worker_id
+            for worker_id in range(self.worker_count)
+            if not self.is_dead[worker_id] and not self.is_absent[worker_id]
+        ]
+
+    @precondition(lambda self: self.any_worker)
+    @rule(limit=st.integers(1, 2))
+    def batches_become_shorter_or_longer(self, limit):
+        self.scheduler.task_limit = limit
+        self._assign()
+
+    @precondition(lambda self: any(self.is_absent))
+    @rule()
+    def a_replacement_starts(self):
+        worker_id = self.is_absent.index(True)
+        self.is_absent[worker_id] = False
+        self.scheduler.worker_replaced(worker_id)
+        self._assign()
+
     def _note_answer(self, known: Known, answer: object):
         known.state = ANSWERED
         known.answer = answer
@@ -155,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [
             worker_id
             for worker_id, queue in enumerate(self.queues)
-            if queue and not self.is_dead[worker_id]
+            if queue and worker_id in self._present()
         ]
 
     @precondition(lambda self: self._busy())
@@ -163,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def answer(self, data, kind):
         self._answer(data.draw(st.sampled_from(self._busy())), kind)
 
-    @precondition(lambda self: self._busy())
+    @precondition(lambda self: not self.any_worker and self._busy())
     @rule(data=st.data(), happens=RARELY)
     def stream_end(self, data, happens):
         if not happens:
@@ -186,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert not ticket.is_dropped, "nothing lost: a wanted answer was dropped"
             self._note_answer(known, answer)
+        self._assign()
 
     def _answer_end(self, worker_id, known):
         wants_another = self.scheduler.stream_ended(known.seq, self.epoch)
@@ -214,14 +285,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.unsent.append(queue.pop())
         self.the_user_breaks_off(happens=True)
 
-    @precondition(lambda self: not all(self.is_dead))
+    @precondition(lambda self: self._present())
     @rule(data=st.data(), happens=RARELY)
     def worker_dies(self, data, happens):
         """It was loading the first ticket that it has, or was just about to."""
         if not happens:
             return
-        living = [worker_id for worker_id, dead in enumerate(self.is_dead) if not dead]
-        worker_id = data.draw(st.sampled_from(living))
+        worker_id = data.draw(st.sampled_from(self._present()))
         queue = self.queues[worker_id]
         at_work = queue[0] if queue and data.draw(st.booleans()) else None
         if at_work is not None:
@@ -232,10 +302,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (again is not None) == is_replaced, "a restart too many, or too few"
         if is_replaced:
             self.restarts += 1
-            self._note_restart(worker_id, again)
+            self._note_restart(worker_id, again, at_work)
             return
         self.is_dead[worker_id] = True
         assert self.scheduler.deaths[worker_id] is death
+        unsent = [known for known in self.unsent if known.worker_id == worker_id]
+        if not any(known.state == WAITING for known in [*queue, *unsent]):
+            self.untold.append(worker_id)
         for known in queue:
             if known.state == WAITING:
                 self._note_answer(known, death)
@@ -245,12 +318,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         for known in [known for known in self.unsent if known.worker_id == worker_id]:
             self.unsent.remove(known)
             del self.tickets[known.seq]
+        self._assign()
 
-    def _note_restart(self, worker_id, again):
-        """The new worker is sent what the old one had, but for what nobody wants."""
+    def _note_restart(self, worker_id, again, at_work):
+        """The new worker is sent what the old one had, but for what nobody wants.
+
+        Where any worker will do, only what the old one had begun: the rest waits for whoever has
+        room.
+        """
         assert self.scheduler.deaths[worker_id] is None
         queue = self.queues[worker_id]
         wanted = [known for known in queue if known.state == WAITING]
+        if self.any_worker:
+            for known in [known for known in wanted if known is not at_work]:
+                wanted.remove(known)
+                queue.remove(known)
+                known.worker_id = known.slot_id = None
+                self.waiting.append(known)
+            self.waiting.sort(key=lambda known: known.seq)
         assert [ticket.seq for ticket in again] == [known.seq for known in wanted]
         assert [ticket.slot_id for ticket in again] == [known.slot_id for known in wanted]
         for known in [*queue, *self.unsent]:
@@ -258,6 +343,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 del self.tickets[known.seq]
         self.unsent = [known for known in self.unsent if known.worker_id != worker_id]
         self.queues[worker_id] = collections.deque(wanted)
+        self.is_absent[worker_id] = True
+        if not self.any_worker:
+            self.a_replacement_starts()
+        self._assign()
 
     def _expected(self) -> Known | None:
         """The ticket that is to be delivered next, if its answer is here."""
@@ -320,8 +409,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.end_epoch()
         self.is_running = False
         self.arrived.clear()
+        self.waiting.clear()
         for known in list(self.tickets.values()):
-            if known.state == ANSWERED:
+            if known.state == ANSWERED or known.worker_id is None:
                 del self.tickets[known.seq]
             else:
                 known.state = ABANDONED
@@ -329,6 +419,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_running)
     @rule()
     def all_answer_and_the_next_epoch_starts(self):
+        while any(self.is_absent):
+            self.a_replacement_starts()
         while busy := self._busy():
             self._answer(busy[0], "batch")
         self.scheduler.start_epoch()
@@ -399,6 +491,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert ticket is not None, "I5: no slot or no worker for a ticket"
 
     @invariant()
+    def i5_no_ticket_waits_for_a_worker_that_has_room(self):
+        if self.waiting:
+            assert not self.untold
+            assert not all(self.is_dead), "I5: a ticket waits for nobody"
+            least = min((len(self.queues[w]) for w in self._present()), default=99)
+            assert least >= self.scheduler.task_limit, "I5: a worker idles, and a ticket waits"
+
+    @invariant()
     def i7_nothing_is_lost_and_nothing_comes_twice(self):
         scheduler = self.scheduler
         assert [t.seq for t in scheduler.tickets] == list(self.tickets), "nothing lost: in flight"
@@ -420,12 +520,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def slot_of_names_the_slot_of_each_ticket(self):
         for known in self.tickets.values():
+            if known.worker_id is None:
+                assert known in self.waiting
+                continue
             assert self.scheduler.slot_of(known.seq) == known.slot_id
 
     def teardown(self):
         """Let everything end: all that was wanted comes, and all slots come back."""
         if not hasattr(self, "scheduler"):
             return
+        while any(self.is_absent):
+            self.a_replacement_starts()
         while busy := self._busy():
             self._answer(busy[-1], "batch")
         while self._expected() is not None:
@@ -660,3 +765,133 @@ def test_more_tickets_than_the_window_are_an_internal_error():
     offered(subject, 2)
     with pytest.raises(InternalError, match="I5"):
         subject.offer([2])
+
+
+def taken(subject: Scheduler) -> list[tuple[int, int]]:
+    """Tickets that get a worker now, each with it."""
+    return [(ticket.seq, ticket.worker_id) for ticket in iter(subject.assign, None)]
+
+
+def idle_takes_oldest(window=6, restart_limit=0, *, in_order=True) -> Scheduler:
+    """Two workers and a full window."""
+    subject = Scheduler(
+        2, window, 2, in_order=in_order, restart_limit=restart_limit, any_worker=True
+    )
+    offered(subject, window)
+    return subject
+
+
+def test_where_any_worker_will_do_an_idle_one_takes_the_oldest_ticket():
+    subject = idle_takes_oldest()
+    assert taken(subject) == [(0, 0), (1, 1)]
+    for seq in range(1, 5):  # ticket 0 is a slow one
+        assert subject.answered(seq, 0, "batch").worker_id == 1
+        assert taken(subject) == [(seq + 1, 1)]
+        assert subject.take_next() is None
+    subject.answered(0, 0, "batch")
+    assert [subject.take_next().seq for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_where_any_worker_will_do_in_any_order_the_slow_batch_comes_last():
+    subject = idle_takes_oldest(in_order=False)
+    for seq in range(1, 6):
+        taken(subject)
+        subject.answered(seq, 0, "batch")
+        assert subject.take_next().seq == seq
+    subject.answered(0, 0, "batch")
+    assert subject.take_next().seq == 0
+
+
+def test_a_ticket_that_waits_for_a_worker_has_no_slot():
+    subject = idle_takes_oldest()
+    taken(subject)
+    assert len(subject.slots.states) == 2
+
+
+def test_while_batches_are_short_a_worker_holds_two():
+    subject = idle_takes_oldest()
+    assert taken(subject) == [(0, 0), (1, 1)]
+    subject.task_limit = 2
+    assert taken(subject) == [(2, 0), (3, 1)]
+    subject.task_limit = 1
+    subject.answered(0, 0, "batch")
+    assert taken(subject) == []
+
+
+def test_where_any_worker_will_do_a_lost_one_keeps_what_it_had_begun_and_no_more():
+    subject = idle_takes_oldest(restart_limit=1)
+    subject.task_limit = 2
+    taken(subject)
+    subject.answered(1, 0, "batch")
+    assert taken(subject) == [(4, 1)]
+    assert [ticket.seq for ticket in subject.worker_lost(0, "death", at_work=0)] == [0]
+    subject.answered(3, 0, "batch")
+    assert taken(subject) == [(2, 1)], "what it had not begun comes before what is younger"
+    subject.worker_replaced(0)
+    assert taken(subject) == [(5, 0)]
+
+
+def test_the_replacement_gets_nothing_before_it_is_there():
+    subject = idle_takes_oldest(restart_limit=1)
+    taken(subject)
+    assert subject.worker_lost(0, "death") == []
+    assert taken(subject) == []
+    subject.worker_replaced(0)
+    assert taken(subject) == [(0, 0)]
+
+
+def test_where_any_worker_will_do_a_death_is_told_at_the_place_of_what_it_had():
+    subject = idle_takes_oldest()
+    taken(subject)
+    subject.worker_lost(0, "death", at_work=0)
+    subject.answered(1, 0, "batch")
+    assert taken(subject) == [(2, 1)]
+    assert [subject.take_next().answer for _ in range(2)] == ["death", "batch"]
+
+
+def test_the_death_of_an_idle_worker_is_told_at_the_place_of_the_next_ticket():
+    subject = Scheduler(2, 4, 2, in_order=True, any_worker=True)
+    subject.worker_lost(1, "death")
+    offered(subject, 3)
+    assert taken(subject) == [(1, 0)]
+    assert subject.take_next().answer == "death"
+    subject.answered(1, 0, "batch")
+    assert taken(subject) == [(2, 0)], "it is told once"
+
+
+def test_where_no_worker_is_left_no_ticket_waits_for_one():
+    subject = idle_takes_oldest()
+    taken(subject)
+    for worker_id in range(2):
+        subject.worker_lost(worker_id, f"death {worker_id}", at_work=worker_id)
+    assert taken(subject) == []
+    answers = [subject.take_next().answer for _ in range(6)]
+    assert answers[:2] == ["death 0", "death 1"]
+    assert set(answers[2:]) == {"death 0"}
+
+
+def test_tickets_that_wait_for_a_worker_are_gone_with_their_epoch():
+    subject = idle_takes_oldest()
+    taken(subject)
+    subject.end_epoch()
+    assert [ticket.seq for ticket in subject.tickets] == [0, 1]
+    subject.answered(0, 0, "old")
+    assert taken(subject) == []
+    subject.answered(1, 0, "old")
+    subject.start_epoch()
+    assert subject.is_exhausted
+    offered(subject, 2)
+    assert taken(subject) == [(0, 0), (1, 1)]
+
+
+def test_more_tickets_than_the_window_cannot_wait():
+    subject = idle_takes_oldest(window=3)
+    with pytest.raises(InternalError, match="I4"):
+        subject.offer([3])
+
+
+def test_an_answer_for_a_ticket_that_waits_is_an_internal_error():
+    subject = idle_takes_oldest()
+    taken(subject)
+    with pytest.raises(InternalError, match="ticket 2 of epoch 0"):
+        subject.answered(2, 0, "batch")

@@ -1,0 +1,495 @@
+"""Where any worker will do, an idle one takes the oldest ticket, also while the user trains."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader.engine import routing
+from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
+
+
+class AnyWorker(DataLoader):
+    """A loader whose batches do not depend on the worker, as with random streams per sample."""
+
+    _any_worker_will_do = True
+
+
+def make(function, length, **options):
+    defaults = {"num_workers": 2, "prefetch_factor": 4, "collate_fn": only}
+    return AnyWorker(Calls(function, length), **{**defaults, **options})
+
+
+@pytest.fixture(autouse=True)
+def one_task(monkeypatch) -> None:
+    """A worker holds one task, however short the batches are."""
+    monkeypatch.setattr(routing, "_SHORT_S", 0.0)
+
+
+class Loads:
+    """How often each index was loaded, and by whom last; seen by workers and the test alike."""
+
+    def __init__(self, length: int) -> None:
+        self.counts = multiprocessing.RawArray("i", length)
+        self.pids = multiprocessing.RawArray("i", length)
+
+    def note(self, index: int) -> None:
+        self.counts[index] += 1
+        self.pids[index] = os.getpid()
+
+    @property
+    def begun(self) -> list[int]:
+        return [index for index, count in enumerate(self.counts) if count]
+
+
+def large(index: int) -> torch.Tensor:
+    return torch.full((17_000,), index, dtype=torch.int32)  # lent, not copied out
+
+
+# Who gets what ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_one_slow_sample_holds_up_nobody(in_order) -> None:
+    gate, loads = Gate(), Loads(20)
+
+    def sample(index):
+        loads.note(index)
+        if index == 0:
+            gate.pass_through()
+        return index
+
+    batches = iter(make(sample, 20, in_order=in_order))
+    wait_until(lambda: len(loads.begun) == 8)  # the whole window
+    slow, *others = loads.pids[:8]
+    assert slow not in others
+    assert len(set(others)) == 1
+    if not in_order:
+        assert [next(batches) for _ in range(19)] == list(range(1, 20))
+        gate.open()
+        assert list(batches) == [0]
+    else:
+        gate.open()
+        assert list(batches) == list(range(20))
+    assert list(loads.counts) == [1] * 20
+    gate.close()
+
+
+def test_while_batches_are_short_one_more_waits_behind_a_slow_one(monkeypatch) -> None:
+    monkeypatch.setattr(routing, "_SHORT_S", 1e9)
+    gate, loads = Gate(), Loads(20)
+
+    def sample(index):
+        loads.note(index)
+        if index == 0:
+            gate.pass_through()
+        return index
+
+    batches = iter(make(sample, 20))
+    wait_until(lambda: len(loads.begun) == 7)
+    scheduler = batches._engine._scheduler
+    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
+    gate.open()
+    assert list(batches) == list(range(20))
+    gate.close()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
+    loads = Loads(40)
+
+    def sample(index):
+        loads.note(index)
+        return large(index)
+
+    batches = iter(make(sample, 40, in_order=in_order))
+    wait_until(lambda: loads.begun == list(range(8)))
+    seen = [int(next(batches)[0])]
+    wait_until(lambda: loads.begun == list(range(9)))
+    scheduler = batches._engine._scheduler
+    wait_until(lambda: sum(ticket.answer is not None for ticket in scheduler.tickets) == 7)
+    assert scheduler.slots.lent_count == 1, "one batch is built ahead, and no more"
+    seen.extend(int(batch[0]) for batch in batches)
+    assert sorted(seen) == list(range(40))
+    assert not in_order or seen == sorted(seen)
+
+
+def test_what_is_kept_is_lent_four_times_and_then_copied() -> None:
+    loader = make(large, 20)
+    kept = list(loader)
+    assert [set(batch.tolist()) for batch in kept] == [{index} for index in range(20)]
+    loader.close()
+    assert [int(batch[-1]) for batch in kept] == list(range(20))
+
+
+def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
+    gate = Gate()
+    dataset = Calls(lambda index: gate.pass_through(), 4)
+    with DataLoader(dataset, num_workers=1, collate_fn=only) as loader:
+        batches = iter(loader)
+        pool = batches._pool
+        pool.enable_wake()
+        pool.wake()
+        began = time.monotonic()
+        assert pool.wait(20) == []
+        assert time.monotonic() - began < 10
+        gate.open(4)
+        assert len(list(batches)) == 4
+    gate.close()
+
+
+def test_round_robin_has_no_thread() -> None:
+    loaders = [
+        DataLoader(Calls(int, 8), num_workers=2),
+        DataLoader(Calls(int, 8), num_workers=1, in_order=False),
+    ]
+    iterators = [iter(loader) for loader in loaders]
+    names = [thread.name for thread in threading.enumerate()]
+    assert "shmloader_engine" not in names
+    iterators.append(iter(DataLoader(Calls(int, 8), num_workers=2, in_order=False)))
+    assert "shmloader_engine" in [thread.name for thread in threading.enumerate()]
+    for iterator in iterators:
+        assert len(list(iterator)) == 8
+
+
+def test_an_error_comes_at_its_place_and_the_rest_goes_on() -> None:
+    def sample(index):
+        if index in (3, 4):
+            raise KeyError(index)
+        return index
+
+    batches, seen = iter(make(sample, 12)), []
+    while (one := next_or_error(batches)) is not None:
+        seen.append(one)
+    assert seen == [0, 1, 2, KeyError, KeyError, 5, 6, 7, 8, 9, 10, 11]
+
+
+def next_or_error(batches):
+    try:
+        return next(batches, None)
+    except Exception as error:
+        return type(error)
+
+
+def test_a_batch_of_which_nothing_is_left_is_made_good_by_a_further_ticket() -> None:
+    def sample(index):
+        if index % 3 == 0:
+            raise ValueError(index)
+        return index
+
+    loader = make(sample, 30, on_error="skip")
+    assert list(loader) == [index for index in range(30) if index % 3]
+    assert loader.failures.total == 10
+
+
+# Deaths -----------------------------------------------------------------------------------
+
+
+def dying(at, switch, gate=None):
+    """Index `at` kills its worker for as long as the switch is on."""
+
+    def sample(index):
+        if index == at and switch:
+            if gate is not None:
+                gate.pass_through()
+            os._exit(3)
+        return index
+
+    return sample
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
+    in_order, caplog
+) -> None:
+    switch, gate, loads = Switch(is_on=True), Gate(), Loads(20)
+    die = dying(0, switch, gate)
+
+    def sample(index):
+        loads.note(index)
+        return die(index)
+
+    loader = make(sample, 20, worker_restarts=1, in_order=in_order)
+    batches = iter(loader)
+    wait_until(lambda: len(loads.begun) == 8)
+    gate.open()
+    wait_for_end(loads.pids[0])
+    switch.turn(on=False)
+    seen = list(batches)
+    assert sorted(seen) == list(range(20))
+    assert not in_order or seen == sorted(seen)
+    assert list(loads.counts) == [2] + [1] * 19
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "shmloader"]
+    assert "takes the place of worker 0 and loads again what it had in work: batch 0" in text
+    gate.close()
+
+
+def test_what_waited_behind_the_batch_that_killed_goes_to_those_who_live(monkeypatch) -> None:
+    monkeypatch.setattr(routing, "_SHORT_S", 1e9)
+    switch, gate, loads = Switch(is_on=True), Gate(), Loads(20)
+    die = dying(0, switch, gate)
+
+    def sample(index):
+        loads.note(index)
+        return die(index)
+
+    loader = make(sample, 20, worker_restarts=1)
+    batches = iter(loader)
+    scheduler = batches._engine._scheduler
+    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
+    (behind,) = set(range(8)) - set(loads.begun)
+    killed, survivor = loads.pids[0], loads.pids[1]
+    gate.open()
+    wait_for_end(killed)
+    # The user's thread has not replaced anybody yet.
+    wait_until(lambda: loads.counts[behind] == 1)
+    assert loads.pids[behind] == survivor
+    switch.turn(on=False)
+    assert list(batches) == list(range(20))
+    gate.close()
+
+
+def test_without_restarts_a_death_raises_at_its_place_and_the_others_load_the_rest() -> None:
+    gate, loads = Gate(), Loads(20)
+    die = dying(2, Switch(is_on=True), gate)
+
+    def sample(index):
+        loads.note(index)
+        return die(index)
+
+    batches = iter(make(sample, 20))
+    wait_until(lambda: len(loads.begun) == 8)
+    pid = loads.pids[2]
+    gate.open()
+    wait_for_end(pid)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(WorkerDiedError, match=rf"\(pid {pid}\).*was loading batch 2 \(indices 2\)"):
+        next(batches)
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+    gate.close()
+
+
+def test_the_death_of_an_idle_worker_raises() -> None:
+    loads = Loads(20)
+
+    def sample(index):
+        loads.note(index)
+        return index
+
+    batches = iter(make(sample, 20))
+    wait_until(lambda: len(loads.begun) == 8)
+    wait_until(lambda: not any(map(batches._engine._scheduler.task_count, (0, 1))))
+    pid = batches._workers[1].pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    with pytest.raises(WorkerDiedError, match=rf"\(pid {pid}\) is killed by signal: Killed"):
+        list(batches)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_when_all_workers_die_nobody_waits(in_order) -> None:
+    batches = iter(make(lambda index: os._exit(3), 20, in_order=in_order))
+    for worker in batches._workers:
+        wait_for_end(worker.pid)
+    with pytest.raises(WorkerDiedError, match=r"was loading batch [01] "):
+        next(batches)
+
+
+def test_a_replacement_takes_its_part_of_the_rest() -> None:
+    """Both are lost and replaced, so that nobody else could."""
+    switches, loads = [Switch(is_on=True), Switch(is_on=True)], Loads(20)
+
+    def sample(index):
+        loads.note(index)
+        if index < 2 and switches[index]:
+            switches[index].turn(on=False)
+            os._exit(3)
+        return index
+
+    assert list(make(sample, 20, worker_restarts=2)) == list(range(20))
+    assert list(loads.counts) == [2, 2] + [1] * 18
+
+
+def test_a_batch_that_kills_twice_raises_at_its_place(caplog) -> None:
+    batches = iter(make(dying(5, Switch(is_on=True)), 20, worker_restarts=5))
+    seen = []
+    with pytest.raises(WorkerDiedError, match="This batch had killed a worker before"):
+        seen.extend(batches)
+    assert seen == [0, 1, 2, 3, 4]
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+# Ends and epochs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
+    loader = make(large, 30, persistent_workers=True, in_order=in_order)
+    pids = set()
+    for take in (30, 3, 0, 30, 1, 30):
+        batches = iter(loader)
+        pids |= {worker.pid for worker in batches._workers}
+        seen = [int(next(batches)[0]) for _ in range(take)]
+        if take == 30:
+            assert next(batches, None) is None
+            assert sorted(seen) == list(range(30))
+        assert not in_order or seen == list(range(take))
+    assert len(pids) == 2
+    loader.close()
+
+
+def test_tickets_without_a_worker_are_dropped_with_their_epoch() -> None:
+    gate, loads, epochs = Gate(), Loads(40), iter([range(20), range(20, 40)])
+
+    class Sampler:
+        def __iter__(self):
+            return iter(next(epochs))
+
+    def sample(index):
+        loads.note(index)
+        if index < 2:
+            gate.pass_through()
+        return index
+
+    loader = make(sample, 40, sampler=Sampler(), persistent_workers=True)
+    iter(loader)
+    wait_until(lambda: loads.begun == [0, 1])
+    gate.open(2)
+    assert list(loader) == list(range(20, 40))
+    # A worker may have been given a further one after its answer, before the epoch was left.
+    assert len([index for index in loads.begun if index < 20]) < 8
+    loader.close()
+    gate.close()
+
+
+def test_close_from_another_thread_ends_a_next_that_waits() -> None:
+    gate = Gate()
+
+    def sample(index):
+        gate.pass_through()
+        return index
+
+    loader = make(sample, 20)
+    batches = iter(loader)
+    closer = threading.Timer(0.1, loader.close)
+    closer.start()
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+    closer.join()
+    gate.close()
+
+
+def test_close_while_workers_load_and_nobody_asks() -> None:
+    with make(large, 1000) as loader:
+        batches = iter(loader)
+        assert int(next(batches)[0]) == 0
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+
+
+def test_an_iterator_that_is_dropped_ends_though_the_sampler_holds_the_loader() -> None:
+    class Sampler:
+        loader = None
+
+        def __iter__(self):
+            return iter(range(1000))
+
+    sampler = Sampler()
+    loader = sampler.loader = make(large, 1000, sampler=sampler, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    workers, seen = [worker.pid for worker in batches._workers], weakref.ref(batches)
+    del loader, batches, sampler
+    gc.collect()
+    assert seen() is None
+    for pid in workers:
+        wait_for_end(pid)
+
+
+def test_workers_are_forked_while_such_threads_run() -> None:
+    first = iter(make(large, 200))
+    seen = []
+    for _ in range(5):
+        seen.extend(int(next(first)[0]) for _ in range(3))
+        assert [int(batch[0]) for batch in make(large, 10)] == list(range(10))
+    seen.extend(int(batch[0]) for batch in first)
+    assert seen == list(range(200))
+
+
+def test_in_a_forked_child_the_iterator_belongs_to_another_process() -> None:
+    batches = iter(make(large, 40))
+    next(batches)
+    # One is ready: it would be given twice.
+    wait_until(lambda: batches._source.running.thread.results.first)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            next(batches)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [int(batch[0]) for batch in batches] == list(range(1, 40))
+
+
+# Timeouts and Ctrl-C ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_timeout_says_what_waits_for_a_worker(in_order) -> None:
+    gate, loads = Gate(), Loads(8)
+
+    def sample(index):
+        loads.note(index)
+        gate.pass_through()
+        return index
+
+    batches = iter(make(sample, 8, prefetch_factor=2, timeout=0.2, in_order=in_order))
+    wait_until(lambda: loads.begun == [0, 1])
+    with pytest.raises(LoaderTimeoutError) as raised:
+        next(batches)
+    head, *work = [line for line in str(raised.value).splitlines() if line[0] != " "]
+    assert "Batch 0 (indices 0) is with worker 0 (pid " in head
+    assert [line[:8] for line in work] == ["Worker 0", "Worker 1"]
+    for seq in (2, 3):
+        assert (f"Batch {seq} (indices {seq}) waits for a worker." in head) == (not in_order)
+    gate.open(8)
+    seen: list[int] = []
+    while len(seen) < 8:
+        with contextlib.suppress(LoaderTimeoutError):
+            seen.append(next(batches))
+    assert sorted(seen) == list(range(8))
+    gate.close()
+
+
+def test_a_ctrl_c_while_next_waits_loses_nothing() -> None:
+    gate, hold = Gate(), Switch(is_on=True)
+
+    def sample(index):
+        if index == 2 and hold:
+            gate.pass_through()
+        return index
+
+    batches = iter(make(sample, 20))
+    assert [next(batches), next(batches)] == [0, 1]
+    here = threading.get_ident()
+    timer = threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    timer.join()
+    hold.turn(on=False)
+    gate.open()
+    assert list(batches) == list(range(2, 20))
+    gate.close()
