@@ -308,6 +308,15 @@ def test_without_batching_a_sample_draws_as_in_a_batch(in_process) -> None:
         assert epoch == [sample for batch, _ in batches for sample in batch]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_keys_that_look_like_index_lists_are_keys(workers) -> None:
+    keys = [[((0, 1), 2), ()], [((3,), 4)]]
+    loader = DataLoader(
+        Calls(lambda key: key, 3), batch_sampler=keys, seed=5, num_workers=workers, collate_fn=list
+    )
+    assert epochs_of(loader) == [keys, keys]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rollover_loses_and_repeats_nothing(workers) -> None:
     loader = loader_of(last_batch="rollover", num_workers=workers, collate_fn=list)
