@@ -91,6 +91,7 @@ class Engine(EngineBase):
         worker_restarts: Dead workers that are replaced in an epoch.
         streams: Where workers that iterate over the dataset begin; None where they index it.
         any_worker: Whether a ticket waits until a worker has room for it, and any will do.
+        is_seeded: Whether each sample has random streams of its own.
         locker: Locks the pages of slots, where a device reads them.
         demand: What it may ask of memory; None: nobody asks whether it is there.
         watch: Notes bad samples; None if they are raised.
@@ -109,6 +110,7 @@ class Engine(EngineBase):
         worker_restarts: int = 0,
         streams: StreamStates | None = None,
         any_worker: bool = False,
+        is_seeded: bool = False,
         locker: PageLocker | None = None,
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
@@ -121,6 +123,7 @@ class Engine(EngineBase):
         # A state that did not fit is told once.
         self._has_lost_state = False
         self.any_worker = any_worker
+        self._is_seeded = is_seeded
         self._scheduler = Scheduler(
             worker_count,
             window,
@@ -473,7 +476,7 @@ class Engine(EngineBase):
             worker_id, death = next(iter(self._to_replace.items()))
             place = None if self._streams is None else self._streams.place(worker_id)
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
-            text = describe_restart(worker_id, death, seqs, place)
+            text = describe_restart(worker_id, death, seqs, place, is_seeded=self._is_seeded)
             self._have_done(functools.partial(self._replace_worker, worker_id, text))
             # It knows nothing of an epoch before.
             self._ready_workers.add(worker_id)

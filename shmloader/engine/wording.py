@@ -114,14 +114,18 @@ def _describe_oom(death: Death) -> str:
     )
 
 
-def describe_restart(worker_id: int, death: Death, seqs: list[int], place: Place | None) -> str:
+def describe_restart(
+    worker_id: int, death: Death, seqs: list[int], place: Place | None, *, is_seeded: bool = False
+) -> str:
     """For the log: a worker has taken a dead one's place."""
     again = ", ".join(map(str, seqs))
     text = f"{describe_end(death)}A new process takes the place of worker {worker_id}"
     text += f" and loads again what it had in work: batch {again}." if seqs else "."
     if place is not None and not place.has_ended:
         text += _describe_resumption(place)
-    return f"{text} Its random streams start anew.{_describe_oom(death)}"
+    if not is_seeded:
+        text += " Its random streams start anew."
+    return text + _describe_oom(death)
 
 
 def _describe_resumption(place: Place) -> str:

@@ -22,7 +22,8 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.fronts.iterator import InProcessIterator, WorkerIterator
+from shmloader.fronts.in_process import InProcessIterator
+from shmloader.fronts.iterator import WorkerIterator
 from shmloader.fronts.resumable import UNSUPPORTED, ResumableLoader
 from shmloader.fronts.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported

@@ -1,6 +1,6 @@
-"""Iterators of a loader: one over worker processes, one in-process.
+"""Iterators whose batches come out of an engine: with worker processes, and what these share.
 
-Both derive from torch's, which reads the loader, warns, draws the base seed and counts what was
+They derive from torch's, which reads the loader, warns, draws the base seed and counts what was
 yielded; so the main process's random streams are used as torch uses them.
 """
 
@@ -8,7 +8,7 @@ import abc
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,231 +18,34 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
-    _SingleProcessDataLoaderIter,
 )
 
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
-from shmloader.engine.failures import FailureWatch
-from shmloader.engine.stream_states import Place, StreamHere, StreamStates
-from shmloader.engine.wording import describe_indices
-from shmloader.errors import ClosedLoaderError, TooManyFailures
+from shmloader.engine.stream_states import StreamStates
 from shmloader.faults import FAULTS
+from shmloader.fronts.recipe import (
+    no_transform,
+    plan_and_watch,
+    seed_of_workers,
+    take_resumed,
+    transform_here,
+)
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, slot_share
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
-from shmloader.sampling.streams import kept
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
-from shmloader.stages.pin import PinStage, pin_batch
+from shmloader.stages.pin import PinStage
 from shmloader.stages.plain import PlainStage
-from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
-from shmloader.workers.sample_streams import SampleStreams, base_seed
-from shmloader.workers.stream import load_dataset, load_iterator, pass_over, read
-
-
-def plan_and_watch(
-    iterator: _BaseDataLoaderIter, loader: Any
-) -> tuple[FetchPlan, FailureWatch | None]:
-    """How an iterator of this loader makes batches, and who notes the samples that fail."""
-    is_iterable = iterator._dataset_kind == _DatasetKind.Iterable
-    keep_size = loader.on_error == "skip" and loader._is_in_ranks
-    plan = FetchPlan(
-        is_iterable,
-        iterator._auto_collation,
-        iterator._drop_last,
-        keep_size,
-        loader._may_shard,
-        loader._sample_seed,
-        loader.snapshot_every_n_steps if is_iterable else 0,
-        loader.persistent_workers,
-    )
-    if loader.on_error == "raise" or is_iterable:
-        return plan, None
-    watch = FailureWatch(
-        loader.failures,
-        loader.max_failures,
-        keep_size=keep_size,
-        replaces=callable(loader.on_error),
-    )
-    return plan, watch
-
-
-def seed_of_workers(loader: Any, drawn: float) -> float:
-    """What workers of an iterator that begins are seeded from: the loader's seed, or a draw."""
-    if loader._sample_seed is None:
-        return drawn
-    return base_seed(loader._sample_seed, loader._plan.epoch)
-
-
-class InProcessIterator(_SingleProcessDataLoaderIter):
-    """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration.
-
-    And for bad samples, where these are not raised; and for samples with random streams of their
-    own, during which the process's are set aside.
-    """
-
-    def __init__(self, loader: Any, options: Options) -> None:
-        resumed = _take_resumed(loader)
-        place = Place() if resumed is None else resumed.places[0]
-        saved = None if place.snapshot is None else read(place.snapshot)
-        load_dataset(loader.dataset, saved)
-        # Not torch's own for one process, which calls iter(dataset).
-        _BaseDataLoaderIter.__init__(self, loader)
-        if self._timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._base_seed = seed_of_workers(loader, self._base_seed)
-        self._sampler_iter = loader._begin_draws(self._sampler_iter)
-        self._device = parse_device(loader.device)
-        self._devices = [parse_device(device) for device in options.devices or ()]
-        self._transform = _transform_here(options)
-        self._progress = loader._progress
-        self._is_closed = False
-        self._closed_because = ""
-        plan, self._watch = plan_and_watch(self, loader)
-        self._sample_streams: SampleStreams | None = None
-        if plan.seed is None:
-            self._dataset_fetcher = plan.make_fetcher(
-                self._dataset, self._collate_fn, loader.on_error
-            )
-        else:
-            self._sample_streams = SampleStreams(plan.seed, epoch=loader._plan.epoch)
-            with kept():
-                self._dataset_fetcher = plan.make_fetcher(
-                    *self._sample_streams.wrap(
-                        self._dataset, self._collate_fn, is_iterable=plan.is_iterable
-                    ),
-                    loader.on_error,
-                )
-        self._ticket_count = 0
-        self._streams: StreamHere | None = None
-        if self._dataset_kind == _DatasetKind.Iterable:
-            load_iterator(self._dataset_fetcher, saved)
-            self._dataset_fetcher.ended |= place.has_ended
-            self._streams = loader._streams = StreamHere(self._dataset_fetcher, place.given)
-        self._given_before, self._to_skip = place.given, place.skip
-
-    def _next_data(self) -> Any:
-        if self._is_closed:
-            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
-        try:
-            data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
-            data = self._finish(data)
-        except StopIteration:
-            self._progress.is_ended = True
-            if self._streams is not None:
-                self._streams.has_ended = True
-            raise
-        except Exception:
-            self._note_done()
-            raise
-        self._note_done()
-        return data
-
-    def _note_done(self) -> None:
-        """All tickets that were drawn are done: the last one's batch, or exception, is given."""
-        if self._ticket_count:
-            self._progress.done_until(self._ticket_count - 1)
-        if self._streams is not None:
-            given = self._given_before + self._ticket_count
-            self._streams.note(given, is_short=self._dataset_fetcher.ended)
-
-    def _draw(self) -> Any:
-        index = self._next_index()  # type: ignore[no-untyped-call]
-        self._ticket_count += 1
-        return index
-
-    def _finish(self, data: Any) -> Any:
-        """What pins a batch, or moves it, and the user's transform."""
-        try:
-            if self._device is not None:
-                data = _move(data, self._device)
-            elif self._devices:
-                data = [_move(*part) for part in zip(data, self._devices, strict=False)]
-            elif self._pin_memory:
-                data = pin_batch(data, self._pin_memory_device)
-        except StopIteration as error:  # of an object's own to() or pin_memory()
-            raise RuntimeError("what moves or pins a batch raised StopIteration") from error
-        return self._transform(data)
-
-    def _fetch(self) -> Any:
-        index = self._draw()
-        to_skip, self._to_skip = self._to_skip, 0
-        if to_skip:
-            with self._seeded(index) as indices:
-                pass_over(self._dataset_fetcher, to_skip, indices)
-        try:
-            return self._load(index)
-        except StopIteration as error:
-            if self._dataset_kind == _DatasetKind.Iterable:
-                raise
-            raise map_style_stop(error) from error
-
-    def _load(self, index: Any) -> Any:
-        with self._seeded(index) as indices:
-            return self._dataset_fetcher.fetch(indices)
-
-    @contextlib.contextmanager
-    def _seeded(self, index: Any) -> Iterator[Any]:
-        """Load inside of this; gives the plain indices. The process's streams are put back."""
-        if self._sample_streams is None:
-            yield index
-        else:
-            with kept(), self._sample_streams.at(index) as indices:
-                yield indices
-
-    def _fetch_good(self, watch: FailureWatch) -> Any:
-        """The next batch of which something is left."""
-        while True:
-            try:
-                index = self._draw()
-            except StopIteration:
-                self._raise_if(watch.end_epoch())
-                raise
-            batch = f"batch {self._ticket_count - 1}"
-            try:
-                data = self._load(index)
-            except EmptyBatchError:
-                self._note_samples(watch, batch)
-                self._raise_if(watch.left_out(f"{batch} ({describe_indices(index)})"))
-            except StopIteration as error:  # of collate, or of the function of on_error
-                self._note_samples(watch, batch)
-                raise map_style_stop(error) from error
-            except Exception:
-                self._note_samples(watch, batch)
-                raise
-            else:
-                self._note_samples(watch, batch)
-                return data
-
-    def _note_samples(self, watch: FailureWatch, batch: str) -> None:
-        self._raise_if(watch.note(self._dataset_fetcher.take_report(), batch))
-
-    def _raise_if(self, error: TooManyFailures | None) -> None:
-        if error is not None:
-            self._closed_because = f" since: {error}"
-            self.close()
-            raise error
-
-    def close(self) -> None:
-        """No further batch; may be called again."""
-        self._is_closed = True
-
-
-def _take_resumed(loader: Any) -> StreamStates | None:
-    """Where the streams of an iterable dataset go on; the loader's next iterator begins anew."""
-    resumed: StreamStates | None = loader._resume_streams
-    loader._streams = loader._resume_streams = None
-    return resumed
 
 
 def _count_batches(index_sampler: Any) -> int | None:
@@ -267,40 +70,6 @@ def _end(pool: ProcessPool, arena: Arena) -> None:
         pool.close()
     finally:
         finish(arena.close)
-
-
-def _move(batch: Any, device: torch.device | None) -> Any:
-    return batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
-
-
-def _no_transform(batch: object) -> object:
-    return batch
-
-
-def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """The user's transform, whose StopIteration must not end the epoch in silence."""
-    if transform is None:
-        return _no_transform
-
-    def guarded(batch: Any) -> Any:
-        try:
-            return transform(batch)
-        except StopIteration as error:
-            raise RuntimeError("the transform raised StopIteration") from error
-
-    return guarded
-
-
-def _transform_here(options: Options) -> Callable[[Any], Any]:
-    """What is done to a batch on the CPU, on the user's thread."""
-    transform = options.transform
-    if options.devices is None or transform is None:
-        return _guarded(transform)
-
-    def transform_each(step: Any) -> Any:
-        return [transform(batch) for batch in step]
-
-    return _guarded(transform_each)
 
 
 def _device_stage(device: object, options: Options) -> tuple[Stage | None, PageLocker | None]:
@@ -329,7 +98,7 @@ class EngineIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
-        resumed = _take_resumed(loader)
+        resumed = take_resumed(loader)
         super().__init__(loader)
         self._base_seed = seed_of_workers(loader, self._base_seed)
         self._progress = loader._progress
@@ -344,7 +113,7 @@ class EngineIterator(_BaseDataLoaderIter):
             )
         stage, locker = _device_stage(loader.device, options)
         # Without a device (or "cpu") it runs here.
-        self._transform = _transform_here(options) if stage is None else _no_transform
+        self._transform = transform_here(options) if stage is None else no_transform
         if stage is None and self._pin_memory:
             index = torch.accelerator.current_device_index()
             stage = PinStage(self._pin_memory_device, index)
@@ -517,6 +286,7 @@ class WorkerIterator(EngineIterator):
             worker_restarts=options.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
             any_worker=loader._any_worker_will_do,
+            is_seeded=loader._sample_seed is not None,
             locker=locker,
             demand=demand,
             watch=watch,

@@ -6,7 +6,8 @@ from typing import Any
 
 from shmloader.engine.arena import PageLocker
 from shmloader.engine.threaded import ThreadedEngine
-from shmloader.fronts.iterator import EngineIterator, plan_and_watch
+from shmloader.fronts.iterator import EngineIterator
+from shmloader.fronts.recipe import plan_and_watch
 from shmloader.options import Options
 from shmloader.workers.thread_task import Recipe
 from shmloader.workers.threads import ThreadPool

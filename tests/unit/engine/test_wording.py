@@ -197,6 +197,7 @@ def test_a_restart_says_what_is_done_again():
     assert "batch 5, 7." in text
     assert "past 2 batches" in text
     assert "random streams start anew" in text
+    assert "anew" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
     for place in (None, Place(), Place(4, b"state", 4, has_ended=True)):
         assert "dataset" not in describe_restart(1, death, [], place)
 

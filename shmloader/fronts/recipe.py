@@ -1,0 +1,84 @@
+"""What every iterator reads of its loader: how batches are made, seeded, and transformed."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from shmloader.engine.failures import FailureWatch
+from shmloader.engine.stream_states import StreamStates
+from shmloader.options import Options
+from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.sample_streams import base_seed
+
+
+def plan_and_watch(
+    iterator: _BaseDataLoaderIter, loader: Any
+) -> tuple[FetchPlan, FailureWatch | None]:
+    """How an iterator of this loader makes batches, and who notes the samples that fail."""
+    is_iterable = iterator._dataset_kind == _DatasetKind.Iterable
+    keep_size = loader.on_error == "skip" and loader._is_in_ranks
+    plan = FetchPlan(
+        is_iterable,
+        iterator._auto_collation,
+        iterator._drop_last,
+        keep_size,
+        loader._may_shard,
+        loader._sample_seed,
+        loader.snapshot_every_n_steps if is_iterable else 0,
+        loader.persistent_workers,
+    )
+    if loader.on_error == "raise" or is_iterable:
+        return plan, None
+    watch = FailureWatch(
+        loader.failures,
+        loader.max_failures,
+        keep_size=keep_size,
+        replaces=callable(loader.on_error),
+    )
+    return plan, watch
+
+
+def seed_of_workers(loader: Any, drawn: float) -> float:
+    """What workers of an iterator that begins are seeded from: the loader's seed, or a draw."""
+    if loader._sample_seed is None:
+        return drawn
+    return base_seed(loader._sample_seed, loader._plan.epoch)
+
+
+def take_resumed(loader: Any) -> StreamStates | None:
+    """Where the streams of an iterable dataset go on; the loader's next iterator begins anew."""
+    resumed: StreamStates | None = loader._resume_streams
+    loader._streams = loader._resume_streams = None
+    return resumed
+
+
+def no_transform(batch: object) -> object:
+    """The batch as it is."""
+    return batch
+
+
+def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """The user's transform, whose StopIteration must not end the epoch in silence."""
+    if transform is None:
+        return no_transform
+
+    def guarded(batch: Any) -> Any:
+        try:
+            return transform(batch)
+        except StopIteration as error:
+            raise RuntimeError("the transform raised StopIteration") from error
+
+    return guarded
+
+
+def transform_here(options: Options) -> Callable[[Any], Any]:
+    """What is done to a batch on the CPU, on the user's thread."""
+    transform = options.transform
+    if options.devices is None or transform is None:
+        return _guarded(transform)
+
+    def transform_each(step: Any) -> Any:
+        return [transform(batch) for batch in step]
+
+    return _guarded(transform_each)
