@@ -1,10 +1,11 @@
 """``seed=``: what a sample draws depends on the seed, the epoch and its position alone."""
 
-from __future__ import multiprocessing
+from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
