@@ -540,3 +540,56 @@ def test_a_batch_sampler_of_a_random_sampler_of_the_users_own_is_known():
     torch.manual_seed(8)
     other.load_state_dict(state)
     assert rest_of(other) == epoch[2:]
+
+
+def test_a_sampler_may_change_the_state_that_it_is_given():
+    class Consumes(WithState.Iterator):
+        def load_state_dict(self, state):
+            self.next = state.pop("next")
+
+    class Consuming(WithState):
+        Iterator = Consumes
+
+    loader = shmloader.DataLoader(Squares(), 2, sampler=Consuming())
+    stop(loader, 2)
+    state = loader.state_dict()
+    other = shmloader.DataLoader(Squares(), 2, sampler=Consuming())
+    other.load_state_dict(state)
+    iterator = iter(other)
+    assert other.state_dict()["origin"] == state["origin"]
+    next(iterator)
+    assert other.state_dict()["position"] == 3
+
+
+def test_a_sampler_that_went_on_draws_its_later_epochs_anew():
+    torch.manual_seed(3)
+    loader = make_loader("shuffled by the global stream", 0)
+    stop(loader, 2)
+    other = make_loader("shuffled by the global stream", 0)
+    other.load_state_dict(loader.state_dict())
+    rest_of(other)
+    assert rest_of(other) != rest_of(other)
+    assert other.sampler.generator is None
+
+
+def test_the_epoch_that_is_named_goes_on_and_another_gives_the_state_up(caplog):
+    def make():
+        return shmloader.DataLoader(Squares(), 4, shuffle=True, seed=2)
+
+    epochs = [rest_of(loader) for loader in [make()] for _ in range(3)]
+    loader = make()
+    rest_of(loader)
+    stop(loader, 3)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 3)
+    other = make()
+    other.load_state_dict(state)
+    assert other.epoch == 1
+    other.set_epoch(1)
+    assert rest_of(other) == epochs[1][3:]
+    assert other.epoch == 2
+    other.load_state_dict(state)
+    assert not caplog.text
+    other.set_epoch(2)
+    assert "of epoch 1 at batch 3, is given up: epoch 2 is to come next" in caplog.text
+    assert rest_of(other) == epochs[2]
