@@ -1,4 +1,4 @@
-"""The benchmark runs and agrees on the content; how fast anything is stays untested."""
+"""The benchmarks run and agree on the content; how fast anything is stays untested."""
 
 import re
 import subprocess
@@ -49,3 +49,21 @@ def test_the_device_benchmark_says_what_it_lacks_without_a_gpu():
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"This benchmark needs a CUDA device, and torch \S+ .+\.\n", done.stdout)
     assert done.stderr == ""
+
+
+def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():
+    done = subprocess.run(
+        [sys.executable, str(THROUGHPUT.with_name("stragglers.py")), "--smallest"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for workers in (2, 8):
+        for loader in ("torch", "round robin", "idle takes oldest"):
+            row = rf"^\| {workers} \| {loader} \| [\d.]+ \([\d.]+–[\d.]+\) \| "
+            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+            drawn = rf"^waits in next\(\), {workers} workers, {loader}, all rounds\n.* \d+ ?#*$"
+            assert re.search(drawn, done.stdout, re.MULTILINE), done.stdout
+    assert "\ncontent: the same for all loaders\n" in done.stdout

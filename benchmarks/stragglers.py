@@ -1,0 +1,280 @@
+"""How long does an epoch take, to the ideal, when 1 % of samples are 50 times slower?
+
+Samples sleep, so that eight workers can be had on any machine: 1 ms, or 50 ms for those whose index
+has a certain hash, the same ones for all loaders; those of a batch in one sleep, since each wakes
+some 0.1 ms late. On a busy machine it is more: let samples take longer (``--sample-ms``). The ideal
+is the sum over the workers. Three loaders take turns within a round, each run in a fresh process,
+with equal prefetch: torch's ``DataLoader``, ours with a worker for each batch from the start
+(*round robin*, torch's rule), and ours where an idle worker takes the oldest batch (*idle takes
+oldest*). All give batches in the sampler's order; their content is compared. The time that
+``next()`` took is drawn.
+
+How near an epoch can come to the ideal in order depends on the window, too: while a slow batch is
+made, the others can make what is left of ``workers * prefetch`` batches, and no more.
+
+Exit code: 0; 1 if two loaders gave different content; 2 if a run failed.
+No figure is a pass or a fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from _machine import describe_machine
+
+import shmloader
+
+LOADERS = ("torch", "round robin", "idle takes oldest")
+
+_SLOW_FACTOR = 50
+_SLOW_ONE_IN = 100
+_RUN_LIMIT_S = 300.0
+
+# The histogram's rows: each ends at twice the one before.
+_FIRST_BIN_MS = 0.125
+_BIN_COUNT = 14
+_BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run measured.
+
+    Attributes:
+        epoch_s: From ``iter(loader)`` to the end, by workers that are there already.
+        ideal_s: All sleeps, over the workers.
+        waits_ms: What each ``next()`` took.
+        content: Digest of all batches.
+    """
+
+    epoch_s: float
+    ideal_s: float
+    waits_ms: list[float]
+    content: str
+
+
+class IdleTakesOldest(shmloader.DataLoader[Any]):
+    """As with random streams per sample: content does not depend on the worker."""
+
+    _any_worker_will_do = True
+
+
+def is_slow(index: int) -> bool:
+    """Whether a sample is one of the slow ones."""
+    digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _SLOW_ONE_IN == 0
+
+
+def weight(index: int) -> int:
+    """How many times as long as others a sample takes."""
+    if index < 0:
+        return 0
+    return _SLOW_FACTOR if is_slow(index) else 1
+
+
+def sample_count(options: argparse.Namespace) -> int:
+    """Samples of an epoch: as many for each worker."""
+    return options.batches * options.workers * options.batch_size
+
+
+class Sleepers(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that take their time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.length = sample_count(options)
+        self.sample_s = options.sample_ms / 1e3
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(self.sample_s * sum(map(weight, indices)))
+        return [torch.full((16,), index, dtype=torch.int64) for index in indices]
+
+
+class Order(torch.utils.data.Sampler[int]):
+    """At first one batch for each worker, of samples that take no time; then all there are."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._first: int | None = options.workers * options.batch_size
+        self._length = sample_count(options)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        first, self._first = self._first, None
+        return iter(range(self._length)) if first is None else itertools.repeat(-1, first)
+
+
+def make_loader(name: str, options: argparse.Namespace) -> Any:
+    """One of the three."""
+    loader_type = {
+        "torch": torch.utils.data.DataLoader,
+        "round robin": shmloader.DataLoader,
+        "idle takes oldest": IdleTakesOldest,
+    }[name]
+    return loader_type(
+        Sleepers(options),
+        batch_size=options.batch_size,
+        sampler=Order(options),
+        persistent_workers=True,
+        num_workers=options.workers,
+        prefetch_factor=options.prefetch,
+        multiprocessing_context="fork",
+    )
+
+
+def run_loader(name: str, options: argparse.Namespace) -> Figures:
+    """Take one epoch in this process; training takes ``train_ms`` for each batch."""
+    content, waits_ms = hashlib.blake2b(digest_size=16), []
+    loader = make_loader(name, options)
+    for _ in loader:
+        pass
+    began = time.perf_counter()
+    batches = iter(loader)
+    while True:
+        asked = time.perf_counter()
+        batch = next(batches, None)
+        waits_ms.append((time.perf_counter() - asked) * 1e3)
+        if batch is None:
+            break
+        content.update(batch.numpy())
+        if options.train_ms:
+            time.sleep(options.train_ms / 1e3)
+    epoch_s = time.perf_counter() - began
+    work_s = options.sample_ms / 1e3 * sum(map(weight, range(sample_count(options))))
+    training_s = options.train_ms / 1e3 * options.batches * options.workers
+    ideal_s = max(work_s / options.workers, training_s)
+    return Figures(epoch_s, ideal_s, waits_ms[:-1], content.hexdigest())
+
+
+def measure(name: str, workers: int, options: argparse.Namespace) -> Figures | str:
+    """Do one run in a fresh process; returns what went wrong, if anything did."""
+    command = [
+        sys.executable,
+        __file__,
+        f"--run={name}",
+        f"--workers={workers}",
+        f"--batches={options.batches}",
+        f"--batch-size={options.batch_size}",
+        f"--prefetch={options.prefetch}",
+        f"--train-ms={options.train_ms}",
+        f"--sample-ms={options.sample_ms}",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False
+    )
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return Figures(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def draw(waits_ms: Sequence[float]) -> list[str]:
+    """A histogram of waits, in bins that double; and what they sum up to."""
+    edges = [_FIRST_BIN_MS * 2**number for number in range(_BIN_COUNT)]
+    counts = [0] * (_BIN_COUNT + 1)
+    for wait_ms in waits_ms:
+        counts[sum(wait_ms >= edge for edge in edges)] += 1
+    last = max(number for number, count in enumerate(counts) if count)
+    lines = []
+    for number, count in enumerate(counts[: last + 1]):
+        name = f"< {edges[number]:g} ms" if number < _BIN_COUNT else f">= {edges[-1]:g} ms"
+        bar = "#" * -(-count * _BAR_WIDTH // max(counts))
+        lines.append(f"{name:>12} {count:6} {bar}".rstrip())
+    return lines
+
+
+def _with_spread(values: Sequence[float], spec: str) -> str:
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:{spec}} ({low:{spec}}–{high:{spec}})"
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure all, print, and return the exit code."""
+    runs: dict[tuple[int, str], list[Figures]] = {}
+    errors = []
+    for round_ in range(options.rounds):
+        turn = round_ % len(LOADERS)
+        for workers in options.worker_counts:
+            for name in (*LOADERS[turn:], *LOADERS[:turn]):
+                figures = measure(name, workers, options)
+                if isinstance(figures, str):
+                    errors.append(f"ERROR {workers} workers, {name}: {figures}")
+                    continue
+                runs.setdefault((workers, name), []).append(figures)
+                print(
+                    f"round {round_ + 1}, {workers} workers, {name}: "
+                    f"{figures.epoch_s / figures.ideal_s:.3f} of the ideal",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    print("| workers | loader | epoch s | to the ideal | mean wait ms | longest ms |")
+    print("|---|---|---|---|---|---|")
+    for (workers, name), chosen in runs.items():
+        waits = [statistics.mean(one.waits_ms) for one in chosen]
+        cells = (
+            _with_spread([one.epoch_s for one in chosen], ".2f"),
+            _with_spread([one.epoch_s / one.ideal_s for one in chosen], ".3f"),
+            _with_spread(waits, ".1f"),
+            _with_spread([max(one.waits_ms) for one in chosen], ".0f"),
+        )
+        print(f"| {workers} | {name} | {' | '.join(cells)} |")
+    for (workers, name), chosen in runs.items():
+        print(f"\nwaits in next(), {workers} workers, {name}, all rounds")
+        print("\n".join(draw([wait_ms for one in chosen for wait_ms in one.waits_ms])))
+    contents: dict[int, set[str]] = {}
+    for (workers, _), chosen in runs.items():
+        contents.setdefault(workers, set()).update(one.content for one in chosen)
+    is_same = all(len(found) == 1 for found in contents.values())
+    print(f"\ncontent: {'the same' if is_same else 'DIFFERENT'} for all loaders")
+    for error in dict.fromkeys(errors):
+        print(error)
+    if errors:
+        return 2
+    return 0 if is_same else 1
+
+
+def main() -> int:
+    """Compare, or do one run for a comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=50, help="of an epoch, for each worker")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--prefetch", type=int, default=2, help="prefetch_factor, of all loaders")
+    parser.add_argument("--sample-ms", type=float, default=1.0, help="sleep of most samples")
+    parser.add_argument("--train-ms", type=float, default=0.0, help="sleep of the consumer")
+    parser.add_argument("--worker-counts", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--run", choices=LOADERS, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.smallest:
+        options.rounds, options.batches, options.batch_size = 1, 2, 4
+    if options.run:
+        print(json.dumps(asdict(run_loader(options.run, options))))
+        return 0
+    for name, value in describe_machine().items():
+        print(f"{name}: {value}")
+    print(
+        f"options: {options.batches} batches of {options.batch_size} a worker, samples of "
+        f"{options.sample_ms:g} ms, prefetch_factor {options.prefetch}, "
+        f"consumer {options.train_ms:g} ms a batch, {options.rounds} rounds\n",
+        flush=True,
+    )
+    return compare(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
