@@ -234,13 +234,16 @@ def compare(options: argparse.Namespace) -> int:
     for (workers, name), chosen in runs.items():
         print(f"\nwaits in next(), {workers} workers, {name}, all rounds")
         print("\n".join(draw([wait_ms for one in chosen for wait_ms in one.waits_ms])))
-    contents = {one.content for chosen in runs.values() for one in chosen}
-    print(f"\ncontent: {'the same' if len(contents) <= 1 else 'DIFFERENT'} for all loaders")
+    contents: dict[int, set[str]] = {}
+    for (workers, _), chosen in runs.items():
+        contents.setdefault(workers, set()).update(one.content for one in chosen)
+    is_same = all(len(found) == 1 for found in contents.values())
+    print(f"\ncontent: {'the same' if is_same else 'DIFFERENT'} for all loaders")
     for error in dict.fromkeys(errors):
         print(error)
     if errors:
         return 2
-    return 0 if len(contents) == 1 else 1
+    return 0 if is_same else 1
 
 
 def main() -> int:
