@@ -51,6 +51,23 @@ def test_the_device_benchmark_says_what_it_lacks_without_a_gpu():
     assert done.stderr == ""
 
 
+def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
+    done = subprocess.run(
+        [sys.executable, str(THROUGHPUT.with_name("sharded.py")), "--smallest"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ratio = r"\| [\d.]+ \([\d.]+–[\d.]+\) "
+    for workload in "acd":
+        for loader in ("rank", "shards"):
+            row = rf"^\| \({workload}\) [^|]+\| {loader} \| [^|]+{ratio}{ratio}\|$"
+            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^order of 100,000 samples, .* MB of memory$", done.stdout, re.MULTILINE)
+
+
 def test_the_seeding_benchmark_prints_what_a_seed_costs():
     done = subprocess.run(
         [sys.executable, str(THROUGHPUT.with_name("seeding.py")), "--smallest"],
