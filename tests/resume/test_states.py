@@ -593,3 +593,26 @@ def test_the_epoch_that_is_named_goes_on_and_another_gives_the_state_up(caplog):
     other.set_epoch(2)
     assert "of epoch 1 at batch 3, is given up: epoch 2 is to come next" in caplog.text
     assert rest_of(other) == epochs[2]
+
+
+def test_a_sampler_may_give_a_state_that_it_goes_on_changing():
+    class Live(WithState.Iterator):
+        def state_dict(self):
+            return self.__dict__
+
+        def load_state_dict(self, state):
+            self.__dict__.update(state)
+
+    class Living(WithState):
+        Iterator = Live
+
+    loader = shmloader.DataLoader(Squares(), 2, sampler=Living())
+    iterator = iter(loader)
+    first = [read(next(iterator)) for _ in range(2)]
+    state = loader.state_dict()
+    before = copy.deepcopy(state)
+    third = read(next(iterator))
+    assert state == before
+    other = shmloader.DataLoader(Squares(), 2, sampler=Living())
+    other.load_state_dict(state)
+    assert read(next(iter(other))) == third != first[0]
