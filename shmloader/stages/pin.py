@@ -1,12 +1,12 @@
 """Page-locked copies for a faster way to the GPU.
 
 A copy, not a view of the slot: torch's allocator knows when the GPU has read memory of its own,
-and no other. What a batch's parts become, and which objects pin themselves, is torch's to say,
-but for batches that are a tensor, or a list or dict of tensors: there all small fields share one
-page-locked block, since each allocation has its price.
+and no other. What a batch's parts become, and which objects pin themselves, is torch's to say, but
+for tensors in lists, tuples and dicts: there all small fields of a batch share one page-locked
+block, since each allocation has its price.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,19 +27,40 @@ def pin_batch(batch: object, device: str | None) -> object:
     Returns:
         A batch of the same structure.
     """
-    fields: Sequence[Any]
-    if type(batch) is list:
-        fields = batch
-    elif type(batch) is dict:
-        fields = list(batch.values())
-    else:
+    small = list(_small_tensors(batch))
+    if not small:
         return pin_memory(batch, device)
-    if not all(type(field) is torch.Tensor and _is_plain(field) for field in fields):
-        return pin_memory(batch, device)
-    pinned = _pin_fields(fields)
-    if type(batch) is list:
-        return pinned
-    return dict(zip(batch, pinned, strict=True))
+    pinned = iter(_pin_together(small))
+
+    def rebuild(part: Any) -> Any:
+        if type(part) is torch.Tensor:
+            return next(pinned) if _is_small(part) else part.pin_memory()
+        if type(part) is dict:
+            return {key: rebuild(value) for key, value in part.items()}
+        if type(part) is list:
+            return [rebuild(item) for item in part]
+        if type(part) is tuple:
+            return tuple([rebuild(item) for item in part])
+        return pin_memory(part, device)
+
+    return rebuild(batch)
+
+
+def _small_tensors(part: Any) -> Iterator[torch.Tensor]:
+    """Those that are to share a block: in Python's own containers, however deep, in order."""
+    if type(part) is torch.Tensor:
+        if _is_small(part):
+            yield part
+    elif type(part) is dict:
+        for value in part.values():
+            yield from _small_tensors(value)
+    elif type(part) in {list, tuple}:
+        for item in part:
+            yield from _small_tensors(item)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return 0 < tensor.nbytes <= COPY_OUT_BYTES and _is_plain(tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -54,20 +75,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _pin_fields(fields: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Large fields by themselves, small ones as views of one block."""
-    sizes = [align(field.nbytes) if field.nbytes <= COPY_OUT_BYTES else 0 for field in fields]
-    block = _pinned_block(sum(sizes))
+def _pin_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that are views of one block."""
+    block = _pinned_block(sum(align(tensor.nbytes) for tensor in tensors))
     pinned = []
     start = 0
-    for field, size in zip(fields, sizes, strict=True):
-        if field.nbytes > COPY_OUT_BYTES or field.nbytes == 0:
-            pinned.append(field.pin_memory())
-            continue
-        place = block[start : start + field.nbytes].view(field.dtype).view(field.shape)
-        place.copy_(field)
+    for tensor in tensors:
+        place = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)
         pinned.append(place)
-        start += size
+        start += align(tensor.nbytes)
     return pinned
 
 

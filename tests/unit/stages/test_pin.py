@@ -80,6 +80,22 @@ def test_a_hundred_and_fourteen_small_tensors_take_one_allocation(pins) -> None:
     assert pinned["field 4"].tolist() == [4] * 8
 
 
+def test_small_tensors_share_a_block_however_deep_they_lie(pins) -> None:
+    def make():
+        inner = {"ids": torch.arange(5), "parts": (torch.ones(3), [torch.zeros(2), "text", None])}
+        return [inner, torch.tensor([1, 2]), torch.arange(20_000), (torch.tensor(7),)]
+
+    ours = pin_batch(make(), "cuda")
+    assert len(pins.allocations) == 2  # one of them for the large one
+    assert shape_of(ours) == shape_of(pin_memory(make(), "cuda"))
+    inner, labels, _, (scalar,) = ours
+    storages = [
+        tensor.untyped_storage().data_ptr()
+        for tensor in (inner["ids"], *inner["parts"][:1], inner["parts"][1][0], labels, scalar)
+    ]
+    assert len(set(storages)) == 1
+
+
 def test_each_large_field_takes_an_allocation_of_its_own(pins) -> None:
     large = [torch.full((20_000,), number) for number in range(3)]
     pinned = pin_batch([*large, torch.tensor(1), torch.tensor(2)], "cuda")
