@@ -61,10 +61,9 @@ def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     ratio = r"\| [\d.]+ \([\d.]+–[\d.]+\) "
-    for workload in "acd":
-        for loader in ("rank", "shards"):
-            row = rf"^\| \({workload}\) [^|]+\| {loader} \| [^|]+{ratio}{ratio}\|$"
-            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    for loader in ("rank", "shards"):
+        row = rf"^\| \(a\) [^|]+\| {loader} \| [^|]+{ratio}{ratio}\|$"
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^order of 100,000 samples, .* MB of memory$", done.stdout, re.MULTILINE)
 
 

@@ -115,11 +115,13 @@ def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
 
     batches = iter(make(sample, 40, in_order=in_order))
     wait_until(lambda: loads.begun == list(range(8)))
-    seen = [int(next(batches)[0])]
+    first = next(batches)
     wait_until(lambda: loads.begun == list(range(9)))
     scheduler = batches._engine._scheduler
-    wait_until(lambda: sum(ticket.answer is not None for ticket in scheduler.tickets) == 7)
-    assert scheduler.slots.lent_count == 1, "one batch is built ahead, and no more"
+    wait_until(lambda: [ticket.answer is None for ticket in scheduler.tickets] == [False] * 7)
+    assert scheduler.slots.lent_count == 2, "the one in hand, one that is built ahead, and no more"
+    seen = [int(first[0])]
+    del first
     seen.extend(int(batch[0]) for batch in batches)
     assert sorted(seen) == list(range(40))
     assert not in_order or seen == sorted(seen)
