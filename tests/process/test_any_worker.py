@@ -249,6 +249,7 @@ def test_what_waited_behind_the_batch_that_killed_goes_to_those_who_live(monkeyp
     loader = make(sample, 20, worker_restarts=1)
     batches = iter(loader)
     scheduler = batches._engine._scheduler
+    wait_until(lambda: len(loads.begun) == 7)  # of 8: one waits behind the first
     wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
     (behind,) = set(range(8)) - set(loads.begun)
     killed, survivor = loads.pids[0], loads.pids[1]
