@@ -1,13 +1,13 @@
 """How long does an epoch take, to the ideal, when 1 % of samples are 50 times slower?
 
 Samples sleep, so that eight workers can be had on any machine: 1 ms, or 50 ms for those whose index
-has a certain hash, the same ones for all loaders; those of a batch in one sleep, since each wakes
-some 0.1 ms late. On a busy machine it is more: let samples take longer (``--sample-ms``). The ideal
-is the sum over the workers. Three loaders take turns within a round, each run in a fresh process,
-with equal prefetch: torch's ``DataLoader``, ours with a worker for each batch from the start
-(*round robin*, torch's rule), and ours where an idle worker takes the oldest batch (*idle takes
-oldest*). All give batches in the sampler's order; their content is compared. The time that
-``next()`` took is drawn.
+has a certain hash, the same ones for all loaders. A sleep ends some 0.1 ms late, and the next one
+of the batch is so much shorter. On a busy machine it is more: let samples take longer
+(``--sample-ms``). The ideal is the sum over the workers. Three loaders take turns within a round,
+each run in a fresh process, with equal prefetch: torch's ``DataLoader``; ours, with a worker for
+each batch from the start (*round robin*, torch's rule); and ours with ``seed=0``, where an idle
+worker takes the oldest batch (*idle takes oldest*). All give batches in the sampler's order; their
+content is compared. The time that ``next()`` took is drawn.
 
 How near an epoch can come to the ideal in order depends on the window, too: while a slow batch is
 made, the others can make what is left of ``workers * prefetch`` batches, and no more.
@@ -41,6 +41,9 @@ _SLOW_FACTOR = 50
 _SLOW_ONE_IN = 100
 _RUN_LIMIT_S = 300.0
 
+# Of a sleep's end; what comes later is another batch.
+_LATEST_S = 0.5e-3
+
 # The histogram's rows: each ends at twice the one before.
 _FIRST_BIN_MS = 0.125
 _BIN_COUNT = 14
@@ -62,12 +65,6 @@ class Figures:
     ideal_s: float
     waits_ms: list[float]
     content: str
-
-
-class IdleTakesOldest(shmloader.DataLoader[Any]):
-    """As with random streams per sample: content does not depend on the worker."""
-
-    _any_worker_will_do = True
 
 
 def is_slow(index: int) -> bool:
@@ -94,13 +91,17 @@ class Sleepers(torch.utils.data.Dataset[torch.Tensor]):
     def __init__(self, options: argparse.Namespace) -> None:
         self.length = sample_count(options)
         self.sample_s = options.sample_ms / 1e3
+        self._due = 0.0
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        time.sleep(self.sample_s * sum(map(weight, indices)))
-        return [torch.full((16,), index, dtype=torch.int64) for index in indices]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        now = time.perf_counter()
+        is_in_batch = now - self._due < _LATEST_S
+        self._due = (self._due if is_in_batch else now) + self.sample_s * weight(index)
+        time.sleep(max(0.0, self._due - now))
+        return torch.full((16,), index, dtype=torch.int64)
 
 
 class Order(torch.utils.data.Sampler[int]):
@@ -120,13 +121,11 @@ class Order(torch.utils.data.Sampler[int]):
 
 def make_loader(name: str, options: argparse.Namespace) -> Any:
     """One of the three."""
-    loader_type = {
-        "torch": torch.utils.data.DataLoader,
-        "round robin": shmloader.DataLoader,
-        "idle takes oldest": IdleTakesOldest,
-    }[name]
+    is_torch = name == "torch"
+    loader_type: Any = torch.utils.data.DataLoader if is_torch else shmloader.DataLoader
     return loader_type(
-        Sleepers(options),
+        **({"seed": 0} if name == "idle takes oldest" else {}),
+        dataset=Sleepers(options),
         batch_size=options.batch_size,
         sampler=Order(options),
         persistent_workers=True,
