@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 import shmloader
 from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Squares, make_loader, read
+from tests.simulated import installed
 
 GENERATORS = {"weighted by the global stream"} | {
     kind for kind, each in KINDS.items() if "generator" in each.options()
@@ -200,6 +201,22 @@ def test_what_is_in_flight_is_not_handed_over(threads):
     with shmloader.DataLoader(Squares(), 4, **options) as loader:
         loader.load_state_dict(state)
         assert first + rest_of(loader) == rest_of(shmloader.DataLoader(Squares(), 4))
+
+
+def test_what_is_ready_on_the_device_is_not_handed_over():
+    def make():
+        return shmloader.DataLoader(Squares(), 4, num_workers=2, device="sim")
+
+    with installed() as sim:
+        with make() as loader:
+            iterator = iter(loader)
+            first = [sim.to_host(next(iterator)).tolist() for _ in range(3)]
+            state = loader.state_dict()
+        assert state["position"] == 3
+        with make() as loader:
+            loader.load_state_dict(state)
+            rest = [sim.to_host(batch).tolist() for batch in loader]
+    assert first + rest == rest_of(shmloader.DataLoader(Squares(), 4))
 
 
 def test_a_timeout_hands_nothing_over():
