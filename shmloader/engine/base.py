@@ -150,9 +150,9 @@ class EngineBase(abc.ABC):
             Exception: The user's own, from the dataset or collate; the batch is lost, the next
                 call gives the next one.
         """
-        self.check_open()
         self.has_delivered = False
-        self.receipt = None
+        self.receipt = None  # that of the last call is told once
+        self.check_open()
         try:
             batch = self._next_batch()
             self.has_delivered = True

@@ -327,13 +327,13 @@ class StageThread:
 
     def next_batch(self) -> object:
         """The next batch; see :meth:`EngineBase.next_batch`."""
+        self.has_delivered = False
+        self.receipt = None  # that of the last call is told once
         thread = self.running.thread
         if thread is None:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
         self._check_process()  # what is ready here would be given in the child as well
-        self.has_delivered = False
-        self.receipt = None
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             # Interrupted here, nothing is lost.

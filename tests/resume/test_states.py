@@ -277,6 +277,19 @@ def test_a_worker_that_died_has_handed_nothing_over():
         assert given + rest_of(loader) == [[n, n + 1] for n in range(0, 12, 2)]
 
 
+@pytest.mark.parametrize("options", [{"in_order": False}, {"seed": 3}, {"thread_pool": True}])
+def test_a_batch_that_a_closed_iterator_did_not_give_is_not_handed_over(options):
+    with shmloader.DataLoader(Squares(), 4, num_workers=2, **options) as loader:
+        iterator = iter(loader)
+        for _ in range(5):
+            next(iterator)
+        loader.close()
+        state = loader.state_dict()
+        with pytest.raises(shmloader.ClosedLoaderError):
+            next(iterator)
+        assert loader.state_dict() == state
+
+
 # Samplers ------------------------------------------------------------------------------
 
 
