@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import sys
 from typing import Any, TypeVar, cast
 
 import torch
@@ -275,10 +276,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _settle_epoch(self) -> None:
         """Note what an epoch has left over for the next one, if it was complete."""
+        progress = self._progress
+        # Nothing may be left of the last batches (on_error="skip"): then only the end tells.
+        position = sys.maxsize if progress.is_ended else progress.position
         if isinstance(self._plan, StepPlan):
-            self._plan.settle(self._progress.position)
+            self._plan.settle(position)
         elif self.last_batch == "rollover":
-            cast("RolloverBatchSampler", self.batch_sampler).settle(self._progress.position)
+            cast("RolloverBatchSampler", self.batch_sampler).settle(position)
 
     def __len__(self) -> int:
         """Batches of the epoch that runs, or of the next one if none does; see torch's."""

@@ -141,7 +141,7 @@ class Origin:
         self.restore_generators(found)
         self.restore_epochs(found)
         if self._carrier is not None:
-            self._carrier.rest = list(found.get("rest", ()))
+            self._carrier.begin_with(found.get("rest", ()))
         if not found["begun"]:
             self.restore_own(found)
 

@@ -213,6 +213,12 @@ class StepPlan(Sampler[list[Any]]):
             return 0
         return steps.repeats[1]
 
+    def begin_with(self, rest: Iterable[Any]) -> None:
+        """Have the next epoch begin with this; what others have left counts no more."""
+        self.rest = list(rest)
+        if self._tail == "rollover":
+            self._steps = None
+
     def settle(self, position: int) -> None:
         """Take over what an epoch has left, if the user is done with all its steps.
 

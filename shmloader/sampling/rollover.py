@@ -52,6 +52,10 @@ class RolloverBatchSampler(BatchSampler):
         """Batches of the epoch that runs, or of the next one if none does."""
         return (len(self.sampler) + len(self.rest)) // self.batch_size  # type: ignore[arg-type]
 
+    def begin_with(self, rest: Iterable[Any]) -> None:
+        """Have the next epoch begin with this; what others have left counts no more."""
+        self.rest, self._epoch = list(rest), None
+
     def settle(self, position: int) -> None:
         """Take over what an epoch has left, if it was complete.
 

@@ -290,6 +290,41 @@ def test_a_batch_that_a_closed_iterator_did_not_give_is_not_handed_over(options)
         assert loader.state_dict() == state
 
 
+@pytest.mark.parametrize("kind", ["rollover", "by a seed, rollover"])
+def test_a_loader_that_has_run_begins_with_what_the_state_has_left_over(kind):
+    loader = make_loader(kind, 0)
+    epochs, state = [], {}
+    for epoch in range(4):
+        epochs.append([])
+        for batch in loader:
+            epochs[epoch].append(read(batch))
+            if epoch == 2:
+                state.setdefault("first", loader.state_dict())
+    for count in (1, 2, 3):
+        other = make_loader(kind, 0)
+        for _ in range(count):
+            rest_of(other)
+        other.load_state_dict(state["first"])
+        assert len(other) == len(epochs[2])
+        assert [rest_of(other), rest_of(other)] == [epochs[2][1:], epochs[3]]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_rolls_over_is_kept_where_nothing_was_left_of_the_last_batch(workers, seed):
+    def bad(index):
+        if 4 <= index < 8:
+            raise KeyError(index)
+        return index
+
+    with shmloader.DataLoader(
+        Calls(bad, 10), 4, num_workers=workers, on_error="skip", last_batch="rollover", seed=seed
+    ) as loader:
+        assert rest_of(loader) == [[0, 1, 2, 3]]
+        assert loader.state_dict()["origin"]["rest"] == [8, 9]
+        assert rest_of(loader) == [[8, 9, 0, 1], [2, 3], [8, 9]]
+
+
 # Samplers ------------------------------------------------------------------------------
 
 
