@@ -110,12 +110,15 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         else:
             self._epoch = loaded["epoch"]
             self._progress = Progress(loaded["position"], frozenset(loaded.get("ahead", ())))
-            self._found = loaded["origin"]
             self._was_persistent = loaded["persistent"]
-            if self._found["begun"]:
-                self._origin.restore_epochs(self._found)
+            origin = loaded["origin"]
+            if origin["begun"]:
+                self._found = origin
+                self._origin.restore_epochs(origin)
             else:  # its generators were set when it was loaded
-                self._found = self._match_base_seed(drawn=self._found["base_seed"])
+                self._found = self._match_base_seed(drawn=origin["base_seed"])
+                if "own" in origin:
+                    self._found = {"begun": False, **(self._found or {}), "own": origin["own"]}
             self._begin_streams(loaded)
         self._next_epoch = self._epoch + 1
         plan = self._plan

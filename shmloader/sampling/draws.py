@@ -12,7 +12,15 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from shmloader.sampling.origin import Origin, chain, describe, has_own_state, is_known, own_state
+from shmloader.sampling.origin import (
+    Origin,
+    chain,
+    describe,
+    has_own_state,
+    is_known,
+    not_over,
+    own_state,
+)
 from shmloader.sampling.progress import Progress
 
 # A sampler with a state of its own is asked for it after so many batches: what it gives may be
@@ -51,6 +59,8 @@ class Draws(Iterator[Any]):
         # own states.
         self._drawn: collections.deque[tuple[int, Any]] = collections.deque()
         self._stateful: Any = None
+        # Whether these tell within an epoch where it is: nothing holds back what it gave.
+        self._tells_own = False
         self._own_states: list[tuple[int, Any]] = []
         self._last_sum: int | None = None
 
@@ -66,7 +76,7 @@ class Draws(Iterator[Any]):
         while drawn[0][0] < last:
             drawn.popleft()
         self._number += 1
-        if self._stateful is not None and self._number % _OWN_STATE_EVERY == 0:
+        if self._tells_own and (self._number == 1 or self._number % _OWN_STATE_EVERY == 0):
             self._note_own_state()
         return item
 
@@ -80,9 +90,7 @@ class Draws(Iterator[Any]):
         assert self._found is not None
         found = dict(self._found)
         if self._stateful is not None:
-            number, state = next(
-                own for own in reversed(self._own_states) if own[0] <= self._progress.position
-            )
+            number, state = next(own for own in reversed(self._own_states) if self._is_past(own[0]))
             found["own"], found["own_at"] = state, number
         found["last"] = self._sum_of_last()
         return found
@@ -93,11 +101,16 @@ class Draws(Iterator[Any]):
         """Begin with the first batch that is wanted, which is drawn here."""
         found = self._found
         self._stateful = self._find_stateful()
+        self._tells_own = self._stateful is not None and (
+            self._stateful is not self._origin.stateful or self._is_batched_alone()
+        )
         if found is None or not found["begun"]:
             self._origin.restore_generators(found or {})
             self._found = self._origin.dump(is_begun=True)
             if self._stateful is not None:
                 self._note_own_state()
+            if found is not None and "own" in found:
+                self._drawing = not_over(self._drawing, self._index_sampler)
             return self._drawing
         self._last_sum = found.get("last")
         with self._origin.drawing(found):
@@ -128,6 +141,13 @@ class Draws(Iterator[Any]):
             return inner if has_own_state(inner) else None
         return None
 
+    def _is_batched_alone(self) -> bool:
+        """Whether there is nothing but torch's batch samplers around the sampler with a state."""
+        around = itertools.takewhile(
+            lambda each: each is not self._stateful, chain(self._index_sampler)
+        )
+        return all(type(each) is BatchSampler for each in around)
+
     def _go_on(self, found: dict[str, Any]) -> Iterator[Any]:
         """The batches from the position on, before which all are passed over."""
         position, at = self._progress.position, 0
@@ -138,6 +158,8 @@ class Draws(Iterator[Any]):
             self._stateful.load_state_dict(own)
             if self._stateful is self._origin.stateful:
                 self._drawing = iter(self._index_sampler)  # what was iterated knew nothing of it
+            if not at:
+                self._drawing = not_over(self._drawing, self._index_sampler)
         elif (quick := self._sequential_from(position)) is not None:
             return quick
         elif position and not all(map(is_known, chain(self._index_sampler))):
@@ -188,8 +210,15 @@ class Draws(Iterator[Any]):
     def _note_own_state(self) -> None:
         self._own_states.append((self._number, own_state(self._stateful)))
         # Those that the user is past, but for the newest of them.
-        while len(self._own_states) > 1 and self._own_states[1][0] <= self._progress.position:
+        while len(self._own_states) > 1 and self._is_past(self._own_states[1][0]):
             del self._own_states[0]
+
+    def _is_past(self, number: int) -> bool:
+        """Whether the user is past a state that was taken after so many batches.
+
+        Not if it is of the last of them: a sampler that has seen its end may be in its next epoch.
+        """
+        return number < self._progress.position or not number
 
     def _sum_of_last(self) -> int | None:
         """A checksum of the last batch that the user is done with."""

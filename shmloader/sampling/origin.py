@@ -11,6 +11,7 @@ Guarantees:
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,16 @@ def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
 def own_state(sampler: Any) -> Any:
     """A sampler's own state, copied."""
     return copy.deepcopy(sampler.state_dict())
+
+
+def not_over(items: Iterator[Any], sampler: Any) -> Iterator[Any]:
+    """What a sampler gives that was set to the beginning of an epoch.
+
+    One that looks at its state when it is iterated, as torchdata's StatefulDistributedSampler,
+    has the end of the epoch before for that: so it gives nothing, and all when iterated again.
+    """
+    first = list(itertools.islice(items, 1))
+    return itertools.chain(first, items) if first else iter(sampler)
 
 
 def has_own_state(sampler: object) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from shmloader.sampling.origin import Origin, describe
+from shmloader.sampling.origin import Origin, describe, not_over
 from shmloader.sampling.places import Placed
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
@@ -71,7 +71,9 @@ class StepPlan(Sampler[list[Any]]):
         self.rest: list[Any] = []
         self._progress = Progress()
         self._given: frozenset[int] = frozenset()
+        # What the newest epoch comes of, once that is known; and what it was begun with.
         self._found: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
         self._steps: Steps | None = None
         self._drawing: Iterator[Any] = iter(())
 
@@ -107,6 +109,7 @@ class StepPlan(Sampler[list[Any]]):
             "_progress": Progress(),
             "_given": frozenset(),
             "_found": None,
+            "_loaded": None,
         }
 
     def __iter__(self) -> Iterator[Any]:
@@ -125,7 +128,7 @@ class StepPlan(Sampler[list[Any]]):
         """
         self.epoch = epoch
         self._progress, self._given = progress, progress.ahead
-        self._found = found
+        self._found = self._loaded = found
 
     def facts(self) -> dict[str, Any]:
         """What a state must have in common with this to go on here: on any number of ranks."""
@@ -174,13 +177,15 @@ class StepPlan(Sampler[list[Any]]):
     def _begin_items(self, epoch: int) -> Iterator[Any]:
         """Iterate over a user's sampler, for the first index of an epoch."""
         assert self._items is not None
-        origin = self.origin
+        origin, loaded = self.origin, self._loaded
         if self._found is not None:
             origin.restore_generators(self._found)
-            origin.restore_own(self._found)
+        if loaded is not None:
+            origin.restore_own(loaded)
         self.dump()  # before anything is drawn
         set_epoch_of(self._items, epoch)
-        return iter(self._items)
+        items = iter(self._items)
+        return items if loaded is None or "own" not in loaded else not_over(items, self._items)
 
     def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
         cut, given = self._cut, self._given

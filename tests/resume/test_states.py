@@ -386,6 +386,101 @@ def iter_from(loader, state):
     return iter(loader)
 
 
+class CountsWhatItGave(Sampler):
+    """As torchdata's StatefulDistributedSampler: between epochs it tells of the last one's end."""
+
+    def __init__(self):
+        self.given, self.to_skip, self.epoch = 0, None, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.given, self.to_skip = self.to_skip or 0, None
+        for number in range(self.given, LENGTH):
+            self.given += 1
+            yield (number * 7 + self.epoch) % LENGTH
+
+    def __len__(self):
+        return LENGTH
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.to_skip = state["given"]
+
+
+class Ahead(Sampler):
+    """A user's batch sampler that draws more than it has given, of a sampler with a state."""
+
+    def __init__(self):
+        self.sampler = KINDS["a user's with a state"].options()["sampler"]
+
+    def __iter__(self):
+        drawn = []
+        for index in self.sampler:
+            drawn.append(index)
+            if len(drawn) == 9:
+                yield drawn[:4]
+                del drawn[:4]
+        while drawn:
+            yield drawn[:4]
+            del drawn[:4]
+
+
+STATEFUL = {
+    "counts": lambda: {"batch_size": 4, "sampler": CountsWhatItGave()},
+    "draws ahead": lambda: {"batch_sampler": Ahead()},
+    "rolls over": lambda: {
+        **KINDS["a user's with a state"].options(),
+        "last_batch": "rollover",
+    },
+    "one batch": lambda: {**KINDS["a user's with a state"].options(), "batch_size": LENGTH + 1},
+    "short last batch": KINDS["a user's with a state"].options,
+}
+
+
+@pytest.mark.parametrize("every", [1, 3, 1000])
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_samplers_own_state_is_of_what_was_handed_over(kind, seed, every, monkeypatch):
+    monkeypatch.setattr("shmloader.sampling.draws._OWN_STATE_EVERY", every)
+
+    def make():
+        return shmloader.DataLoader(Squares(), seed=seed, **STATEFUL[kind]())
+
+    def name_epoch(loader, epoch):
+        if kind == "counts":
+            loader.sampler.set_epoch(epoch)
+
+    loader = make()
+    epochs = []
+    for epoch in range(4):
+        name_epoch(loader, epoch)
+        epochs.append(rest_of(loader))
+    loader = make()
+    states = {}
+    for epoch in range(3):
+        name_epoch(loader, epoch)
+        given = 0
+        iterator = iter(loader)
+        states[epoch, 0] = loader.state_dict()
+        for given, batch in enumerate(iterator, start=1):
+            assert read(batch) == epochs[epoch][given - 1]
+            states[epoch, given] = loader.state_dict()
+        assert given == len(epochs[epoch])
+        states[epoch + 1, 0, "not begun"] = loader.state_dict()
+    for (epoch, given, *_), state in states.items():
+        other = make()
+        other.load_state_dict(json.loads(json.dumps(state)))
+        name_epoch(other, epoch)
+        assert rest_of(other) == epochs[epoch][given:], (epoch, given)
+        if epoch < 3:
+            name_epoch(other, epoch + 1)
+            assert rest_of(other) == epochs[epoch + 1], (epoch, given)
+
+
 def test_a_sampler_that_is_passed_over_is_told_in_the_log(caplog):
     loader = make_loader("a user's", 0)
     stop(loader, 5)
