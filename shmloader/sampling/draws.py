@@ -4,7 +4,6 @@ import collections
 import copy
 import itertools
 import json
-import logging
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -20,14 +19,13 @@ from shmloader.sampling.origin import (
     is_known,
     not_over,
     own_state,
+    tell_passed_over,
 )
 from shmloader.sampling.progress import Progress
 
 # A sampler with a state of its own is asked for it after so many batches: what it gives may be
 # large, and what lies between costs no more than to draw it.
 _OWN_STATE_EVERY = 1000
-
-_log = logging.getLogger("shmloader")
 
 
 class Draws(Iterator[Any]):
@@ -160,15 +158,12 @@ class Draws(Iterator[Any]):
                 self._drawing = iter(self._index_sampler)  # what was iterated knew nothing of it
             if not at:
                 self._drawing = not_over(self._drawing, self._index_sampler)
+            if not self._tells_own:
+                tell_passed_over(self._index_sampler, position)
         elif (quick := self._sequential_from(position)) is not None:
             return quick
-        elif position and not all(map(is_known, chain(self._index_sampler))):
-            _log.info(
-                "the epoch goes on at batch %d: %s gives the %d before it once more, to nobody",
-                position,
-                describe(self._index_sampler),
-                position - at,
-            )
+        else:
+            tell_passed_over(self._index_sampler, position)
         self._pass_over(position - at, position)
         return self._drawing
 

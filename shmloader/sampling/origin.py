@@ -12,6 +12,7 @@ Guarantees:
 import contextlib
 import copy
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,8 @@ _OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
 
 _LONGEST_CHAIN = 8
 
+_log = logging.getLogger("shmloader")
+
 
 def chain(index_sampler: object) -> list[Any]:
     """A sampler and those that it draws from, by torch's name for these."""
@@ -65,6 +68,17 @@ def is_known(sampler: object) -> bool:
         or kind is RandomSampler
         or (isinstance(sampler, EpochSampler) and kind.__module__.startswith("shmloader."))
     )
+
+
+def tell_passed_over(index_sampler: object, position: int) -> None:
+    """Say in the log that a user's sampler draws once more what it gave before the position."""
+    if position and not all(map(is_known, chain(index_sampler))):
+        _log.info(
+            "the epoch goes on at batch %d: %s gives the %d before it once more, to nobody",
+            position,
+            describe(index_sampler),
+            position,
+        )
 
 
 class Origin:

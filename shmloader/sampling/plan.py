@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from shmloader.sampling.origin import Origin, describe, not_over
+from shmloader.sampling.origin import Origin, describe, not_over, tell_passed_over
 from shmloader.sampling.places import Placed
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
@@ -161,7 +161,7 @@ class StepPlan(Sampler[list[Any]]):
         if self._items is not None:
             streams = Streams(self._seed, self.epoch)
             return DrawnSteps(
-                functools.partial(self._begin_items, self.epoch),
+                functools.partial(self._begin_items, self.epoch, start),
                 streams,
                 self._cut,
                 self._tail,
@@ -174,7 +174,7 @@ class StepPlan(Sampler[list[Any]]):
             order = Rest(self.rest, order)
         return OrderSteps(order, self._cut, self._tail, start)
 
-    def _begin_items(self, epoch: int) -> Iterator[Any]:
+    def _begin_items(self, epoch: int, start: int) -> Iterator[Any]:
         """Iterate over a user's sampler, for the first index of an epoch."""
         assert self._items is not None
         origin, loaded = self.origin, self._loaded
@@ -183,6 +183,7 @@ class StepPlan(Sampler[list[Any]]):
         if loaded is not None:
             origin.restore_own(loaded)
         self.dump()  # before anything is drawn
+        tell_passed_over(self._items, start)
         set_epoch_of(self._items, epoch)
         items = iter(self._items)
         return items if loaded is None or "own" not in loaded else not_over(items, self._items)

@@ -481,11 +481,12 @@ def test_a_samplers_own_state_is_of_what_was_handed_over(kind, seed, every, monk
             assert rest_of(other) == epochs[epoch + 1], (epoch, given)
 
 
-def test_a_sampler_that_is_passed_over_is_told_in_the_log(caplog):
-    loader = make_loader("a user's", 0)
+@pytest.mark.parametrize("kind", ["a user's", "by a seed, a user's"])
+def test_a_sampler_that_is_passed_over_is_told_in_the_log(kind, caplog):
+    loader = make_loader(kind, 0)
     stop(loader, 5)
     state = loader.state_dict()
-    other = make_loader("a user's", 0)
+    other = make_loader(kind, 0)
     other.load_state_dict(state)
     with caplog.at_level(logging.INFO, "shmloader"):
         stop(other, 1)
