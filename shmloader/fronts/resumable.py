@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from shmloader.engine.stream_states import StreamHere, StreamStates
 from shmloader.errors import ClosedLoaderError
@@ -17,7 +17,7 @@ from shmloader.memory.slot import is_supported
 from shmloader.options import LastBatch
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.draws import Draws
-from shmloader.sampling.origin import Origin, describe
+from shmloader.sampling.origin import Origin, describe, size_of_batches
 from shmloader.sampling.places import PlacedStreams
 from shmloader.sampling.plan import StepPlan, set_epoch_of
 from shmloader.sampling.progress import Progress
@@ -264,10 +264,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._index_sampler
         if isinstance(plan, StepPlan):
             return {"length": length, **plan.facts()}
-        tail = "drop" if self.drop_last else self.last_batch or "keep"
+        drops = self.drop_last or (type(plan) is BatchSampler and plan.drop_last)
+        tail = "drop" if drops else self.last_batch or "keep"
         return {
             "length": length,
-            "global_batch": self.batch_size,
+            "global_batch": self.batch_size or size_of_batches(plan),
             "sampler": None if is_iterable else describe(plan),
             "tail": tail,
             "seed": self._sample_seed,

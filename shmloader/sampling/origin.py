@@ -81,6 +81,11 @@ def tell_passed_over(index_sampler: object, position: int) -> None:
         )
 
 
+def size_of_batches(index_sampler: object) -> int | None:
+    """How many samples a batch sampler of torch's or ours puts in a batch; None of any other."""
+    return getattr(index_sampler, "batch_size", None) if is_known(index_sampler) else None
+
+
 class Origin:
     """What the epochs of one sampler come of.
 
@@ -152,7 +157,16 @@ class Origin:
         """Have the next epoch begin as it did; but for the process's streams.
 
         What is written down of an epoch that has begun is restored once more when it is drawn.
+
+        Raises:
+            ValueError: If it does not fit, or cannot be read.
         """
+        count = len(found.get("generators", ()))
+        if count != len(self._generators) and all(map(is_known, self._chain)):
+            raise ValueError(
+                "the state does not fit this loader (generators of its samplers: "
+                f"{count} found, {len(self._generators)} expected)"
+            )
         self.restore_generators(found)
         self.restore_epochs(found)
         if self._carrier is not None:

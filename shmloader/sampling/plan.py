@@ -6,7 +6,13 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from shmloader.sampling.origin import Origin, describe, not_over, tell_passed_over
+from shmloader.sampling.origin import (
+    Origin,
+    describe,
+    not_over,
+    size_of_batches,
+    tell_passed_over,
+)
 from shmloader.sampling.places import Placed
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
@@ -137,9 +143,12 @@ class StepPlan(Sampler[list[Any]]):
         else:
             kind = describe(self._items)
         is_dealt = self._batch_size is None and self._items is not None
-        count = self._cut.global_count
+        batch: int | str = self._cut.global_count
+        if is_dealt:
+            size = size_of_batches(self._items)
+            batch = f"{batch} whole" + ("" if size is None else f" of {size}")
         return {
-            "global_batch": f"{count} whole" if is_dealt else count,
+            "global_batch": batch,
             "sampler": kind,
             "tail": {"uneven": "keep"}.get(self._tail, self._tail),
             "seed": self._seed,

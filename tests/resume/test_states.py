@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, SequentialSampler
 
 import shmloader
 from tests.process.support import Calls, Gate
@@ -626,6 +626,33 @@ def test_another_loader_says_what_was_found_and_what_it_expected(
     with pytest.raises(ValueError, match=text):
         loader.load_state_dict(state_of())
     assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("seed", "found", "text"),
+    [
+        (None, (4, False), "global batch size: 4 found, 8 expected"),
+        (None, (8, True), "tail: 'drop' found, 'keep' expected"),
+        (3, (4, False), "global batch size: '1 whole of 4' found, '1 whole of 8' expected"),
+    ],
+)
+def test_a_batch_sampler_of_torchs_with_other_batches_is_another_loader(seed, found, text):
+    def make(size, drop_last):
+        batches = BatchSampler(SequentialSampler(Squares()), size, drop_last)
+        return shmloader.DataLoader(Squares(), batch_sampler=batches, seed=seed)
+
+    with pytest.raises(ValueError, match=text):
+        make(8, False).load_state_dict(make(*found).state_dict())
+
+
+@pytest.mark.parametrize(("found", "expected"), [(0, 1), (1, 0)])
+def test_a_shuffle_by_a_generator_is_another_than_one_by_the_global_stream(found, expected):
+    loaders = [
+        shmloader.DataLoader(Squares(), 4, shuffle=True),
+        make_loader("shuffled by a generator", 0),
+    ]
+    with pytest.raises(ValueError, match=f"samplers: {found} found, {expected} expected"):
+        loaders[expected].load_state_dict(loaders[found].state_dict())
 
 
 def test_what_is_no_state_is_refused():
