@@ -186,6 +186,14 @@ KINDS = {
         },
         dataset=Noisy,
     ),
+    "by a seed, a user's generator": Kind(
+        lambda: {
+            "batch_size": BATCH,
+            "sampler": RandomSampler(Squares(), generator=_generator()),
+            "seed": 5,
+        },
+        dataset=Noisy,
+    ),
     "buckets": Kind(lambda: {"batch_sampler": BucketBatchSampler(range(LENGTH), BATCH, seed=3)}),
 }
 
