@@ -194,7 +194,9 @@ KINDS = {
         },
         dataset=Noisy,
     ),
-    "buckets": Kind(lambda: {"batch_sampler": BucketBatchSampler(range(LENGTH), BATCH, seed=3)}),
+    "buckets": Kind(
+        lambda: {"batch_sampler": BucketBatchSampler(range(LENGTH), BATCH, shuffle=True, seed=3)}
+    ),
 }
 
 

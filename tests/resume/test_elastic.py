@@ -137,6 +137,32 @@ def test_the_samples_that_fill_up_the_last_step_are_told_after_a_resume():
     assert paddings[-1] == 14
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shuffle_by_a_generator_goes_on(workers):
+    def make():
+        generator = torch.Generator().manual_seed(9)
+        return shmloader.ShardedDataLoader(
+            torch.arange(LENGTH), GLOBAL_BATCH, shuffle=True, generator=generator,
+            num_workers=workers,
+        )  # fmt: skip
+
+    (loader,) = ranks = [make()]
+    epochs = [take(ranks) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+    for epoch, stop in ((0, 0), (1, 0), (1, 4)):
+        ranks = [make()]
+        for _ in range(epoch):
+            take(ranks)
+        take(ranks, stop)
+        state = ranks[0].state_dict()
+        others = [make()]
+        others[0].load_state_dict(state)
+        assert [take(others), take(others)] == [epochs[epoch][stop:], epochs[epoch + 1]]
+        others[0].close()
+        ranks[0].close()
+    loader.close()
+
+
 def test_another_global_batch_is_refused():
     (loader,) = make_ranks(1, "pad", "shuffled")
     other = shmloader.ShardedDataLoader(torch.arange(LENGTH), 12, shuffle=True, seed=5)

@@ -804,3 +804,18 @@ def test_a_sampler_may_give_a_state_that_it_goes_on_changing():
     other = shmloader.DataLoader(Squares(), 2, sampler=Living())
     other.load_state_dict(state)
     assert read(next(iter(other))) == third != first[0]
+
+
+def test_what_a_sampler_was_told_of_the_epoch_does_not_change_the_one_that_goes_on():
+    def make():
+        return make_loader("buckets", 0)
+
+    epochs = [rest_of(loader) for loader in [make()] for _ in range(3)]
+    loader = make()
+    rest_of(loader)
+    stop(loader, 3)
+    other = make()
+    other.load_state_dict(loader.state_dict())
+    other.batch_sampler.set_epoch(0)
+    assert rest_of(other) == epochs[1][3:]
+    assert rest_of(other) == epochs[2]
