@@ -20,7 +20,7 @@ from shmloader.sampling.draws import Draws
 from shmloader.sampling.origin import Origin, describe, size_of_batches
 from shmloader.sampling.places import PlacedStreams
 from shmloader.sampling.plan import StepPlan, set_epoch_of
-from shmloader.sampling.progress import Progress
+from shmloader.sampling.progress import Progress, numbers_of, runs_of
 from shmloader.sampling.rollover import RolloverBatchSampler
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -109,7 +109,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._found = None if before is None else self._match_base_seed(drawn=not before)
         else:
             self._epoch = loaded["epoch"]
-            self._progress = Progress(loaded["position"], frozenset(loaded.get("ahead", ())))
+            self._progress = Progress(loaded["position"], numbers_of(loaded.get("ahead", ())))
             self._was_persistent = loaded["persistent"]
             origin = loaded["origin"]
             if origin["begun"]:
@@ -196,8 +196,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         else:
             state |= {"epoch": self._epoch, "position": progress.position}
             state["origin"] = self._dump_origin()
-            if progress.ahead:
-                state["ahead"] = sorted(progress.ahead)
+            if ahead := progress.ahead:
+                state["ahead"] = runs_of(ahead)
         return self._with_streams(copy.deepcopy(state))
 
     def _with_streams(self, state: dict[str, Any]) -> dict[str, Any]:

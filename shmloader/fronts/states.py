@@ -64,11 +64,20 @@ def _is_sound(state: dict[str, Any]) -> bool:
     return (
         all(map(_is_number, (state["epoch"], state["position"])))
         and isinstance(state.get("ahead", []), list)
-        and all(map(_is_number, state.get("ahead", [])))
+        and all(map(_is_run, state.get("ahead", [])))
         and isinstance(state["persistent"], bool)
         and isinstance(origin, dict)
         and isinstance(origin.get("begun"), bool)
         and isinstance(origin.get("base_seed", origin["begun"]), bool)
+    )
+
+
+def _is_run(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2  # noqa: PLR2004 - the first, and that after the last
+        and all(map(_is_number, value))
+        and value[0] < value[1]
     )
 
 

@@ -166,6 +166,27 @@ def test_a_batch_that_raised_is_not_given_again(workers, in_order):
     assert sorted(given) == wanted
 
 
+def test_a_state_is_small_while_one_batch_is_late():
+    gate = Gate()
+
+    def wait_at_4(index):
+        if index == 4:
+            gate.pass_through()
+        return index
+
+    options = {"num_workers": 2, "in_order": False}
+    with shmloader.DataLoader(Calls(wait_at_4, 5000), 1, **options) as loader:
+        given = stop(loader, 4000)
+        state = loader.state_dict()
+        gate.open()
+    gate.close()
+    assert len(json.dumps(state)) < 500
+    for options in ({}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}):
+        with shmloader.DataLoader(list(range(5000)), 1, **options) as loader:
+            loader.load_state_dict(state)
+            assert sorted(given + rest_of(loader)) == [[number] for number in range(5000)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_of_which_nothing_was_left_is_not_loaded_again(workers, in_order):
@@ -676,6 +697,9 @@ def test_what_is_no_state_is_refused():
         {"origin": 3},
         {"origin": {}},
         {"ahead": [1.5]},
+        {"ahead": [[1.5, 3]]},
+        {"ahead": [[3, 3]]},
+        {"ahead": [[3]]},
         {"ahead": 7},
     ],
 )

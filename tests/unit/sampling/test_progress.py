@@ -1,9 +1,11 @@
 """How far an epoch has come: what is done, in any order, and what a later one need not do again."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.sampling.progress import Progress
+from shmloader.sampling.progress import Progress, numbers_of, runs_of
 
 
 def done_of(progress):
@@ -47,3 +49,36 @@ def test_what_did_not_reach_the_user_is_taken_back():
     progress.done(1)
     progress.go_back(mark)
     assert (progress.position, progress.ahead) == (1, frozenset())
+
+
+@given(st.data())
+def test_what_was_noted_since_the_mark_is_taken_back(data):
+    progress = Progress(2, frozenset(data.draw(st.sets(st.integers(3, 12)))))
+    in_order = data.draw(st.booleans())
+    left = data.draw(st.permutations(range(8)))
+    note = progress.done_until if in_order else progress.done
+    for seq in sorted(left) if in_order else left:
+        mark, before = progress.mark(), done_of(progress)
+        note(seq)
+        progress.go_back(mark)
+        assert done_of(progress) == before
+        note(seq)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_runs_have_the_same_numbers(numbers):
+    runs = runs_of(numbers)
+    assert numbers_of(runs) == numbers
+    assert all(left[1] < right[0] for left, right in itertools.pairwise(runs))
+
+
+def test_one_late_ticket_costs_the_others_nothing():
+    progress = Progress()
+    for seq in range(1, 200_000):  # seconds, and not hours
+        progress.done(seq)
+    assert runs_of(progress.ahead) == [[1, 200_000]]
+    again = Progress(0, progress.ahead)
+    again.done_until(0)
+    for seq in range(1, 1000):
+        again.done_until(seq)
+    assert again.position == 200_999
