@@ -23,7 +23,7 @@ def plan_and_watch(
         iterator._auto_collation,
         iterator._drop_last,
         keep_size,
-        loader._may_shard,
+        loader._may_shard and loader._plan.may_give_lists,
         loader._sample_seed,
         loader.snapshot_every_n_steps if is_iterable else 0,
         loader.persistent_workers,

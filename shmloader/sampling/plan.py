@@ -97,6 +97,11 @@ class StepPlan(Sampler[list[Any]]):
         return self._num_shards > 0
 
     @property
+    def may_give_lists(self) -> bool:
+        """Whether a step may be a list of index lists; else what looks so are indices."""
+        return self.is_sharded or (self._may_shard and self._batch_size is None)
+
+    @property
     def has_own_order(self) -> bool:
         """Whether no sampler of the user's gives the order."""
         return self._items is None

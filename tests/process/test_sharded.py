@@ -341,6 +341,23 @@ def test_a_users_sampler_and_batch_sampler_are_cut() -> None:
         assert one != [[*range(k, k + 5)] for k in range(0, 40, 5)]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"on_error": "skip"}])
+def test_indices_of_a_sampler_may_be_tuples(options) -> None:
+    class Crops:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, key: tuple[int, int]) -> int:
+            index, size = key
+            return index * 100 + size
+
+    keys = [(index, size) for index in (1, 2) for size in (3, 4)]
+    steps = values(ShardedDataLoader(Crops(), 2, sampler=keys, **options))
+    assert steps == [[103, 104], [203, 204]]
+    steps = values(ShardedDataLoader(Crops(), 2, num_shards=2, sampler=keys, **options))
+    assert steps == [[[103, 104], [203, 204]]]
+
+
 def test_batches_of_like_lengths_are_steps_of_shards() -> None:
     lengths = [n % 7 + 1 for n in range(60)]
     buckets = BucketBatchSampler(lengths, 3, 4, num_shards=2, shuffle=True)
