@@ -248,10 +248,17 @@ class StepPlan(Sampler[list[Any]]):
         steps = self._steps
         if steps is None or self._tail != "rollover" or position < steps.drawn:
             return
-        if not steps.is_over and isinstance(self._items, Sized | None) and position >= len(self):
+        if not steps.is_over and self._has_given_all(position):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if steps.is_over:
             self.rest, self._steps = steps.rest, None
+
+    def _has_given_all(self, position: int) -> bool:
+        """Whether so many steps are all; not where the sampler does not know its length (yet)."""
+        try:
+            return position >= len(self)
+        except (TypeError, NotImplementedError):
+            return False
 
 
 def is_sharded(step: object) -> bool:

@@ -65,7 +65,14 @@ class RolloverBatchSampler(BatchSampler):
         epoch = self._epoch
         if epoch is None or position < epoch.drawn:
             return
-        if not epoch.is_over and hasattr(self.sampler, "__len__") and position >= len(self):
+        if not epoch.is_over and self._has_given_all(position):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if epoch.is_over:
             self.rest, self._epoch = epoch.rest, None
+
+    def _has_given_all(self, position: int) -> bool:
+        """Whether so many batches are all; not where the sampler does not know its length (yet)."""
+        try:
+            return position >= len(self)
+        except (TypeError, NotImplementedError):
+            return False

@@ -25,7 +25,12 @@ from torch.utils.data import (
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
 from shmloader.fronts import dataloader
-from shmloader.sampling import BucketBatchSampler, DistributedWeightedSampler, ShardedSampler
+from shmloader.sampling import (
+    BucketBatchSampler,
+    DistributedWeightedSampler,
+    FilterSampler,
+    ShardedSampler,
+)
 from tests.process.support import Calls, Gate, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(90)
@@ -426,6 +431,17 @@ def test_an_epoch_is_complete_though_nobody_asked_for_its_end(kind, workers) -> 
     for _ in range(3):
         next(batches)
     assert next(iter(loader)).tolist() == [9, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_need_not_know_its_length_for_a_rollover(kind, workers) -> None:
+    data = torch.arange(10)
+    odd = FilterSampler(lambda number: number % 2 == 1, data)
+    loader = kind(data, 2, sampler=odd, last_batch="rollover", num_workers=workers)
+    assert next(iter(loader)).tolist() == [1, 3]
+    assert values(loader) == [[1, 3], [5, 7]]
+    assert values(loader) == [[9, 1], [3, 5], [7, 9]]
 
 
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
