@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
+from shmloader.sampling.plan import set_epoch_of
 from shmloader.sampling.ranks import resolve_ranks
 from shmloader.sampling.steps import Cut, DrawnSteps, step_count
 from shmloader.sampling.streams import Streams
@@ -21,7 +22,8 @@ class ShardedSampler(EpochSampler[Any]):
     Each iteration that is begun counts an epoch, from 0.
 
     Args:
-        sampler: A sampler, or a batch sampler; it is iterated anew for each epoch.
+        sampler: A sampler, or a batch sampler; it is iterated anew for each epoch. If it has
+            ``set_epoch``, that is called with the epoch.
         batch_size: Length of a run: the batch size of the loader that uses this as its
             ``sampler``, so that the ranks' batches, one after the other, are a batch of one large
             loader. 1 deals items one by one: right for a batch sampler, whose batches stay whole.
@@ -73,6 +75,7 @@ class ShardedSampler(EpochSampler[Any]):
 
     def _draw(self, epoch: int) -> Iterator[Any]:
         """This rank's items."""
+        set_epoch_of(self.sampler, epoch)
         steps = DrawnSteps(self.sampler.__iter__, Streams(self.seed, epoch), self._cut, self.tail)
         for step in steps:
             yield from step

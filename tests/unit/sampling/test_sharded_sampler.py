@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from shmloader.sampling import ShardedSampler
+from shmloader.sampling import ShardedSampler, SplitSampler
 
 
 def ranks(
@@ -87,6 +87,17 @@ def test_each_iteration_is_an_epoch_and_set_epoch_names_it() -> None:
     one.set_epoch(1)
     iter(one)  # nothing is drawn from it
     assert [list(one), list(one)] == epochs[1:]
+
+
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: BatchSampler(own, 2, False)])
+def test_a_sampler_that_counts_epochs_is_told_the_epoch(wrap) -> None:
+    one, other = (
+        ShardedSampler(wrap(SplitSampler(20)), rank=0, world_size=2, tail="drop") for _ in range(2)
+    )
+    orders = [list(one) for _ in range(3)]
+    for epoch in (2, 2, 0, 1):
+        other.set_epoch(epoch)
+        assert list(other) == orders[epoch]
 
 
 def test_the_process_keeps_its_own_streams_and_they_do_not_matter() -> None:
