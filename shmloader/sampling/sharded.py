@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from torch.utils.data import DistributedSampler
+
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.plan import set_epoch_of
-from shmloader.sampling.ranks import resolve_ranks
+from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.steps import Cut, DrawnSteps, step_count
 from shmloader.sampling.streams import Streams
 
@@ -55,6 +57,7 @@ class ShardedSampler(EpochSampler[Any]):
                 f"tail option should be 'pad', 'drop' or 'uneven', but got tail={tail!r}"
             )
         super().__init__(seed)
+        _check_sampler(sampler)
         self.sampler = sampler
         self.rank, self.world_size = resolve_ranks(rank, world_size)
         self.tail = tail
@@ -79,3 +82,12 @@ class ShardedSampler(EpochSampler[Any]):
         steps = DrawnSteps(self.sampler.__iter__, Streams(self.seed, epoch), self._cut, self.tail)
         for step in steps:
             yield from step
+
+
+def _check_sampler(sampler: object) -> None:
+    for found in (sampler, getattr(sampler, "sampler", None)):
+        if isinstance(found, DistributedSampler) or is_cut_for_ranks(found):
+            raise ValueError(
+                f"{type(found).__name__} gives a part of the samples to each rank, and "
+                "ShardedSampler would cut that part again: give it a sampler of all samples"
+            )

@@ -7,9 +7,15 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
-from shmloader.sampling import ShardedSampler, SplitSampler
+from shmloader.sampling import DistributedWeightedSampler, ShardedSampler, SplitSampler
 
 
 def ranks(
@@ -129,3 +135,17 @@ def test_the_process_keeps_its_own_streams_and_they_do_not_matter() -> None:
 def test_wrong_arguments_are_told(options, error) -> None:
     with pytest.raises(error):
         ShardedSampler([1, 2], **options)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        DistributedSampler(range(8), 2, 0),
+        BatchSampler(DistributedSampler(range(8), 2, 0), 2, drop_last=False),
+        DistributedWeightedSampler([1.0] * 8, rank=0, world_size=2),
+        ShardedSampler(range(8), rank=0, world_size=2),
+    ],
+)
+def test_a_part_of_a_rank_is_not_cut_again(sampler) -> None:
+    with pytest.raises(ValueError, match="Sampler gives a part of the samples to each rank"):
+        ShardedSampler(sampler, rank=0, world_size=2)
