@@ -228,7 +228,7 @@ class DataLoader(ResumableLoader[_T_co]):
         check_device_options(named, transform, device_prefetch)
         if shm_size is not None:
             lent = lend_limit(has_device=has_device, device_prefetch=device_prefetch)
-            window = self.num_workers * (self.prefetch_factor or 0)
+            window = self._window_wanted() or self.num_workers * (self.prefetch_factor or 0)
             slot_share(parse_size(shm_size, "shm_size"), window + lent)
         self.device = device
         self.transform = transform
@@ -347,6 +347,10 @@ class DataLoader(ResumableLoader[_T_co]):
     def _wanted_devices(self, device: object) -> list[Any]:
         """Where batches are to arrive; called by the constructor."""
         return [device]
+
+    def _window_wanted(self) -> int | None:
+        """Batches in flight, if not by ``prefetch_factor``; called by the constructor."""
+        return None
 
     def _options(self) -> Options:
         size = self.shm_size

@@ -124,6 +124,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             )
         self.devices = devices
         super().__init__(
+        self.prefetch = prefetch
             dataset,
             1 if batch_size is None else batch_size,
             shuffle,
@@ -141,7 +142,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self.tail = tail
         self.last_batch = last_batch
         self.seed = seed
-        self.prefetch = prefetch
         self.batchify_fn = batchify_fn
         share = 1 if batch_sampler is not None or batch_size is None else batch_size
         items: Iterable[Any] | None = sampler if batch_sampler is None else batch_sampler
@@ -175,6 +175,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return [device] if self.devices is None else list(self.devices)
 
     def _options(self) -> Options:
+    def _window_wanted(self) -> int | None:
+        return self.prefetch
+
         return dataclasses.replace(super()._options(), devices=self.devices, window=self.prefetch)
 
     @property

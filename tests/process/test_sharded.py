@@ -502,6 +502,15 @@ def test_prefetch_is_the_number_of_steps_in_flight() -> None:
     gate.close()
 
 
+def test_shares_of_the_memory_are_those_of_the_steps_in_flight() -> None:
+    with pytest.raises(ValueError, match="each of 104 slots"):
+        ShardedDataLoader(torch.arange(8), 2, num_workers=1, prefetch=100, shm_size="1MiB")
+    loader = ShardedDataLoader(
+        torch.arange(8), 2, num_workers=4, prefetch=1, shm_size=5 * 64 * 1024
+    )
+    assert values(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def idle(steps: Any) -> bool:
     from shmloader.workers.board import Phase
 
