@@ -169,7 +169,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def _is_in_ranks(self) -> bool:
         """Whether other ranks or shards have to have as many samples."""
-        return self.world_size > 1 or self._plan.is_sharded
+        return self.world_size > 1 or self._plan.is_sharded or self.devices is not None
 
     def _wanted_devices(self, device: object) -> list[Any]:
         return [device] if self.devices is None else list(self.devices)

@@ -116,12 +116,26 @@ class TolerantFetcher:
         """The batch of these indices, or of this one without batching; or a list of batches.
 
         Raises:
-            EmptyBatchError: If all samples of a batch failed and were to be skipped.
+            EmptyBatchError: If all samples failed and were to be skipped; of one batch of a list
+                where none may be left out.
             BaseException: What collate or ``on_error`` raises.
         """
         if self._plan.may_shard and is_sharded(index):
-            return [self._fetch_batch(shard) for shard in index]
+            return self._fetch_batches(index)
         return self._fetch_batch(index)
+
+    def _fetch_batches(self, shards: Iterable[Any]) -> list[Any]:
+        """Those of which something is left."""
+        batches = []
+        for shard in shards:
+            try:
+                batches.append(self._fetch_batch(shard))
+            except EmptyBatchError:
+                if self._plan.keep_size:
+                    raise
+        if not batches:
+            raise EmptyBatchError
+        return batches
 
     def _fetch_batch(self, index: Any) -> Any:
         if not self._plan.auto_collation:

@@ -553,6 +553,27 @@ def test_a_shard_of_which_nothing_is_left_raises(workers) -> None:
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "thread_pool": 1}])
+def test_a_shard_of_a_batch_sampler_is_left_out_alone(options) -> None:
+    def failing(index: int) -> int:
+        if index in (2, 3, 4, 8, 9, 10):
+            raise ValueError(f"bad {index}")
+        return index
+
+    steps = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
+    options = {**options, "thread_pool": "thread_pool" in options}
+    loader = ShardedDataLoader(Calls(failing, 12), batch_sampler=steps, on_error="skip", **options)
+    assert values(loader) == [[[0, 1]], [[5], [6, 7]]]
+    # Batch i is that of device i.
+    loader = ShardedDataLoader(
+        Calls(failing, 12), batch_sampler=steps[1:], on_error="skip", devices=["cpu"] * 2, **options
+    )
+    batches = iter(loader)
+    assert [batch.tolist() for batch in next(batches)] == [[5, 5], [6, 7]]
+    with pytest.raises(TooManyFailures):
+        next(batches)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_shard_is_named(workers) -> None:
     loader = ShardedDataLoader(
