@@ -34,7 +34,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         shuffle: Whether each epoch has a random order of its own. It takes no memory.
         sampler: Gives the order in place of these. Each rank draws all of it, under random
             streams (``random``, ``numpy.random``, torch) that depend on ``seed`` and the epoch. If
-            it has ``set_epoch``, that is called with the epoch.
+            it has ``set_epoch``, that is called with the epoch. With ``thread_pool=True``, samples
+            that draw from these streams meanwhile change its order: give it a generator then.
         last_batch: ``tail`` in other words: "keep" is "uneven", "discard" is "drop"; "rollover"
             puts what the last global batch lacks to be full first in the next epoch.
         batch_sampler: Gives index lists; or lists of index lists, each of which makes a batch of
@@ -123,8 +124,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 f"could not agree (world_size={ranks[1]}); seed= chooses the order"
             )
         self.devices = devices
-        super().__init__(
         self.prefetch = prefetch
+        super().__init__(
             dataset,
             1 if batch_size is None else batch_size,
             shuffle,
@@ -174,10 +175,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _wanted_devices(self, device: object) -> list[Any]:
         return [device] if self.devices is None else list(self.devices)
 
-    def _options(self) -> Options:
     def _window_wanted(self) -> int | None:
         return self.prefetch
 
+    def _options(self) -> Options:
         return dataclasses.replace(super()._options(), devices=self.devices, window=self.prefetch)
 
     @property
