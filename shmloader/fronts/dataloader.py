@@ -403,6 +403,8 @@ class DataLoader(ResumableLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what runs, and what failed: a copy, or a pickle, has no workers."""
+        if self._progress.is_ended:
+            self._settle_epoch()  # a copy has what was left over
         state = self.__dict__.copy()
         state["_iterator"] = None
         state |= self._unbegun()

@@ -32,6 +32,10 @@ class RolloverBatchSampler(BatchSampler):
         self._epoch: _Epoch | None = None
         self._drawing: Iterator[list[Any]] = iter(())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but a running epoch, which stays with this: a copy begins its own."""
+        return {**self.__dict__, "_epoch": None, "_drawing": iter(())}
+
     def __iter__(self) -> Iterator[list[Any]]:
         """Full batches alone."""
         self._epoch = _Epoch()

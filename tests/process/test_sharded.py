@@ -445,6 +445,16 @@ def test_a_sampler_need_not_know_its_length_for_a_rollover(kind, workers) -> Non
 
 
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_a_copy_has_what_was_rolled_over(kind) -> None:
+    loader = kind(torch.arange(10), 3, last_batch="rollover")
+    list(loader)
+    again = pickle.loads(pickle.dumps(loader))
+    assert next(iter(again)).tolist() == [9, 0, 1]
+    assert values(pickle.loads(pickle.dumps(again))) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
+    assert values(loader) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 def test_keep_and_discard_are_what_they_say(kind) -> None:
     data = torch.arange(10)
     assert values(kind(data, 4, last_batch="keep"))[-1] == [8, 9]
