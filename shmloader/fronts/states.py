@@ -68,6 +68,7 @@ def _is_sound(state: dict[str, Any]) -> bool:
         and isinstance(state["persistent"], bool)
         and isinstance(origin, dict)
         and isinstance(origin.get("begun"), bool)
+        and all(isinstance(origin.get(name, []), list) for name in ("generators", "epochs", "rest"))
         and isinstance(origin.get("base_seed", origin["begun"]), bool)
     )
 

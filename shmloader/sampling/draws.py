@@ -22,6 +22,7 @@ from shmloader.sampling.origin import (
     tell_passed_over,
 )
 from shmloader.sampling.progress import Progress
+from shmloader.sampling.ranks import is_cut_for_ranks
 
 # A sampler with a state of its own is asked for it after so many batches: what it gives may be
 # large, and what lies between costs no more than to draw it.
@@ -216,7 +217,14 @@ class Draws(Iterator[Any]):
         return number < self._progress.position or not number
 
     def _sum_of_last(self) -> int | None:
-        """A checksum of the last batch that the user is done with."""
+        """A checksum of the last batch that the user is done with.
+
+        None for torch's samplers and ours that give each rank a part: whoever saves the state of
+        one rank for all has the same position in each.
+        """
+        samplers = chain(self._index_sampler)
+        if any(map(is_cut_for_ranks, samplers)) and all(map(is_known, samplers)):
+            return None
         last = self._progress.position - 1
         for number, indices in self._drawn:
             if number == last:

@@ -9,7 +9,14 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 import shmloader
 from tests.process.support import Calls, Gate
@@ -543,6 +550,27 @@ def test_a_sampler_that_gives_another_order_is_found_out():
         next(iter(other))
 
 
+def test_the_state_of_one_rank_goes_on_with_another_of_torchs_distributed_sampler():
+    def make(rank):
+        sampler = DistributedSampler(Squares(), 2, rank, seed=4)
+        return shmloader.DataLoader(Squares(), 4, sampler=sampler)
+
+    def run(loader):
+        given = []
+        for epoch in range(loader.epoch, 3):
+            loader.sampler.set_epoch(epoch)
+            given.extend(rest_of(loader))
+        return given
+
+    first = make(0)
+    first.set_epoch(1)
+    stop(first, 3)
+    for rank in (0, 1):
+        loader = make(rank)
+        loader.load_state_dict(first.state_dict())
+        assert run(loader) == run(make(rank))[-9:]
+
+
 def test_a_sampler_that_gives_too_little_is_found_out():
     loader = shmloader.DataLoader(Squares(), 4, sampler=list(range(40)))
     stop(loader, 8)
@@ -697,6 +725,8 @@ def test_what_is_no_state_is_refused():
         {"epoch": None},
         {"origin": 3},
         {"origin": {}},
+        {"origin": {"begun": True, "generators": 3}},
+        {"origin": {"begun": True, "rest": 3}},
         {"ahead": [1.5]},
         {"ahead": [[1.5, 3]]},
         {"ahead": [[3, 3]]},
