@@ -126,7 +126,7 @@ class StepPlan(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[Any]:
         """The steps of the epoch."""
         self._steps = self._begin()
-        self._drawing = self._shape(self._steps, self.epoch)
+        self._drawing = self._shape(self._steps, self.epoch, self._given)
         return self._drawing
 
     def begin(self, epoch: int, progress: Progress, found: dict[str, Any] | None = None) -> None:
@@ -202,8 +202,8 @@ class StepPlan(Sampler[list[Any]]):
         items = iter(self._items)
         return items if loaded is None or "own" not in loaded else not_over(items, self._items)
 
-    def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
-        cut, given = self._cut, self._given
+    def _shape(self, steps: Steps, epoch: int, given: frozenset[int]) -> Iterator[Any]:
+        cut = self._cut
         for items in steps:
             number = steps.drawn - 1
             if number in given:

@@ -127,6 +127,17 @@ def test_the_newest_iterator_is_spoken_of():
     assert loader.state_dict()["position"] == 1
 
 
+def test_an_older_iterator_that_has_not_begun_goes_on_with_what_it_was_made_for():
+    state = make_loader("by a seed", 0).state_dict()
+    whole = rest_of(make_loader("by a seed", 0))
+    state |= {"position": 2, "ahead": [[4, 6]], "origin": {**state["origin"], "begun": True}}
+    loader = make_loader("by a seed", 0)
+    loader.load_state_dict(state)
+    older = iter(loader)
+    iter(loader)
+    assert [read(batch) for batch in older] == [*whole[2:4], *whole[6:]]
+
+
 def test_the_process_streams_are_left_alone():
     loader = make_loader("a user's", 0)
     stop(loader, 2)
