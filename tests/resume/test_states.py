@@ -23,10 +23,6 @@ from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Squares, make_loader, read
 from tests.simulated import installed
 
-GENERATORS = {"weighted by the global stream"} | {
-    kind for kind, each in KINDS.items() if "generator" in each.options()
-}
-
 
 def stop(loader, count):
     """Take so many batches of an epoch, and leave it."""
