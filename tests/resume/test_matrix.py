@@ -1,7 +1,8 @@
 """Stopped anywhere, with any number of workers, and gone on with any other: the same batches.
 
 Every cell is a run of its own. ``make test`` runs a part of them, which a checksum of a cell's
-name chooses; ``make test-all`` runs all.
+name chooses; ``make test-all`` runs all of those in-process and with forked workers, and a larger
+part of the others: two workers that are started afresh take seconds.
 """
 
 import itertools
@@ -17,7 +18,8 @@ from tests.resume.kinds import EPOCHS, KINDS, disturb, make_loader, name_epoch, 
 
 WORKERS = (0, 1, 2, 5)
 
-#: One cell of so many is in the part, by start method: a worker that is spawned takes seconds.
+#: One cell of so many is run, by start method: in ``make test`` and in ``make test-all``.
+WHOLE = {"none": 1, "fork": 1, "forkserver": 16, "spawn": 64}
 PART = {"none": 12, "fork": 80, "forkserver": 6000, "spawn": 12000}
 
 
@@ -28,9 +30,9 @@ class Cell(NamedTuple):
     method: str
     in_order: bool
 
-    def is_in_part(self, epoch: int, stop: int | str) -> bool:
+    def is_chosen(self, epoch: int, stop: int | str, one_of: dict[str, int]) -> bool:
         name = f"{tuple(self)} {epoch} {stop}"
-        return zlib.crc32(name.encode()) % PART[self.method] == 0
+        return zlib.crc32(name.encode()) % one_of[self.method] == 0
 
 
 CELLS = [
@@ -52,7 +54,7 @@ def test_a_run_goes_on_exactly_where_it_stopped(kind, method, whole):
             continue
         run = unbroken(kind, cell.workers_before, in_order=cell.in_order)
         for epoch, stop in run.states:
-            if whole or cell.is_in_part(epoch, stop):
+            if cell.is_chosen(epoch, stop, WHOLE if whole else PART):
                 _check(cell, epoch, stop)
                 count += 1
     assert count or method in ("forkserver", "spawn")
