@@ -13,11 +13,11 @@ import copy
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
+from shmloader.sampling.origin import has_own_state
 from shmloader.workers.sample_streams import SeededIterator
 from shmloader.workers.stream import (
     Saved,
     dump_for_workers,
-    has_state,
     parts_of,
     read,
     save,
@@ -183,7 +183,7 @@ class StreamHere:
         iterator, dataset, _ = parts_of(fetcher)
         if isinstance(fetcher.dataset_iter, SeededIterator):
             iterator = fetcher.dataset_iter
-        elif not has_state(iterator):
+        elif not has_own_state(iterator):
             iterator = None
         self._fetcher: Any = _Sources(iterator, dataset, fetcher.ended)
         self.given = given

@@ -130,6 +130,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             raise map_style_stop(error) from error
 
     def _load(self, index: Any) -> Any:
+        if self._sample_streams is None:
+            return self._dataset_fetcher.fetch(index)
         with self._seeded(index) as indices:
             return self._dataset_fetcher.fetch(indices)
 

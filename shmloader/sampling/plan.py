@@ -14,7 +14,7 @@ from shmloader.sampling.origin import (
     tell_passed_over,
 )
 from shmloader.sampling.places import Placed
-from shmloader.sampling.progress import Progress
+from shmloader.sampling.progress import Progress, is_all
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
 from shmloader.sampling.steps import step_count as count_steps
 from shmloader.sampling.streams import Streams
@@ -248,17 +248,10 @@ class StepPlan(Sampler[list[Any]]):
         steps = self._steps
         if steps is None or self._tail != "rollover" or position < steps.drawn:
             return
-        if not steps.is_over and self._has_given_all(position):
+        if not steps.is_over and is_all(position, self):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if steps.is_over:
             self.rest, self._steps = steps.rest, None
-
-    def _has_given_all(self, position: int) -> bool:
-        """Whether so many steps are all; not where the sampler does not know its length (yet)."""
-        try:
-            return position >= len(self)
-        except (TypeError, NotImplementedError):
-            return False
 
 
 def is_sharded(step: object) -> bool:

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 
 class Progress:
@@ -81,6 +81,14 @@ class Progress:
         self.position = mark
         self._ahead.update(self._removed)
         self._ahead.difference_update(self._added)
+
+
+def is_all(count: int, drawn: Sized) -> bool:
+    """Whether so many are all that can be drawn; not where the length is not known (yet)."""
+    try:
+        return count >= len(drawn)
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
+from shmloader.sampling.progress import is_all
+
 
 class _Epoch:
     """How far an epoch was drawn, and what it leaves."""
@@ -69,14 +71,7 @@ class RolloverBatchSampler(BatchSampler):
         epoch = self._epoch
         if epoch is None or position < epoch.drawn:
             return
-        if not epoch.is_over and self._has_given_all(position):
+        if not epoch.is_over and is_all(position, self):
             next(self._drawing, None)  # in-process, nobody has asked for the end
         if epoch.is_over:
             self.rest, self._epoch = epoch.rest, None
-
-    def _has_given_all(self, position: int) -> bool:
-        """Whether so many batches are all; not where the sampler does not know its length (yet)."""
-        try:
-            return position >= len(self)
-        except (TypeError, NotImplementedError):
-            return False

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 
+from shmloader.sampling.origin import has_own_state
 from shmloader.workers.payload import PICKLE_ERRORS, main_is_importable
 from shmloader.workers.sample_streams import SeededIterator
 
@@ -34,13 +35,6 @@ class Saved(NamedTuple):
     position: int = 0
 
 
-def has_state(thing: object) -> bool:
-    """Whether it can be saved and restored; one of the two methods alone is none."""
-    return callable(getattr(thing, "state_dict", None)) and callable(
-        getattr(thing, "load_state_dict", None)
-    )
-
-
 def save(fetcher: Any) -> Saved | None:
     """The state of torch's fetcher of an iterable dataset; None if it has none.
 
@@ -49,7 +43,7 @@ def save(fetcher: Any) -> Saved | None:
             end the stream.
     """
     iterator, dataset, position = parts_of(fetcher)
-    if has_state(iterator):
+    if has_own_state(iterator):
         return Saved("iterator", fetcher.ended, _state_of(iterator), position)
     saved = save_dataset(dataset)
     return None if saved is None else saved._replace(is_short=fetcher.ended, position=position)
@@ -65,7 +59,7 @@ def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
 
 def save_dataset(dataset: Any) -> Saved | None:
     """The state of a dataset alone, between two epochs."""
-    return Saved("dataset", False, _state_of(dataset)) if has_state(dataset) else None
+    return Saved("dataset", False, _state_of(dataset)) if has_own_state(dataset) else None
 
 
 def _state_of(thing: Any) -> Any:
