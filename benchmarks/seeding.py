@@ -17,7 +17,6 @@ import hashlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 import timeit
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import psutil
 import torch
+from _fresh import run_anew
 from _machine import describe_machine
 
 import shmloader
@@ -112,18 +112,7 @@ def run_loader(name: str, length: int) -> dict[str, float]:
 
 
 def _measure(arguments: Sequence[str]) -> dict[str, float]:
-    """Run this file anew, and read what it prints."""
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_RUN_LIMIT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        print(f"{' '.join(arguments)} failed:\n{done.stderr}", file=sys.stderr)
-        sys.exit(2)
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_anew(__file__, arguments, _RUN_LIMIT_S)
 
 
 def _with_spread(values: Sequence[float]) -> str:

@@ -18,12 +18,12 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from _fresh import run_anew
 from _machine import describe_machine
 from _workloads import WORKLOADS, Samples, Workload, smallest, touch
 
@@ -97,18 +97,7 @@ def run_order(length: int) -> dict[str, float]:
 
 
 def _measure(arguments: Sequence[str]) -> dict[str, float]:
-    """Run this file anew, and read what it prints."""
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_RUN_LIMIT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        print(f"{' '.join(arguments)} failed:\n{done.stderr}", file=sys.stderr)
-        sys.exit(2)
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_anew(__file__, arguments, _RUN_LIMIT_S)
 
 
 def _with_spread(values: Sequence[float], spec: str) -> str:

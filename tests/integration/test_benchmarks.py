@@ -8,20 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-THROUGHPUT = Path(__file__).parents[2] / "benchmarks" / "throughput.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 170
 
 
-@pytest.mark.slow
-def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_path):
-    result_file = tmp_path / "runs.json"
-    done = subprocess.run(
-        [sys.executable, str(THROUGHPUT), "--smallest", f"--json={result_file}"],
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_path):
+    result_file = tmp_path / "runs.json"
+    done = run("throughput.py", "--smallest", f"--json={result_file}")
 
     assert done.returncode == 0, done.stdout + done.stderr
     for workload in "abcde":
@@ -39,26 +43,14 @@ def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_pa
 def test_the_device_benchmark_says_what_it_lacks_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run(
-        [sys.executable, str(THROUGHPUT.with_name("device.py"))],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run("device.py")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"This benchmark needs a CUDA device, and torch \S+ .+\.\n", done.stdout)
     assert done.stderr == ""
 
 
 def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
-    done = subprocess.run(
-        [sys.executable, str(THROUGHPUT.with_name("sharded.py")), "--smallest"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run("sharded.py", "--smallest")
     assert done.returncode == 0, done.stdout + done.stderr
     ratio = r"\| [\d.]+ \([\d.]+–[\d.]+\) "
     for loader in ("rank", "shards"):
@@ -68,13 +60,7 @@ def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
 
 
 def test_the_seeding_benchmark_prints_what_a_seed_costs():
-    done = subprocess.run(
-        [sys.executable, str(THROUGHPUT.with_name("seeding.py")), "--smallest"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run("seeding.py", "--smallest")
     assert done.returncode == 0, done.stderr
     for part in ("random.seed, 128 bits", "numpy.random.seed, 32 bits", "digest"):
         assert re.search(rf"^\| {part} \| yes \| [\d.]+ \(", done.stdout, re.MULTILINE), done.stdout
@@ -84,13 +70,7 @@ def test_the_seeding_benchmark_prints_what_a_seed_costs():
 
 
 def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():
-    done = subprocess.run(
-        [sys.executable, str(THROUGHPUT.with_name("stragglers.py")), "--smallest"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run("stragglers.py", "--smallest")
     assert done.returncode == 0, done.stdout + done.stderr
     for workers in (2, 8):
         for loader in ("torch", "round robin", "idle takes oldest"):

@@ -47,6 +47,26 @@ class Streams(IterableDataset):
         return self.function()
 
 
+class Bad(LookupError):  # noqa: N818 - as users name theirs
+    """What datasets of tests raise."""
+
+
+class Numbers:
+    """Gives each number as it is, and raises for bad ones."""
+
+    def __init__(self, length: int, *bad: int) -> None:
+        self.length = length
+        self.bad = frozenset(bad)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise Bad(f"no {index}")
+        return index
+
+
 class Gate:
     """A pipe that forked workers wait at: each `open` lets one of them through."""
 

@@ -16,32 +16,12 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, get_worker_info
 
 from shmloader import ClosedLoaderError, DataLoader, TooManyFailures, empty
-from tests.process.support import Calls, Gate, Streams, Switch
+from tests.process.support import Bad, Calls, Gate, Numbers, Streams, Switch
 
 pytestmark = pytest.mark.timeout(40)
 
 # How samples are loaded: the number of workers.
 BOTH = pytest.mark.parametrize("workers", [0, 2])
-
-
-class Bad(LookupError):  # noqa: N818 - as users name theirs
-    """What the datasets here raise."""
-
-
-class Numbers:
-    """Gives each number as it is, and raises for bad ones."""
-
-    def __init__(self, length: int, *bad: int) -> None:
-        self.length = length
-        self.bad = frozenset(bad)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.bad:
-            raise Bad(f"no {index}")
-        return index
 
 
 class Lists(Numbers):

@@ -39,7 +39,9 @@ from shmloader import (
 from shmloader.workers import parking
 from tests.parity.compare import assert_same
 from tests.process.support import (
+    Bad,
     Calls,
+    Numbers,
     Program,
     Streams,
     descriptor_count,
@@ -517,26 +519,6 @@ def test_a_worker_init_fn_that_fails_is_told_by_each_batch() -> None:
 
 
 # Bad samples -------------------------------------------------------------------------------
-
-
-class Bad(LookupError):  # noqa: N818 - as users name theirs
-    """What datasets here raise."""
-
-
-class Numbers:
-    """Gives each number as it is, and raises for bad ones."""
-
-    def __init__(self, length: int, *bad: int) -> None:
-        self.length = length
-        self.bad = frozenset(bad)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.bad:
-            raise Bad(f"no {index}")
-        return index
 
 
 class Lists(Numbers):
