@@ -61,7 +61,10 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             with kept():
                 self._dataset_fetcher = plan.make_fetcher(
                     *self._sample_streams.wrap(
-                        self._dataset, self._collate_fn, is_iterable=plan.is_iterable
+                        self._dataset,
+                        self._collate_fn,
+                        is_iterable=plan.is_iterable,
+                        may_fail=loader.on_error != "raise",
                     ),
                     loader.on_error,
                 )

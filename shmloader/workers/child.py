@@ -277,7 +277,12 @@ class _Worker:
         if plan.seed is None:
             return dataset, collate
         self._streams = SampleStreams(plan.seed, self._start.worker_id)
-        return self._streams.wrap(dataset, collate, is_iterable=plan.is_iterable)
+        return self._streams.wrap(
+            dataset,
+            collate,
+            is_iterable=plan.is_iterable,
+            may_fail=self._on_error != "raise",
+        )
 
     def _begin_stream(self) -> Any:
         """Call ``iter(dataset)``, and go on where a worker before this one was."""

@@ -14,6 +14,8 @@ Every value comes out of one hash, BLAKE2b, of numbers in decimal: what for, the
 and two more (:class:`_Use` says which). So neither the number of workers, nor who loads a sample,
 when, or once more, has any part in it.
 
+A dataset that only hands out what it holds is left as it is, since nobody would see them.
+
 Guarantees:
     * One sample's draws, however many, move no other sample's.
     * A sample, or a collate, inside of another (a dataset that iterates a loader of its own) leaves
@@ -39,6 +41,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.sampling.places import Placed
+from shmloader.workers.plain_data import only_hands_out
 
 _DIGEST_BYTES = 64
 
@@ -165,11 +168,25 @@ class SampleStreams:
             _MOMENT.reset(before)
 
     def wrap(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], *, is_iterable: bool
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        *,
+        is_iterable: bool = False,
+        may_fail: bool = True,
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """A dataset and a collate function for a fetcher, under whose calls the streams are set."""
+        """A dataset and a collate function for a fetcher, under whose calls the streams are set.
+
+        Args:
+            dataset: What to load from.
+            collate_fn: Makes a batch of samples.
+            is_iterable: Whether it is an iterable dataset.
+            may_fail: Whether a bad sample runs code of the user's, or leaves a batch shorter.
+        """
         if is_iterable:
             return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
+        if not may_fail and only_hands_out(dataset):
+            return dataset, self._wrap_collate(collate_fn, counts_samples=True)
         return _SeededSamples(self, dataset), self._wrap_collate(collate_fn)
 
     def begin_sample(self) -> None:
@@ -200,9 +217,14 @@ class SampleStreams:
         """Whether a stream may be opened: else not before the first ticket."""
         return self._epoch is not None
 
-    def _wrap_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _wrap_collate(
+        self, collate_fn: Callable[[Any], Any], *, counts_samples: bool = False
+    ) -> Callable[[Any], Any]:
         def collate(samples: Any) -> Any:
             self._set(_Use.COLLATE, *self._placed.key(self._batch_start))
+            # The one sample of a ticket without batches may have no length, and is its only one.
+            if counts_samples and isinstance(samples, list):
+                self._count += len(samples)
             self._batch_start = self._count  # a further batch of the step comes next
             return collate_fn(samples)
 

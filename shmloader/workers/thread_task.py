@@ -100,7 +100,7 @@ def load(task: ThreadTask, recipe: Recipe, where: str) -> ThreadAnswer | None:
     streams = None
     if plan.seed is not None:
         streams = SampleStreams(plan.seed, sets_global=False)
-        dataset, collate_fn = streams.wrap(dataset, collate_fn, is_iterable=False)
+        dataset, collate_fn = streams.wrap(dataset, collate_fn, may_fail=recipe.on_error != "raise")
     fetcher = plan.make_fetcher(_Samples(task, dataset), collate_fn, recipe.on_error, where)
     batch, error, is_empty = None, None, False
     try:

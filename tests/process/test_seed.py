@@ -318,6 +318,31 @@ def test_keys_that_look_like_index_lists_are_keys(workers) -> None:
     assert epochs_of(loader) == [keys, keys]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1},
+        {"num_workers": 1, "thread_pool": True},
+        {"sampler": [0, 99, 1, 98], "shuffle": False, "on_error": lambda *_: draws()},
+        {"batch_size": None},
+        {"num_shards": 3, "batch_size": 4, "num_workers": 1},
+    ],
+)
+def test_a_dataset_that_draws_nothing_is_collated_under_the_same_streams(options) -> None:
+    def collate(samples: Any) -> Any:
+        generators = [] if "thread_pool" in options else [*global_draws()]
+        return samples, [*generators, int(sample_rng().integers(2**30))]
+
+    def batches_of(dataset: Any) -> Any:
+        kind = ShardedDataLoader if "num_shards" in options else DataLoader
+        arguments = {"batch_size": 8, "shuffle": True, "seed": 5, **options}
+        return epochs_of(kind(dataset, collate_fn=collate, **arguments))
+
+    held = [[number] for number in range(LENGTH)]  # lists, as batches are
+    assert batches_of(held) == batches_of(Calls(held.__getitem__, LENGTH))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rollover_loses_and_repeats_nothing(workers) -> None:
     loader = loader_of(last_batch="rollover", num_workers=workers, collate_fn=list)
@@ -405,6 +430,32 @@ def test_a_sampler_is_told_the_epoch(wrap, seed) -> None:
     # Without a seed it counts, or does not, as it likes.
     assert counting.epochs == ([7] if seed is None else [0, 7, 8])
     assert loader.epoch == 9
+
+
+def test_a_sampler_s_own_set_epoch_names_the_epoch() -> None:
+    dataset = Calls(augmented, 8)
+    by_loader, by_sampler = (
+        DataLoader(dataset, 2, seed=3, collate_fn=drawing_collate, sampler=sampler)
+        for sampler in (distributed(), distributed())
+    )
+    sampler = by_sampler.sampler
+    for epoch in (4, 5, 9):  # the first, the next, any other
+        by_loader.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        assert list(by_sampler) == list(by_loader)
+        assert by_sampler.epoch == epoch + 1
+    by_sampler.set_epoch(2)  # the loader's, called last, counts
+    by_loader.set_epoch(2)
+    assert list(by_sampler) == list(by_loader)
+    assert list(by_sampler) == list(by_loader)  # and nobody names epoch 3
+    sampler.set_epoch(7)
+    by_sampler.set_epoch(2)
+    by_loader.set_epoch(2)
+    assert list(by_sampler) == list(by_loader)
+
+
+def distributed() -> DistributedSampler[Any]:
+    return DistributedSampler(range(8), num_replicas=1, rank=0)
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
