@@ -83,8 +83,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         With a ``seed``, order and random streams are those of that epoch. A sampler, or batch
         sampler, that has ``set_epoch`` is told: with a seed at each epoch, else now. A state that
         was loaded goes on if it is of that epoch, and is given up if not.
+
+        With a ``seed``, to call the ``set_epoch`` of the sampler itself names the next epoch as
+        well, if the sampler says in an attribute ``epoch`` what it was told.
         """
         self._next_epoch = whole_number(epoch, "epoch", minimum=0)
+        if isinstance(self._plan, StepPlan):
+            self._plan.take_named_epoch()
         loaded = self._loaded
         if loaded is not None and loaded["epoch"] != self._next_epoch:
             _log.warning(
@@ -104,7 +109,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._settle_epoch()
         loaded, self._loaded = self._loaded, None
         if loaded is None:
-            self._epoch, self._progress = self._next_epoch, Progress()
+            named = self._plan.take_named_epoch() if isinstance(self._plan, StepPlan) else None
+            self._epoch = self._next_epoch if named is None else named
+            self._progress = Progress()
             before = self._was_persistent
             self._found = None if before is None else self._match_base_seed(drawn=not before)
         else:

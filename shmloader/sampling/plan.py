@@ -74,6 +74,8 @@ class StepPlan(Sampler[list[Any]]):
         self._device_count = device_count
         self._may_shard = may_shard
         self._is_placed = is_placed
+        # What the sampler's own count of epochs is known to stand at.
+        self._told = epoch_of(items)
         self.rest: list[Any] = []
         self._progress = Progress()
         self._given: frozenset[int] = frozenset()
@@ -141,6 +143,15 @@ class StepPlan(Sampler[list[Any]]):
         self._progress, self._given = progress, progress.ahead
         self._found = self._loaded = found
 
+    def take_named_epoch(self) -> int | None:
+        """The epoch that the user's sampler was told by others than us, since it was last asked.
+
+        One more than we have told it is none: samplers may count by themselves.
+        """
+        told, now = self._told, epoch_of(self._items)
+        self._told = now
+        return None if now is None or told is None or now in (told, told + 1) else now
+
     def facts(self) -> dict[str, Any]:
         """What a state must have in common with this to go on here: on any number of ranks."""
         if self._items is None:
@@ -199,6 +210,7 @@ class StepPlan(Sampler[list[Any]]):
         self.dump()  # before anything is drawn
         tell_passed_over(self._items, start)
         set_epoch_of(self._items, epoch)
+        self._told = epoch_of(self._items)
         items = iter(self._items)
         return items if loaded is None or "own" not in loaded else not_over(items, self._items)
 
@@ -268,6 +280,15 @@ def set_epoch_of(sampler: object, epoch: int) -> None:
         if callable(set_epoch):
             set_epoch(epoch)
             return
+
+
+def epoch_of(sampler: object) -> int | None:
+    """The epoch that a sampler, or the one in a batch sampler, says it was told."""
+    for told in (sampler, getattr(sampler, "sampler", None)):
+        if callable(getattr(told, "set_epoch", None)):
+            epoch = getattr(told, "epoch", None)
+            return epoch if type(epoch) is int and epoch >= 0 else None
+    return None
 
 
 def _one(_: object) -> int:
