@@ -17,7 +17,7 @@ import torch
 
 from shmloader import DataLoader
 from shmloader.memory.slot import Slot
-from shmloader.stages import cuda
+from shmloader.stages.drivers import _CAPTURE_RELAXED, CudaDriver
 from tests.process.support import Calls, Program, only
 
 # Elements of int32: above 64 KiB, so a batch of one is lent, and read by the device.
@@ -121,7 +121,7 @@ def is_locked(slot: Slot, nbytes: int) -> bool:
 
 
 def test_a_slot_can_be_locked_before_and_after_it_has_grown(slot) -> None:
-    driver = cuda._Driver()
+    driver = CudaDriver()
     assert driver.register(slot.address, 2 * MIB) == ""
     assert is_locked(slot, 2 * MIB)
     driver.unregister(slot.address)
@@ -133,7 +133,7 @@ def test_a_slot_can_be_locked_before_and_after_it_has_grown(slot) -> None:
 
 
 def test_a_locked_slot_is_read_as_it_is_filled(slot) -> None:
-    driver = cuda._Driver()
+    driver = CudaDriver()
     assert driver.register(slot.address, 2 * MIB) == ""
     host = torch.frombuffer(slot.array(), dtype=torch.int32, count=LENGTH)
     for number in range(20):
@@ -143,7 +143,7 @@ def test_a_locked_slot_is_read_as_it_is_filled(slot) -> None:
 
 
 def test_a_refused_registration_leaves_no_error_behind(slot) -> None:
-    driver = cuda._Driver()
+    driver = CudaDriver()
     assert driver.register(slot.address, 2 * MIB) == ""
     assert driver.register(slot.address, 2 * MIB) == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
     assert driver.register(0, 4096).startswith("CUDA_ERROR")
@@ -156,14 +156,14 @@ def test_a_refused_registration_leaves_no_error_behind(slot) -> None:
 
 
 def test_where_locking_is_refused_batches_come_by_pinned_memory(monkeypatch) -> None:
-    monkeypatch.setattr(cuda._Driver, "register", lambda *_: "CUDA_ERROR_NOT_PERMITTED")
+    monkeypatch.setattr(CudaDriver, "register", lambda *_: "CUDA_ERROR_NOT_PERMITTED")
     with pytest.warns(RuntimeWarning, match="CUDA_ERROR_NOT_PERMITTED"):
         assert ends_of(make(500), 500, slow_every=20) == whole(500)
 
 
 def test_slots_are_unlocked_before_they_are_unmapped(monkeypatch) -> None:
     log: list[tuple[str, int]] = []
-    unregister, close = cuda._Driver.unregister, Slot.close
+    unregister, close = CudaDriver.unregister, Slot.close
 
     def note_unregister(driver, address):
         log.append(("unlock", address))
@@ -173,7 +173,7 @@ def test_slots_are_unlocked_before_they_are_unmapped(monkeypatch) -> None:
         log.append(("close", slot.address))
         close(slot)
 
-    monkeypatch.setattr(cuda._Driver, "unregister", note_unregister)
+    monkeypatch.setattr(CudaDriver, "unregister", note_unregister)
     monkeypatch.setattr(Slot, "close", note_close)
     assert ends_of(make(50), 50) == whole(50)
     unlocked = [address for what, address in log if what == "unlock"]
@@ -306,10 +306,10 @@ def test_a_child_of_the_user_s_leaves_the_locks_alone() -> None:
 
 
 def test_the_driver_s_functions_have_the_signatures_that_are_called() -> None:
-    driver = cuda._Driver()
+    driver = CudaDriver()
     for function in (driver._register, driver._unregister, driver._exchange_mode):
         assert function.restype is ctypes.c_int
     driver.relax_capture()
     mode = ctypes.c_int(0)  # back to the global mode; the former one is given
     assert driver._exchange_mode(ctypes.byref(mode)) == 0
-    assert mode.value == cuda._CAPTURE_RELAXED
+    assert mode.value == _CAPTURE_RELAXED
