@@ -1,0 +1,61 @@
+"""Which device the ``device`` option names, said when the loader is made."""
+
+import pytest
+import torch
+
+import shmloader
+from shmloader.stages import target
+from shmloader.stages.target import parse_device
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "cpu:0"])
+def test_the_cpu_is_plain_loading(device) -> None:
+    assert parse_device(device) is None
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_cuda_that_is_not_there_is_said_when_the_loader_is_made(device, workers) -> None:
+    missing = "finds no usable GPU" if torch.backends.cuda.is_built() else "was built without it"
+    with pytest.raises(RuntimeError, match=rf"device='{device}' needs CUDA, .* {missing}"):
+        shmloader.DataLoader([1, 2], device=device, num_workers=workers)
+
+
+@without_cuda
+def test_an_index_asks_for_an_accelerator() -> None:
+    with pytest.raises(RuntimeError, match="device=0 asks for an accelerator, and torch finds"):
+        parse_device(0)
+
+
+@without_cuda
+def test_another_kind_of_device_is_looked_for() -> None:
+    with pytest.raises(RuntimeError, match="device='xpu' is not there: torch finds no xpu"):
+        parse_device("xpu")
+
+
+def test_a_device_beyond_the_last_is_said_with_their_number(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parse_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="device='cuda:2' is not there: this machine has 2"):
+        parse_device("cuda:2")
+
+
+def test_an_index_is_one_of_the_accelerators_that_there_are(monkeypatch) -> None:
+    monkeypatch.setattr(target, "_accelerator_kind", lambda: "xpu")
+    assert parse_device(1) == torch.device("xpu", 1)
+
+
+@pytest.mark.parametrize("device", [True, 1.5, ["cuda"], object()])
+def test_what_is_no_device_is_a_type_error(device) -> None:
+    with pytest.raises(TypeError, match="device option should be a device such as"):
+        parse_device(device)
+
+
+def test_a_name_that_torch_does_not_know_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="device option should name a device that torch knows"):
+        parse_device("nonsense")
