@@ -129,8 +129,11 @@ class EngineBase(abc.ABC):
 
     def take_tickets(self) -> None:
         """Send what has been drawn by the user's thread to workers."""
+        # Interrupted in between, one may be with a worker that was never told.
+        was_amid, self._is_amid = self._is_amid, True
         for indices in self._inbox or ():
             self._offer_indices(indices)
+        self._is_amid = was_amid
 
     @abc.abstractmethod
     def wake(self) -> None:

@@ -248,6 +248,9 @@ class Running:
             try:
                 if not self._engine.is_closed:
                     self._engine.take_tickets()
+            except BaseException:
+                self._engine.close()  # a ticket may be with a worker that was never told
+                raise
             finally:
                 self._engine.detach()
 
@@ -367,8 +370,9 @@ class StageThread:
         thread.results.drop_first()
         if thread.room is not None:
             thread.room.give()
-        self._tickets_out -= 1
-        self._draw_one(thread)  # which wakes the engine
+        if result.receipt is not None:  # else an error that came in no batch's place
+            self._tickets_out -= 1
+            self._draw_one(thread)  # which wakes the engine
         self.receipt = result.receipt
         if isinstance(result, Ready):
             return self._stage.hand_over(result.result)

@@ -177,6 +177,7 @@ class Mode:
         has_thread: Whether batches pass through a thread of ours.
         restarts: Whether a dead worker is replaced.
         epoch: Which epoch takes the fault, where the point is reached in each.
+        any_worker: Whether a batch goes to whichever worker is idle, and not to each in turn.
     """
 
     name: str
@@ -185,6 +186,7 @@ class Mode:
     has_thread: bool = False
     restarts: bool = False
     epoch: int = 0
+    any_worker: bool = False
 
 
 _MODES = [
@@ -200,6 +202,8 @@ _MODES = [
         restarts=True,
     ),
     Mode("persistent", {"persistent_workers": True}, epoch=1),
+    # An idle worker takes the oldest ticket, and the engine has a thread of its own.
+    Mode("seed", {"seed": 5}, has_thread=True, any_worker=True),
 ]
 MODES = {mode.name: mode for mode in _MODES}
 
@@ -350,9 +354,12 @@ class Cell:
         return -signal.SIGINT if self.fault.name == "ctrl-c" else self.fault.code
 
     @property
-    def leaves_worker_stuck(self) -> bool:
-        """Whether a worker is in a call that keeps its interpreter while the main process ends."""
-        return self.effect is Effect.ENDED and self.fault.kind is Kind.ENDS and not self.mode.epoch
+    def stuck_from(self) -> int:
+        """Which batch is the first to keep its worker's interpreter while the main process ends."""
+        if self.effect is Effect.ENDED and self.fault.kind is Kind.ENDS and not self.mode.epoch:
+            # Where any worker will do it gets a further task only when it has done one.
+            return 4 if self.mode.any_worker else 3
+        return BATCHES
 
     @property
     def is_told_by_python(self) -> bool:

@@ -37,8 +37,13 @@ def make_sample(index: int) -> torch.Tensor:
     return torch.arange(_SAMPLE_BYTES, dtype=torch.int64).mul_(index * 2 + 1).to(torch.uint8)
 
 
-class Samples(torch.utils.data.Dataset):
-    """Map-style."""
+def draw() -> torch.Tensor:
+    """A random number, which depends on the place alone where there is a seed."""
+    return torch.randint(2**30, ())
+
+
+class Draws(torch.utils.data.Dataset):
+    """Map-style; what is drawn alone."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -47,7 +52,14 @@ class Samples(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return make_sample(index), index
+        return draw()
+
+
+class Samples(Draws):
+    """Map-style."""
+
+    def __getitem__(self, index: int) -> Any:
+        return make_sample(index), index, draw()
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -61,7 +73,7 @@ class Stream(torch.utils.data.IterableDataset):
         for start in range(0, self.length, BATCH_SIZE):
             if start // BATCH_SIZE % info.num_workers == info.id:
                 for index in range(start, start + BATCH_SIZE):
-                    yield make_sample(index), index
+                    yield make_sample(index), index, draw()
 
 
 class Hammered:
@@ -124,6 +136,8 @@ class Hammered:
             options["timeout"] = 60
         if choose.random() < 0.3:
             options["pin_memory"] = True
+        if not is_stream and choose.random() < 0.4:
+            options["seed"] = choose.randint(0, 9)
         return options
 
     def _must_stop(self) -> bool:
@@ -143,11 +157,14 @@ class Hammered:
 
         length = options["dataset"].length // BATCH_SIZE
         ends_after = self._random.randint(1, length) if self._random.random() < 0.2 else None
+        drawn = self._draws_of(loader.epoch, options)
         seen: list[int] = []
         kept: list[tuple[Any, int]] = []
         try:
             for batch in itertools.islice(loader, ends_after):
                 number = self._number_of(batch)
+                if drawn is not None and batch[2].tolist() != drawn[number]:
+                    self._problem(f"batch {number} has drawn {batch[2].tolist()}")
                 seen.append(number)
                 self._step("batches")
                 if self._random.random() < 0.2:
@@ -172,9 +189,20 @@ class Hammered:
             if self._number_of(batch) != number:
                 self._problem(f"batch {number} has changed")
 
+    def _draws_of(self, epoch: int, options: dict[str, Any]) -> list[list[int]] | None:
+        """What the samples of each batch are to draw, as this process draws it."""
+        from shmloader import DataLoader
+
+        if "seed" not in options:
+            return None
+        length = options["dataset"].length
+        loader = DataLoader(Draws(length), batch_size=BATCH_SIZE, seed=options["seed"])
+        loader.set_epoch(epoch)
+        return [batch.tolist() for batch in loader]
+
     def _number_of(self, batch: Any) -> int:
         """The number of a batch; -1 if it is none."""
-        samples, indices = batch
+        samples, indices, _ = batch
         first = int(indices[0])
         if first % BATCH_SIZE or indices.tolist() != list(range(first, first + BATCH_SIZE)):
             self._problem(f"indices {indices.tolist()} in a batch")
