@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 170
 
@@ -22,7 +24,6 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_path):
     result_file = tmp_path / "runs.json"
     done = run("throughput.py", "--smallest", f"--json={result_file}")

@@ -597,7 +597,9 @@ def test_train_ddp_ends_with_status_1_below_the_required_accuracy() -> None:
         (["--batch-size", "16"], ["--batch-size", "16 images", "among 3 ranks"]),
     ],
 )
-def test_train_ddp_refuses_a_wrong_argument_in_one_line(arguments, words, monkeypatch) -> None:
+def test_train_ddp_refuses_a_wrong_argument_in_one_line(
+    arguments, words, capsys, monkeypatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
-    assert_refused(run_example("train_ddp.py", *arguments), *words)
+    assert_refused(capsys, monkeypatch, "train_ddp.py", *arguments, words=words)
