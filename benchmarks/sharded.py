@@ -4,6 +4,8 @@ Compares a ``DataLoader`` with a ``ShardedDataLoader`` of the same total batch: 
 (*rank*), and cut into four shards a step (*shards*). A sharded loader has a seed, and so random
 streams for each sample, which these samples, that do nothing, have no use for: the cost of cutting
 is to a ``DataLoader`` with ``seed=0`` (*seeded*), and the other ratio is to one without (*plain*).
+A step of four shards has four times as many tensors as one batch; *small* is such a ``DataLoader``,
+too, that gives as many and as large ones: four batches of a shard's size count as a step.
 Each run is a fresh process; they take turns within a round, and a round's ratio compares runs that
 lie next to each other in time. The consumer touches every tensor. Then it draws one epoch of 100
 million shuffled samples as one rank of eight, with no data at all, and says how long that takes and
@@ -31,7 +33,7 @@ import shmloader
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.steps import Cut
 
-KINDS = ("plain", "seeded", "rank", "shards")
+KINDS = ("plain", "seeded", "small", "rank", "shards")
 _SHARDS = 4
 # Their batches can be cut into four.
 _WORKLOADS = ("a", "c", "d")
@@ -63,6 +65,8 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
         loader = shmloader.DataLoader(dataset, work.batch_size, **options)
     elif kind == "seeded":
         loader = shmloader.DataLoader(dataset, work.batch_size, seed=0, **options)
+    elif kind == "small":
+        loader = shmloader.DataLoader(dataset, work.batch_size // _SHARDS, seed=0, **options)
     elif kind == "rank":
         loader = shmloader.ShardedDataLoader(dataset, work.batch_size, **options)
     else:
@@ -71,6 +75,8 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
         )
     with loader:
         steps = iter(loader)
+        if kind == "small":
+            steps = map(list, zip(*[steps] * _SHARDS, strict=True))
         _consume(steps, 0.3, _WARMUP_STEPS, work.clock_stride)
         return {"steps_per_s": _consume(steps, seconds, 1, work.clock_stride)}
 
