@@ -2,25 +2,29 @@
 
 Every cell is a run of its own. ``make test`` runs a part of them, which a checksum of a cell's
 name chooses; ``make test-all`` runs all of those in-process and with forked workers, and a larger
-part of the others: two workers that are started afresh take seconds.
+part of the others: two workers that are started afresh take seconds. So the whole of these is run
+with workers that stay, which load the state of one cell after the other.
 """
 
+import collections
 import itertools
 import json
 import random
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from shmloader import DataLoader
 from tests.resume.kinds import EPOCHS, KINDS, disturb, make_loader, name_epoch, read, unbroken
 
 WORKERS = (0, 1, 2, 5)
 
-#: One cell of so many is run, by start method: in ``make test`` and in ``make test-all``.
-WHOLE = {"none": 1, "fork": 1, "forkserver": 16, "spawn": 64}
+#: One cell of so many is run, by start method: in ``make test-all`` and in ``make test``.
+WHOLE = {"none": 1, "fork": 1, "forkserver": 200, "spawn": 800}
 PART = {"none": 12, "fork": 80, "forkserver": 6000, "spawn": 12000}
+STAYING_PART = {"fork": 8}
 
 
 class Cell(NamedTuple):
@@ -61,36 +65,75 @@ def test_a_run_goes_on_exactly_where_it_stopped(kind, method, whole):
 
 
 def _check(cell: Cell, epoch: int, stop: int | str) -> None:
+    with _loader_of(cell) as loader:
+        _go_on(loader, cell, epoch, stop)
+
+
+def _loader_of(cell: Cell, *, persistent: bool = False) -> DataLoader[Any]:
+    return make_loader(
+        cell.kind,
+        cell.workers_after,
+        in_order=cell.in_order,
+        multiprocessing_context=None if cell.method == "none" else cell.method,
+        persistent_workers=persistent,
+    )
+
+
+def _go_on(loader: DataLoader[Any], cell: Cell, epoch: int, stop: int | str) -> None:
     run = unbroken(cell.kind, cell.workers_before, in_order=cell.in_order)
     kind = KINDS[cell.kind]
     state = json.loads(run.states[epoch, stop])
     torch.manual_seed(99)  # another process's streams are elsewhere
     random.seed(99)
-    context = None if cell.method == "none" else cell.method
     where = f"{cell}, stopped in epoch {epoch} at {stop}"
-    with make_loader(
-        cell.kind, cell.workers_after, in_order=cell.in_order, multiprocessing_context=context
-    ) as loader:
-        loader.load_state_dict(state)
-        assert loader.state_dict() == state, where
-        at, given = (epoch + 1, 0) if stop == "end" else (epoch, stop)
-        if at == EPOCHS or (stop == "end" and not kind.goes_on):
-            return
-        name_epoch(cell.kind, loader, at)
-        rest = []
-        for batch in loader:
-            rest.append(read(batch))
-            disturb()
-        before = run.epochs[at][:given]
-        if cell.in_order:
-            assert rest == run.epochs[at][given:], where
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state, where
+    at, given = (epoch + 1, 0) if stop == "end" else (epoch, stop)
+    if at == EPOCHS or (stop == "end" and not kind.goes_on):
+        return
+    name_epoch(cell.kind, loader, at)
+    rest = []
+    for batch in loader:
+        rest.append(read(batch))
+        disturb()
+    before = run.epochs[at][:given]
+    if cell.in_order:
+        assert rest == run.epochs[at][given:], where
+    else:
+        assert sorted(before + rest) == sorted(run.epochs[at]), where
+    if kind.goes_on and at + 1 < EPOCHS:
+        name_epoch(cell.kind, loader, at + 1)
+        following = [read(batch) for batch in loader]
+        if not cell.in_order:
+            following, expected = sorted(following), sorted(run.epochs[at + 1])
         else:
-            assert sorted(before + rest) == sorted(run.epochs[at]), where
-        if kind.goes_on and at + 1 < EPOCHS:
-            name_epoch(cell.kind, loader, at + 1)
-            following = [read(batch) for batch in loader]
-            if not cell.in_order:
-                following, expected = sorted(following), sorted(run.epochs[at + 1])
-            else:
-                expected = run.epochs[at + 1]
-            assert following == expected, f"the epoch after: {where}"
+            expected = run.epochs[at + 1]
+        assert following == expected, f"the epoch after: {where}"
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(3600)
+def test_workers_that_stay_go_on_from_one_state_after_the_other(kind, method, whole):
+    if method != "fork" and not whole:
+        pytest.skip("workers are started afresh by make test-all")
+    groups = collections.defaultdict(list)
+    for cell in CELLS:
+        # To run all of the unbroken ones takes longer than to go on from some.
+        is_wanted = whole or (cell.workers_before, cell.workers_after, cell.in_order) == (
+            2,
+            2,
+            True,
+        )
+        if is_wanted and (cell.kind, cell.method) == (kind, method):
+            run = unbroken(kind, cell.workers_before, in_order=cell.in_order)
+            groups[cell.workers_after, cell.in_order] += [
+                (cell, epoch, stop)
+                for epoch, stop in run.states
+                if whole or cell.is_chosen(epoch, stop, STAYING_PART)
+            ]
+    assert any(groups.values())
+    for chosen in filter(None, groups.values()):
+        with _loader_of(chosen[0][0], persistent=True) as loader:
+            for cell, epoch, stop in chosen:
+                _go_on(loader, cell, epoch, stop)
