@@ -8,6 +8,7 @@ The layers; imports run downward only::
     stages      what happens to a batch after the engine, on a thread: pinning, copying to a device
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
     workers     processes that load, or threads; how they start and end; who stands still meanwhile
+    shared      datasets in shared memory, once for all processes
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
     messages    what crosses between processes
@@ -28,6 +29,7 @@ from shmloader.errors import (
 from shmloader.fronts.dataloader import DataLoader
 from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
+from shmloader.shared import share
 from shmloader.workers.sample_streams import sample_rng
 
 __version__ = "0.1.0"
@@ -46,4 +48,5 @@ __all__ = [
     "empty",
     "get_worker_info",
     "sample_rng",
+    "share",
 ]

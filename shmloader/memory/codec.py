@@ -45,7 +45,7 @@ class PickledLayout(NamedTuple):
     order: tuple[int, ...]
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A storage as the body's tensors need it."""
 
     storage: torch.UntypedStorage
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
 
 def rebuild_tensor(
-    part: _Part,
+    part: Part,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -115,7 +115,7 @@ def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     return array
 
 
-def rebuild_storage(part: _Part) -> torch.UntypedStorage:
+def rebuild_storage(part: Part) -> torch.UntypedStorage:
     """Called by pickle, in the main process."""
     return part.storage
 
@@ -149,7 +149,7 @@ def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
 
 
 def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
-    """Each span as the body wants it: a :class:`_Part`, or a writable memoryview."""
+    """Each span as the body wants it: a :class:`Part`, or a writable memoryview."""
     # One block for all small ones; a large one that is not lent has a block of its own.
     total = sum(align(span.nbytes) for span in spans if span.nbytes <= COPY_OUT_BYTES)
     block = _private(total)
@@ -170,12 +170,12 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
                 span.offset : span.offset + nbytes
             ]
         if nbytes == 0:
-            parts.append(bytearray() if span.first_byte < 0 else _Part(torch.UntypedStorage(0), 0))
+            parts.append(bytearray() if span.first_byte < 0 else Part(torch.UntypedStorage(0), 0))
         elif span.first_byte < 0:
             parts.append(memoryview(home).cast("B")[offset : offset + nbytes])
         else:
             flat = torch.frombuffer(home, dtype=torch.uint8, count=nbytes, offset=offset)
-            parts.append(_Part(flat.untyped_storage(), span.first_byte))
+            parts.append(Part(flat.untyped_storage(), span.first_byte))
     return parts
 
 

@@ -57,8 +57,15 @@ class _Storage:
         self.end = max(self.end, end)
         self.itemsizes.add(itemsize)
 
+    def span(self) -> tuple[int, int]:
+        """First byte that is needed, and how many from there on; maybe none."""
+        start = self.start or 0
+        if len(self.itemsizes) > 1:
+            start -= start % _WIDEST_ITEM
+        return start, max(0, self.end - start)
 
-class _Parts:
+
+class Parts:
     """What was taken out of a pickle's stream.
 
     The pickler refers to it, never the other way round: a cycle would hold the slot's memory
@@ -87,6 +94,10 @@ class _Parts:
         self._marks[id(mark)] = (mark, storage.index)
         return mark
 
+    def is_mark(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether a buffer stands for a storage."""
+        return id(buffer) in self._marks
+
     def out_of_band(self, buffer: pickle.PickleBuffer) -> None:
         """Pickle's callback for each buffer, in the order of the stream."""
         mark = self._marks.get(id(buffer))
@@ -98,7 +109,7 @@ class _Parts:
             self._count += 1
 
 
-def _reduce_data(value: Any, parts: _Parts) -> Any:
+def reduce_data(value: Any, parts: Parts) -> Any:
     """The reduction of a CPU tensor, storage or array; NotImplemented for the rest."""
     kind = type(value)
     if kind in _TENSOR_TYPES:
@@ -126,7 +137,7 @@ def _check_leaf(tensor: torch.Tensor) -> None:
         )
 
 
-def _reduce_tensor(tensor: torch.Tensor, parts: _Parts) -> tuple[Callable[..., object], Any]:
+def _reduce_tensor(tensor: torch.Tensor, parts: Parts) -> tuple[Callable[..., object], Any]:
     _check_leaf(tensor)
     storage = parts.storage(tensor.untyped_storage())
     item = tensor.element_size()
@@ -184,7 +195,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _dispatch_table() -> dict[type, Any]:
+def batch_dispatch_table() -> dict[type, Any]:
     """multiprocessing's reducers, without torch's: these share a descriptor for each storage."""
     extra = {
         kind: reducer
@@ -195,22 +206,22 @@ def _dispatch_table() -> dict[type, Any]:
 
 
 class _StandardPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
         super().__init__(file, protocol=5, buffer_callback=parts.out_of_band)
         self._parts = parts
-        self.dispatch_table = _dispatch_table()
+        self.dispatch_table = batch_dispatch_table()
 
     def reducer_override(self, value: object) -> Any:
-        return _reduce_data(value, self._parts)
+        return reduce_data(value, self._parts)
 
 
 class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
         super().__init__(file, protocol=5, buffer_callback=parts.out_of_band)
         self._parts = parts
 
     def reducer_override(self, value: object) -> Any:
-        reduced = _reduce_data(value, self._parts)
+        reduced = reduce_data(value, self._parts)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
@@ -253,18 +264,15 @@ def encode(batch: object, writer: SlotWriter, *, by_value: bool, spill_bytes: in
 
 def _dump(
     pickler: "type[_StandardPickler | _ClosurePickler]", value: object
-) -> tuple[bytes, _Parts]:
-    file, parts = io.BytesIO(), _Parts()
+) -> tuple[bytes, Parts]:
+    file, parts = io.BytesIO(), Parts()
     pickler(file, parts).dump(value)
     return file.getvalue(), parts
 
 
 def _place_storage(storage: _Storage, writer: SlotWriter, named: list[tuple[int, int]]) -> Span:
-    start = storage.start or 0
-    if len(storage.itemsizes) > 1:
-        start -= start % _WIDEST_ITEM
-    nbytes = storage.end - start
-    if nbytes <= 0:
+    start, nbytes = storage.span()
+    if nbytes == 0:
         return Span(0, 0, start)
     return Span(_place(storage.keep.data_ptr() + start, nbytes, writer, named), nbytes, start)
 

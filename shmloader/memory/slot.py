@@ -9,7 +9,8 @@ Guarantees:
 The file is made as long as the slot may ever become, and stays sparse: pages exist from
 the moment they are first written. So a slot grows without a word between processes.
 
-This is the only module that names the operating system's calls for memory.
+This module and :mod:`shmloader.memory.segment` name the operating system's calls for memory;
+no other does.
 """
 
 import ctypes
@@ -32,15 +33,15 @@ ALIGNMENT = 64
 MEMFD_NAME = "shmloader"
 
 # Older Pythons keep a duplicate of the descriptor with each mapping.
-_MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 # Longest file made where no cap was asked for. 47 bits of addresses have room for a
 # thousand of them.
 _MOST_BYTES = 1 << 37
 
 # fcntl's seals, <linux/fcntl.h>; the fcntl module names them on Linux only.
-_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
-_SEALS = (
+ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+SEALS = (
     getattr(fcntl, "F_SEAL_SEAL", 1) | getattr(fcntl, "F_SEAL_SHRINK", 2)
     | getattr(fcntl, "F_SEAL_GROW", 4)
 )  # fmt: skip
@@ -103,7 +104,7 @@ class Slot:
         """Map ``nbytes`` of ``fd``, and own the descriptor, unless this raises."""
         self._fd = -1
         self.nbytes = nbytes
-        self.mapping = mmap.mmap(fd, nbytes, **_MAPPING_OPTIONS)
+        self.mapping = mmap.mmap(fd, nbytes, **MAPPING_OPTIONS)
         # A core dump of a worker would otherwise hold every slot.
         self.mapping.madvise(mmap.MADV_DONTDUMP)
         self._array_type = ctypes.c_char * nbytes
@@ -132,7 +133,7 @@ class Slot:
             fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(fd, nbytes)
-                fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+                fcntl.fcntl(fd, ADD_SEALS, SEALS)
                 return cls(fd, nbytes)
             except BaseException as error:
                 os.close(fd)

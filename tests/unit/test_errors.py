@@ -39,6 +39,7 @@ def test_the_public_names_are_these():
     assert set(shmloader.__all__) == {
         *("DataLoader", "ShardedDataLoader", "empty", "get_worker_info", "__version__"),
         "sample_rng",
+        "share",
         *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
         *("ClosedLoaderError", "InternalError", "TooManyFailures"),
     }

@@ -1,0 +1,296 @@
+"""``share``: finds the bulk in an object, moves it to shared memory, and builds a twin around it.
+
+Three steps: the object's containers are walked, and the bulk in them is noted; it is written to one
+segment, which is sealed; the walk is done once more, and copies each container, with views of the
+segment in the place of the bulk. So a tensor that several fields share is there once, and so is
+each storage of several tensors.
+"""
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from shmloader.memory.codec import Part, rebuild_tensor
+from shmloader.memory.encoder import Parts
+from shmloader.memory.outside import Outside, storage_at, write_parts
+from shmloader.memory.segment import Segment, SegmentWriter
+from shmloader.memory.slot import is_supported
+from shmloader.shared.arrays import SharedArray, enable_tensor_handles, open_array, reduce_tensor
+from shmloader.shared.mappings import SharedDict, stable_hash, write_index
+from shmloader.shared.records import Records, RecordWriter
+from shmloader.shared.sequences import SharedList
+
+_T = TypeVar("_T")
+
+#: A list, tuple or dict of at least so many items is bulk. A shorter one stays what it is, and
+#: what is in it is looked at.
+LONG = 1_000
+
+_SHARED = (SharedArray, SharedList, SharedDict)
+
+
+def share(obj: _T, writable: bool = False) -> _T:
+    """A twin of an object whose bulk lies in shared memory, once for all processes.
+
+    Bulk is: numpy arrays and CPU tensors; lists, tuples and dicts of 1,000 items and more, which
+    become a ``SharedList`` or ``SharedDict``: these read as they did, cannot be changed, and build
+    an item whenever it is asked for. It is looked for in the object itself, its attributes if it is
+    a dataset (torch's, or anything with ``__getitem__``) or a dataclass, and in shorter lists,
+    tuples and dicts, at any depth. All else is the very object that it was. A memory map stays: it
+    is there once already.
+
+    The twin may be used here, be in a dataset of a loader, and be sent to any process that
+    multiprocessing starts, under fork, spawn or forkserver: what crosses is a handle. The memory
+    has no name, cannot be changed, and is gone with its last user.
+
+    Args:
+        obj: What to share. It stays as it is: drop it, for its memory.
+        writable: Whether arrays may be written to. What a process writes is its own, as with
+            tensors, which torch has no read-only kind of: pages are copied when they are written.
+
+    Returns:
+        An object that behaves as ``obj``; ``obj`` itself if there is nothing to share. Arrays in it
+        are read-only, and writing raises ValueError, unless ``writable``. A tensor that is part of
+        a larger storage brings the bytes that tensors of it span.
+
+    Raises:
+        SharedMemoryError: If there is no memory for it; found before it is touched.
+        TypeError: If an item of a long list or dict cannot be pickled.
+        RuntimeError: On a system without ``memfd`` (Linux has it).
+    """
+    walk = _Walk()
+    walk.visit(obj)
+    if not walk.has_found:
+        return obj
+    if not is_supported():
+        raise RuntimeError("share() needs memfd, which Linux has from 5.3 on")
+    with SegmentWriter() as writer:
+        build = _write(walk, writer, writable=writable)
+        segment = writer.finish()
+    if walk.tensors:
+        enable_tensor_handles()
+    twin: _T = _Twins(walk, build(segment)).twin(obj)
+    return twin
+
+
+class _Walk:
+    """Finds the bulk. What it has found it keeps, so that no address is used twice."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Any] = {}
+        self.arrays: dict[int, Any] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.lists: dict[int, Any] = {}
+        self.dicts: dict[int, Any] = {}
+
+    @property
+    def has_found(self) -> bool:
+        """Whether there is any."""
+        return bool(self.arrays or self.tensors or self.lists or self.dicts)
+
+    def visit(self, root: object) -> None:
+        """Look at an object and all that is in it."""
+        waiting: list[Any] = [root]
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self.seen:
+                continue
+            bulk = self._bulk_of(value)
+            if bulk is not None:
+                self.seen[id(value)] = bulk[id(value)] = value
+                continue
+            inner = _parts_of(value, is_root=value is root)
+            if inner is not None:
+                self.seen[id(value)] = value
+                waiting += inner
+
+    def _bulk_of(self, value: Any) -> dict[int, Any] | None:
+        """Where bulk of its kind is noted; None if it is none."""
+        kind = type(value)
+        if kind is np.ndarray:
+            return self.arrays if value.size and not value.dtype.hasobject else None
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self.tensors if _may_share(value) else None
+        if kind is list or kind is tuple:
+            return self.lists if len(value) >= LONG else None
+        if kind is dict or kind is collections.OrderedDict:
+            return self.dicts if len(value) >= LONG else None
+        return None
+
+
+def _may_share(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.is_leaf
+        and tensor.numel() > 0
+        and not tensor.is_shared()  # its user wants writes to be seen
+        and reduce_tensor(tensor) is None
+    )
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of a dataset or dataclass, if a twin of it can be made."""
+    kind = type(value)
+    is_dataclass = dataclasses.is_dataclass(kind)
+    if isinstance(value, type) or not (
+        is_dataclass or isinstance(value, Dataset) or hasattr(kind, "__getitem__")
+    ):
+        return None
+    if isinstance(value, (*_SHARED, np.ndarray, torch.Tensor, str, bytes, torch.nn.Module)):
+        return None
+    fields = dict(getattr(value, "__dict__", {}))
+    if is_dataclass:
+        for field in dataclasses.fields(kind):
+            if hasattr(value, field.name):
+                fields[field.name] = getattr(value, field.name)
+    return fields or None
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, list | tuple | dict) and not isinstance(value, type)
+
+
+def _parts_of(value: Any, *, is_root: bool) -> Iterable[Any] | None:
+    """What is to be looked at in a value; None if it stays what it is."""
+    if _is_container(value):
+        return list(value.values()) if isinstance(value, dict) else list(value)
+    fields = _fields_of(value)
+    if fields is None and is_root and hasattr(value, "__dict__") and not isinstance(value, type):
+        fields = dict(value.__dict__)
+    return None if fields is None else list(fields.values())
+
+
+def _write(
+    walk: _Walk, writer: SegmentWriter, *, writable: bool
+) -> Callable[[Segment], dict[int, Any]]:
+    """Write all bulk; gives what then opens it: each piece's twin, by the piece's id."""
+    parts = Parts()
+    storages = {}
+    for key, tensor in walk.tensors.items():
+        storage = storages[key] = parts.storage(tensor.untyped_storage())
+        item, first = tensor.element_size(), tensor.storage_offset()
+        last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        storage.add(first * item, (last + 1) * item, item)
+    outside = write_parts(parts, writer)
+    arrays = {key: _write_array(array, writer) for key, array in walk.arrays.items()}
+    lists = {
+        key: _write_items(items, writer, "item", writable=writable)
+        for key, items in walk.lists.items()
+    }
+    dicts = {}
+    for key, items in walk.dicts.items():
+        keys = _write_items(items, writer, "key", writable=writable)
+        values = _write_items(items.values(), writer, "value", writable=writable)
+        hashes = [stable_hash(one) for one in items]
+        known = [one for one in hashes if one is not None]
+        dicts[key] = keys, values, write_index(known, writer) if len(known) == len(hashes) else None
+
+    def build(segment: Segment) -> dict[int, Any]:
+        opened = _open_storages(outside, segment)
+        twins: dict[int, Any] = {
+            key: open_array(segment, *place, is_writable=writable) for key, place in arrays.items()
+        }
+        for key, tensor in walk.tensors.items():
+            twins[key] = rebuild_tensor(
+                opened[storages[key].index], tensor.dtype, tuple(tensor.shape), tensor.stride(),
+                int(tensor.storage_offset()), tensor.requires_grad,
+                type(tensor) is torch.nn.Parameter,
+            )  # fmt: skip
+        for key, place in lists.items():
+            twins[key] = SharedList(Records(segment, place))
+        for key, (keys, values, index) in dicts.items():
+            twins[key] = SharedDict(
+                segment, Records(segment, keys), Records(segment, values), index
+            )
+        return twins
+
+    return build
+
+
+def _open_storages(outside: Outside, segment: Segment) -> list[Part]:
+    return [
+        Part(storage_at(segment, offset, nbytes), first_byte)
+        for offset, nbytes, first_byte in outside.spans
+    ]
+
+
+def _write_array(array: Any, writer: SegmentWriter) -> tuple[int, Any, Any, Any]:
+    """Write an array; offset, dtype, shape and strides of its twin, which has its order."""
+    strides = np.empty_like(array, order="K", subok=False).strides
+    dense = array if array.strides == strides else array.copy(order="K")
+    address = dense.__array_interface__["data"][0]
+    return writer.append_memory(address, dense.nbytes), array.dtype, array.shape, strides
+
+
+def _write_items(items: Iterable[Any], writer: SegmentWriter, word: str, *, writable: bool) -> Any:
+    records = RecordWriter(writer, writable=writable)
+    for number, item in enumerate(items):
+        try:
+            records.add(item)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise TypeError(
+                f"{word} {number} of a long list or dict cannot be shared: it is a "
+                f"{type(item).__module__}.{type(item).__qualname__}, and cannot be pickled "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    return records.finish()
+
+
+class _Twins:
+    """Copies containers, with what lies in a segment in the place of the bulk."""
+
+    def __init__(self, walk: _Walk, made: dict[int, Any]) -> None:
+        self._walk = walk
+        self._made = made
+
+    def twin(self, value: Any) -> Any:
+        """An object's twin: always the same one. Itself, where nothing in it was looked at."""
+        key = id(value)
+        if key in self._made:
+            return self._made[key]
+        if key not in self._walk.seen:
+            return value
+        if isinstance(value, tuple):
+            made = self._twin_of_tuple(value)
+        elif isinstance(value, list | dict):
+            made = self._made[key] = copy.copy(value)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for place, inner in pairs:
+                made[place] = self.twin(inner)
+        else:
+            made = self._made[key] = _shell(value)
+            if made is not value:
+                fields = _fields_of(value) or value.__dict__
+                for name, inner in fields.items():
+                    object.__setattr__(made, name, self.twin(inner))
+        self._made[key] = made
+        return made
+
+    def _twin_of_tuple(self, value: Any) -> Any:
+        inner = [self.twin(one) for one in value]
+        if all(one is other for one, other in zip(inner, value, strict=True)):
+            return value
+        if hasattr(value, "_make"):
+            return type(value)._make(inner)
+        return type(value)(inner)
+
+
+def _shell(value: Any) -> Any:
+    """A new object of the same class, without attributes; itself, if there can be none."""
+    try:
+        return object.__new__(type(value))
+    except TypeError:  # a class written in C below it
+        return value

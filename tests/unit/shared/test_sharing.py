@@ -1,0 +1,324 @@
+"""share() finds the bulk in an object, and gives a twin that behaves as the object does."""
+
+import collections
+import dataclasses
+import pickle
+import threading
+from multiprocessing import resource_sharer
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
+
+import shmloader
+from shmloader.memory import segment as segment_module
+from shmloader.memory.encoder import batch_dispatch_table
+from shmloader.memory.limits import Free
+from shmloader.memory.segment import find_segment
+from shmloader.shared.arrays import SharedArray
+from shmloader.shared.mappings import SharedDict
+from shmloader.shared.sequences import SharedList
+
+LONG = 1_000
+
+
+def lies_shared(value: Any) -> bool:
+    array = value.detach().numpy() if isinstance(value, torch.Tensor) else value
+    return find_segment(array.__array_interface__["data"][0], array.nbytes) is not None
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Record:
+    array: Any
+    name: str = "name"
+    derived: int = dataclasses.field(init=False, default=7)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    tensor: Any
+    number: int
+
+
+class Texts(Dataset):
+    """With a lock and a function, which cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.texts = [f"line {number}" for number in range(LONG)]
+        self.lengths = {text: len(text) for text in self.texts}
+        self.matrix = np.arange(12.0).reshape(3, 4)
+        self.weights = torch.arange(6.0)
+        self.lock = threading.Lock()
+        self.transform = lambda text: text.upper()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Any:
+        text = self.texts[index]
+        return self.transform(text), self.lengths[text], self.matrix[index % 3]
+
+
+class Wrapper:
+    """Looks like a dataset, and holds one."""
+
+    __slots__ = ("__dict__",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.itself = self
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+def test_a_dataset_s_attributes_are_shared_and_it_reads_the_same():
+    dataset = Texts()
+    twin = shmloader.share(dataset)
+    assert type(twin) is Texts
+    assert twin is not dataset
+    assert isinstance(twin.texts, SharedList)
+    assert isinstance(twin.lengths, SharedDict)
+    assert isinstance(twin.matrix, SharedArray)
+    assert lies_shared(twin.matrix)
+    assert lies_shared(twin.weights)
+    assert twin.lock is dataset.lock
+    assert len(twin) == len(dataset)
+    for index in (0, 5, -1):
+        for found, expected in zip(twin[index], dataset[index], strict=True):
+            assert np.array_equal(found, expected)
+    assert type(dataset.texts) is list
+    assert not lies_shared(dataset.matrix)
+
+
+def test_bulk_is_found_in_containers_of_every_kind():
+    array, tensor = np.arange(4), torch.arange(4)
+    value = {
+        "list": [array, "text"],
+        "tuple": (tensor, 1),
+        "point": Point(array, tensor),
+        "record": Record(array),
+        "frozen": Frozen(tensor, 3),
+        "ordered": collections.OrderedDict(b=array, a=1),
+        "deeper": [{"list": [(array,)]}],
+        "long": tuple(range(LONG)),
+    }
+    twin = shmloader.share(value)
+    assert {name: type(inner) for name, inner in twin.items()} == {
+        **{name: type(inner) for name, inner in value.items()},
+        "long": SharedList,
+    }
+    assert twin["record"].name == "name"
+    assert twin["record"].derived == 7
+    assert twin["frozen"].number == 3
+    assert list(twin["ordered"]) == ["b", "a"]
+    shared_array, shared_tensor = twin["list"][0], twin["tuple"][0]
+    assert lies_shared(shared_array)
+    assert lies_shared(shared_tensor)
+    # What was one object is one.
+    assert twin["point"].x is twin["record"].array is twin["ordered"]["b"] is shared_array
+    assert twin["deeper"][0]["list"][0][0] is shared_array
+    assert twin["point"].y is twin["frozen"].tensor is shared_tensor
+    assert twin["long"] == value["long"]
+    assert value["list"][0] is array
+
+
+def test_what_holds_no_bulk_is_the_very_same():
+    lock, tensor = threading.Lock(), torch.arange(3).share_memory_()
+    for value in (5, "text", lock, [1, 2], {"a": lock}, tensor, np.array(["a"], dtype=object)):
+        assert shmloader.share(value) is value
+    inner = (1, 2)
+    twin = shmloader.share([inner, np.arange(3)])
+    assert twin[0] is inner
+    once = shmloader.share([np.arange(3), list(range(LONG)), torch.arange(3)])
+    assert shmloader.share(once) is once
+
+
+def test_a_memory_map_stays_where_it_is(tmp_path):
+    mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=(10,))
+    assert shmloader.share([mapped])[0] is mapped
+
+
+def test_datasets_of_torch_s_and_wrappers_that_hold_themselves():
+    rows = torch.arange(20).reshape(10, 2)
+    dataset = Wrapper(Subset(StackDataset(TensorDataset(rows), np.arange(10)), [3, 1]))
+    twin = shmloader.share(dataset)
+    assert twin.itself is twin
+    assert twin.inner.dataset is not dataset.inner.dataset
+    assert lies_shared(twin.inner.dataset.datasets[1])
+    (row,), number = twin[1]
+    assert row.tolist() == [2, 3]
+    assert number == 1
+
+
+ARRAYS = {
+    "matrix": np.arange(12, dtype=np.int16).reshape(3, 4),
+    "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "every other": np.arange(20)[::2],
+    "backwards": np.arange(5)[::-1],
+    "broadcast": np.broadcast_to(np.arange(3), (4, 3)),
+    "scalar": np.array(5.5),
+    "big endian": np.arange(3, dtype=">i4"),
+    "dates": np.array(["2020-01-01", "NaT"], dtype="M8[D]"),
+    "texts": np.array(["ab", "c"]),
+    "records": np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
+    "bools": np.array([[True, False]]),
+    "complex": np.array([1 + 2j]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_of_any_kind_is_equal_and_read_only(name):
+    array = ARRAYS[name]
+    before = array.copy()
+    twin = shmloader.share(array)
+    assert lies_shared(twin)
+    assert (twin.dtype, twin.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(twin, array)
+    key: Any = (0,) * array.ndim
+    with pytest.raises(ValueError, match="writable=True"):
+        twin[key] = array[key]
+    writable = shmloader.share(array, writable=True)
+    writable[key] = np.zeros((), array.dtype)[()]
+    np.testing.assert_array_equal(array, before)
+    again = pickle.loads(pickle.dumps(twin))
+    np.testing.assert_array_equal(again, array)
+    assert again.ctypes.data == twin.ctypes.data
+    assert again.strides == twin.strides
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: a.__setitem__(0, 1),
+        lambda a: a.__iadd__(1),
+        lambda a: np.add(a, 1, out=a),
+        lambda a: np.add.at(a, [0], 1),
+        lambda a: a[1:].__setitem__(0, 1),
+        lambda a: a.reshape(2, 3).T.__setitem__((0, 0), 1),
+        lambda a: a.sort(),
+        lambda a: a.fill(0),
+        lambda a: np.divmod(a, 2, out=(a, np.empty_like(a))),
+    ],
+)
+def test_writing_to_a_shared_array_raises_with_a_hint(write):
+    twin = shmloader.share(np.arange(6))
+    with pytest.raises(ValueError, match=r"read-only: .*array\.copy\(\)"):
+        write(twin)
+    assert twin.tolist() == [0, 1, 2, 3, 4, 5]
+    write(shmloader.share(np.arange(6), writable=True))
+
+
+def test_what_is_computed_of_a_shared_array_is_an_ordinary_one():
+    twin = shmloader.share(np.arange(6.0))
+    for result in (twin + 1, 1 + twin, twin * twin, np.concatenate([twin, twin]), -twin):
+        assert type(result) is np.ndarray
+    assert twin.sum() == 15
+    assert type(twin.sum()) is np.float64
+    assert twin.mean() == 2.5
+    out = np.empty(6)
+    assert np.multiply(twin, 2, out=out) is out
+    assert out.tolist() == [0, 2, 4, 6, 8, 10]
+    writable = shmloader.share(np.arange(3), writable=True)
+    same = writable
+    writable += 1
+    assert same is writable
+    assert same.tolist() == [1, 2, 3]
+    copied = twin.copy()
+    copied[0] = 9  # no longer shared
+    assert pickle.loads(pickle.dumps(copied)).tolist() == copied.tolist()
+    assert type(pickle.loads(pickle.dumps(copied))) is np.ndarray
+    assert len(pickle.dumps(shmloader.share(np.zeros(10_000))[5:])) < 500
+
+
+def test_tensors_that_share_a_storage_still_do():
+    whole = torch.arange(20.0)
+    parts = shmloader.share({"head": whole[:5], "middle": whole[3:9].view(2, 3), "all": whole})
+    parts["all"][4] = -1
+    assert parts["head"][4] == -1
+    assert parts["middle"][0, 1] == -1
+    assert whole[4] == 4
+    assert torch.equal(shmloader.share(whole[10:12]), whole[10:12])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
+def test_a_tensor_of_any_kind_crosses_as_a_handle(dtype):
+    tensor = torch.arange(20_000).to(dtype).view(100, 200).T[1:]
+    twin = shmloader.share(tensor)
+    assert torch.equal(twin, tensor)
+    assert (twin.dtype, twin.stride()) == (tensor.dtype, tensor.stride())
+    data = ForkingPickler.dumps(twin)
+    assert len(data) < 1_000
+    again = pickle.loads(data)
+    assert torch.equal(again, tensor)
+    assert again.data_ptr() == twin.data_ptr()
+    # And one that does not lie there goes as ever: into torch's own shared memory.
+    other = torch.arange(3)
+    try:
+        assert pickle.loads(ForkingPickler.dumps(other)).tolist() == [0, 1, 2]
+    finally:
+        resource_sharer.stop(timeout=5)
+    assert other.is_shared()
+
+
+def test_batches_are_pickled_as_before_once_tensors_have_handles():
+    shmloader.share(torch.arange(3))
+    assert {torch.Tensor, torch.nn.Parameter}.isdisjoint(batch_dispatch_table())
+
+
+def test_parameters_keep_their_type_and_others_stay():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    product = parameter * 2
+    twin = shmloader.share([parameter, product, torch.ones(2, requires_grad=True)])
+    assert type(twin[0]) is torch.nn.Parameter
+    assert twin[0].requires_grad
+    assert lies_shared(twin[0])
+    assert twin[1] is product
+    assert twin[2].requires_grad
+
+
+def test_an_item_that_cannot_be_pickled_is_named_and_nothing_remains():
+    items = [*range(LONG), threading.Lock()]
+    with pytest.raises(TypeError, match=r"item 1000 of a long list .* _thread\.lock"):
+        shmloader.share({"items": items})
+    with pytest.raises(TypeError, match="value 1000 of a long list or dict"):
+        shmloader.share(dict(enumerate(items)))
+
+
+def test_memory_that_is_not_there_is_an_error_before_it_is_touched(monkeypatch):
+    monkeypatch.setattr(
+        segment_module, "free_memory", lambda *_: Free(1 << 20, "limit of the control group /job")
+    )
+    with pytest.raises(shmloader.SharedMemoryError, match=r"1\.0 MB are free \(limit of the"):
+        shmloader.share(np.zeros(64 << 20, np.uint8))
+
+
+def test_the_memory_is_gone_with_its_last_user():
+    twin = shmloader.share([np.arange(1_000), list(range(LONG)), torch.arange(5)])
+    segment = find_segment(twin[0].ctypes.data, 8)
+    fd, token = segment._fd, segment._token
+    assert token in segment_module._Segments.live
+    del segment
+    row, items = twin[0][3:4], twin[1][5:6]
+    del twin
+    assert row.tolist() == [3]
+    del row
+    assert list(items) == [5]
+    del items
+    assert token not in segment_module._Segments.live
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        segment_module.os.fstat(fd)
+
+
+def test_a_handle_of_memory_that_is_gone_says_so():
+    data = pickle.dumps(shmloader.share(np.arange(1_000)))
+    with pytest.raises(shmloader.SharedMemoryError, match="has dropped it, or ended"):
+        pickle.loads(data)
