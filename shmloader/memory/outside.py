@@ -14,6 +14,17 @@ from shmloader.memory.codec import Part, Span
 from shmloader.memory.encoder import Parts
 from shmloader.memory.segment import Segment, SegmentWriter
 
+#: Smaller buffers are pickled with the rest: their place would cost as much.
+BULK_BYTES = 512
+
+
+def stays_inside(buffer: pickle.PickleBuffer, parts: Parts) -> bool:
+    """Take a buffer out of a stream if it is of some size: pickle's ``buffer_callback``."""
+    if not parts.is_mark(buffer) and buffer.raw().nbytes < BULK_BYTES:
+        return True
+    parts.out_of_band(buffer)
+    return False
+
 
 class Outside(NamedTuple):
     """Where the parts of a pickle lie in a segment.

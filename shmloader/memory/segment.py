@@ -105,14 +105,18 @@ class Segment(mmap.mmap):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle."""
-        where: Any = (os.getpid(), self._fd)
-        if multiprocessing.context.get_spawning_popen() is not None:
-            where = reduction.DupFd(self._fd)
-        return _attach, (self._token, self.nbytes, where)
+        return _handle(self._fd, self.nbytes, self._token)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """The same; mmap's own, which comes first, refuses."""
         return self.__reduce__()
+
+
+def _handle(fd: int, nbytes: int, token: bytes) -> tuple[Any, ...]:
+    where: Any = (os.getpid(), fd)
+    if multiprocessing.context.get_spawning_popen() is not None:
+        where = reduction.DupFd(fd)
+    return _attach, (token, nbytes, where)
 
 
 _GONE = (
@@ -156,6 +160,32 @@ def find_segment(address: int, nbytes: int) -> Segment | None:
         if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
             return segment
     return None
+
+
+class SealedSegment:
+    """A segment that this process does not map. Pickled, it becomes a :class:`Segment`.
+
+    Attributes:
+        fd: Its descriptor; -1: closed.
+        nbytes: Its length.
+    """
+
+    def __init__(self, fd: int, nbytes: int, token: bytes) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a handle."""
+        return _handle(self.fd, self.nbytes, self._token)
+
+    def close(self) -> None:
+        """Close the descriptor; may be called again."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close
 
 
 class SegmentWriter:
@@ -232,13 +262,20 @@ class SegmentWriter:
         Raises:
             OSError: If there is no address space, or no descriptor left.
         """
+        sealed = self.seal()
+        segment = Segment.open(sealed.fd, sealed.nbytes, self._token)
+        sealed.fd = -1
+        return segment
+
+    def seal(self) -> "SealedSegment":
+        """Seal it."""
         # A page of zeros at the end: what lies last may be empty, and has a place all the same.
         nbytes = align(self._used + 1)
         os.ftruncate(self._fd, nbytes)
         fcntl.fcntl(self._fd, ADD_SEALS, SEALS | _SEAL_WRITE)
-        segment = Segment.open(self._fd, nbytes, self._token)
+        sealed = SealedSegment(self._fd, nbytes, self._token)
         self._fd = -1
-        return segment
+        return sealed
 
     def close(self) -> None:
         """Throw it away, unless it is finished; may be called again."""

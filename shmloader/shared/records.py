@@ -7,6 +7,7 @@ views of them.
 """
 
 import enum
+import functools
 import io
 import pickle
 import struct
@@ -17,12 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmloader.memory.encoder import Parts, batch_dispatch_table, reduce_data
-from shmloader.memory.outside import Outside, read_with_parts, write_parts
+from shmloader.memory.outside import (
+    BULK_BYTES,
+    Outside,
+    read_with_parts,
+    stays_inside,
+    write_parts,
+)
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.shared.arrays import array_over, reduce_tensor
-
-# Smaller arrays are pickled with the rest of their record.
-_BULK_BYTES = 512
 
 # Records are written so many bytes at a time.
 _CHUNK_BYTES = 1 << 20
@@ -75,19 +79,14 @@ class _ItemPickler(pickle.Pickler):
     """Standard pickle, but tensors and arrays of some size leave the stream."""
 
     def __init__(self, file: io.BytesIO, parts: Parts, *, writable: bool) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._out_of_band)
+        stays = functools.partial(stays_inside, parts=parts)
+        super().__init__(file, protocol=5, buffer_callback=stays)
         self.dispatch_table = batch_dispatch_table()
         self._parts = parts
         self._writable = writable
 
-    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
-        if not self._parts.is_mark(buffer) and buffer.raw().nbytes < _BULK_BYTES:
-            return True
-        self._parts.out_of_band(buffer)
-        return False
-
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is np.ndarray and value.nbytes >= _BULK_BYTES and not value.dtype.hasobject:
+        if type(value) is np.ndarray and value.nbytes >= BULK_BYTES and not value.dtype.hasobject:
             is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
             order: Any = "F" if is_fortran else "C"
             data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)

@@ -3,26 +3,32 @@
 Under fork nothing is pickled: the child has the objects. Under spawn and forkserver torch
 pickles everything once a worker, one after the other, through a pipe that each child reads when
 it is ready. Here the bytes lie in shared memory; a worker gets a descriptor, and all of them
-load side by side.
+load side by side. Arrays and tensors leave the pickle's stream for a place of their own, and a
+worker has views of it, mapped copy-on-write: they are there once, and yet each worker's own.
 """
 
 import contextlib
+import functools
 import io
-import mmap
 import multiprocessing.context
-import os
 import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
-from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
+from multiprocessing import popen_forkserver, popen_spawn_posix
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, ClassVar
 
 import cloudpickle
+import numpy as np
+import torch
 
-from shmloader.memory.slot import MEMFD_NAME
+from shmloader.memory.encoder import Parts, reduce_data
+from shmloader.memory.mapped_file import reduce_memory_map
+from shmloader.memory.outside import Outside, read_with_parts, stays_inside, write_parts
+from shmloader.memory.segment import SealedSegment, Segment, SegmentWriter
+from shmloader.shared.arrays import reduce_tensor
 
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
@@ -57,6 +63,38 @@ def _spawning(popen: Any) -> Iterator[None]:
         multiprocessing.context.set_spawning_popen(before)
 
 
+def _reduce_bulk(value: Any, parts: Parts) -> Any:
+    """The reduction of an array or tensor whose data leave the stream; NotImplemented of others.
+
+    A tensor that its user has moved to shared memory stays there, as with torch's loader: all see
+    what is written to it.
+    """
+    if type(value) is np.memmap:
+        return reduce_memory_map(value)
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and not value.is_leaf:
+            return NotImplemented  # torch says what is wrong with it
+        if value.layout is torch.strided and (value.is_shared() or value.device.type != "cpu"):
+            return NotImplemented
+        return reduce_tensor(value) or reduce_data(value, parts)
+    storage = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
+    if isinstance(storage, torch.UntypedStorage) and storage.is_shared():
+        return NotImplemented
+    return reduce_data(value, parts)
+
+
+class _PlainPickler(ForkingPickler):
+    """Standard pickle with multiprocessing's reducers; bulk leaves the stream."""
+
+    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
+        stays = functools.partial(stays_inside, parts=parts)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, stays)
+        self._parts = parts
+
+    def reducer_override(self, value: Any) -> Any:
+        return _reduce_bulk(value, self._parts)
+
+
 class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle, with multiprocessing's reducers for what is shared with a child."""
 
@@ -65,6 +103,15 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
         ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
         cloudpickle.Pickler.dispatch_table,
     )
+
+    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
+        stays = functools.partial(stays_inside, parts=parts)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=stays)
+        self._parts = parts
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = _reduce_bulk(value, self._parts)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 def main_is_importable() -> bool:
@@ -112,44 +159,43 @@ class Payload:
             TypeError, AttributeError, pickle.PicklingError: If neither way can.
         """
         self._recorder = _DescriptorRecorder(start_method)
+        self.by_value = False
         with _spawning(self._recorder):
-            data, self.by_value = self._dump(objects)
-        self._nbytes = len(data)
-        self._fd = os.memfd_create(f"{MEMFD_NAME}-payload", os.MFD_CLOEXEC)
-        try:
-            with open(self._fd, "wb", closefd=False) as file:
-                file.write(data)
-        except BaseException:
-            self.close()
-            raise
+            body, parts = self._dump(objects)
+        with SegmentWriter() as writer:
+            outside = writer.append(pickle.dumps(write_parts(parts, writer)))
+            self._places = (outside, writer.append(body), body.nbytes)
+            self._segment: SealedSegment = writer.seal()
 
-    def _dump(self, objects: object) -> tuple[memoryview, bool]:
+    def _dump(self, objects: object) -> tuple[memoryview, Parts]:
         first_error: Exception | None = None
         if main_is_importable():
+            file, parts = io.BytesIO(), Parts()
             try:
-                return ForkingPickler.dumps(objects), False
+                _PlainPickler(file, parts).dump(objects)
             except PICKLE_ERRORS as error:
                 first_error = error
                 self._recorder.descriptors.clear()
-        file = io.BytesIO()
+            else:
+                return file.getbuffer(), parts
+        self.by_value = True
+        file, parts = io.BytesIO(), Parts()
         try:
-            _ClosurePickler(file).dump(objects)
+            _ClosurePickler(file, parts).dump(objects)
         except PICKLE_ERRORS as error:
             raise (first_error or error) from error
-        return file.getbuffer(), True
+        return file.getbuffer(), parts
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle: multiprocessing calls this once for each worker it starts."""
         popen: Any = multiprocessing.context.get_spawning_popen()
         for fd in self._recorder.descriptors:
             popen.duplicate_for_child(fd)
-        return ReceivedPayload, (reduction.DupFd(self._fd), self._nbytes, self.by_value)
+        return ReceivedPayload, (self._segment, self._places, self.by_value)
 
     def close(self) -> None:
         """Close the descriptor; may be called again. Workers that started keep theirs."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._segment.close()
 
 
 class ForkedPayload:
@@ -171,9 +217,9 @@ class ForkedPayload:
 class ReceivedPayload:
     """A payload in a worker, not read yet."""
 
-    def __init__(self, duplicate: Any, nbytes: int, by_value: bool) -> None:
-        self._duplicate = duplicate
-        self._nbytes = nbytes
+    def __init__(self, segment: Segment, places: tuple[int, int, int], by_value: bool) -> None:
+        self._segment: Segment | None = segment
+        self._places = places
         self.by_value = by_value
 
     def load(self) -> Any:
@@ -182,9 +228,9 @@ class ReceivedPayload:
         Raises:
             Exception: Whatever unpickling the user's objects raises.
         """
-        fd = self._duplicate.detach()
-        try:
-            with mmap.mmap(fd, self._nbytes, prot=mmap.PROT_READ) as mapping:
-                return pickle.loads(memoryview(mapping))
-        finally:
-            os.close(fd)
+        segment, self._segment = self._segment, None
+        assert segment is not None
+        outside_at, body_at, nbytes = self._places
+        whole = memoryview(segment)
+        outside: Outside = pickle.loads(whole[outside_at:body_at])
+        return read_with_parts(whole[body_at : body_at + nbytes], outside, segment)
