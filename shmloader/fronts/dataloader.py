@@ -258,6 +258,7 @@ class DataLoader(ResumableLoader[_T_co]):
             self._plan = self._make_plan(seed, sampler, batch_sampler)
         self._progress = Progress()
         self._is_closed = False
+        self._has_counted_objects = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _get_iterator(self) -> Any:

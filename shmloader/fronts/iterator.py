@@ -31,6 +31,7 @@ from shmloader.fronts.recipe import (
     seed_of_workers,
     take_resumed,
     transform_here,
+    warn_of_many_objects,
 )
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
@@ -266,6 +267,7 @@ class WorkerIterator(EngineIterator):
             options.window,
         )
         plan, watch = plan_and_watch(self, loader)
+        warn_of_many_objects(loader)
         self._pool = ProcessPool(
             loader.multiprocessing_context,
             loader.num_workers,

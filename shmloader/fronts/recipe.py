@@ -1,5 +1,6 @@
 """What every iterator reads of its loader: how batches are made, seeded, and transformed."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.stream_states import StreamStates
 from shmloader.options import Options
+from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.sample_streams import base_seed
 
@@ -51,6 +53,16 @@ def take_resumed(loader: Any) -> StreamStates | None:
     resumed: StreamStates | None = loader._resume_streams
     loader._streams = loader._resume_streams = None
     return resumed
+
+
+def warn_of_many_objects(loader: Any) -> None:
+    """Say once what a dataset of very many Python objects comes to cost in worker processes."""
+    if loader._has_counted_objects:
+        return
+    loader._has_counted_objects = True
+    text = describe_many(estimate_objects(loader.dataset), loader.num_workers)
+    if text is not None:
+        warnings.warn(text, stacklevel=2)
 
 
 def no_transform(batch: object) -> object:

@@ -1,0 +1,77 @@
+"""How many Python objects a dataset holds is estimated at a glance."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import shmloader
+from shmloader.shared.counting import MANY, Held, describe_many, estimate_objects
+from tests.process.support import Calls
+
+
+class Holder:
+    def __init__(self, **fields) -> None:
+        self.__dict__.update(fields)
+        self.itself = self
+
+
+TEXTS = [f"line {number}" for number in range(5_000)]
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (TEXTS, 5_000),
+        (tuple(TEXTS), 5_000),
+        ({text: 1_000_000 + number for number, text in enumerate(TEXTS)}, 10_000),
+        ([{"text": text, "at": (text,)} for text in TEXTS], 20_000),
+        (Holder(texts=TEXTS, other=list(TEXTS)), 10_000),
+        (Holder(inner=Holder(texts=TEXTS)), 5_000),
+        ([None] * 5_000, 1),
+        ([True, False] * 5_000, 2),
+        (np.zeros(10**6), 0),
+        (torch.zeros(10**6), 0),
+        ([], 1),
+        (Holder(module=np, kind=dict), 1),
+    ],
+    ids=["list", "tuple", "dict", "dicts", "attributes", "nested", "one object", "two", "array",
+         "tensor", "empty", "module"],
+)  # fmt: skip
+def test_the_estimate_is_about_right(value, count):
+    held = estimate_objects(value)
+    assert held.objects == pytest.approx(count, rel=0.6, abs=5)
+
+
+def test_what_is_shared_holds_hardly_any():
+    assert estimate_objects(Holder(texts=shmloader.share(TEXTS))).objects < 100
+
+
+def test_a_look_at_a_large_dataset_is_short():
+    deep = [[[[str(number)] * 50 for _ in range(50)] for _ in range(50)] for number in range(50)]
+    start = time.monotonic()
+    for _ in range(10):
+        estimate_objects(deep)
+    assert time.monotonic() - start < 10  # 0.2 s, and a busy machine
+
+
+def test_many_objects_are_told_with_their_number():
+    assert describe_many(Held(MANY, 10**9), 4) is None
+    text = describe_many(Held(2_340_000, 140_000_000), 4)
+    assert text is not None
+    assert "about 2.3 million Python objects (140 MB)" in text
+    assert "up to 560 MB" in text
+    assert "shmloader.share(dataset)" in text
+
+
+def test_a_loader_says_it_once(monkeypatch):
+    monkeypatch.setattr("shmloader.shared.counting.MANY", 1_000)
+    dataset = Calls(TEXTS.__getitem__, 20)
+    dataset.texts = TEXTS
+    loader = shmloader.DataLoader(
+        dataset, batch_size=10, num_workers=1, multiprocessing_context="fork"
+    )
+    with pytest.warns(UserWarning, match=r"0\.0 million Python objects .*share\(dataset\)"):
+        assert len(list(loader)) == 2
+    assert len(list(loader)) == 2  # where a further warning would be an error
