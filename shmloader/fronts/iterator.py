@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -37,6 +37,7 @@ from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, slot_share
+from shmloader.sampling.index_arrays import array_batches
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
@@ -45,6 +46,7 @@ from shmloader.stages.pin import PinStage
 from shmloader.stages.plain import PlainStage
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
+from shmloader.workers.array_datasets import may_be_columns
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 
@@ -140,7 +142,7 @@ class EngineIterator(_BaseDataLoaderIter):
             self._has_length_to_check = self._IterableDataset_len_called is not None
             # As torch does: the sampler is iterated a second time.
             super()._reset(loader)
-            self._sampler_iter = loader._begin_draws(self._sampler_iter)
+            self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
             self._source.start(self._sampler_iter)
         except BaseException:
             if hasattr(self, "_finalizer"):
@@ -153,6 +155,10 @@ class EngineIterator(_BaseDataLoaderIter):
     def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
+    def _draw_batches(self, loader: Any) -> Any:  # noqa: ARG002 - a subclass looks at it
+        """The epoch's index batches, in place of what ``iter()`` of the index sampler gave."""
+        return self._sampler_iter
+
     @abc.abstractmethod
     def _make_end(self) -> Callable[[], None]:
         """What is left to do when this is garbage; holds neither this nor the engine."""
@@ -160,7 +166,7 @@ class EngineIterator(_BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
         super()._reset(loader, first_iter)
-        self._sampler_iter = loader._begin_draws(self._sampler_iter)
+        self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
         self._progress = loader._progress
         self._is_exhausted = False
         self._has_length_to_check = self._IterableDataset_len_called is not None
@@ -294,6 +300,13 @@ class WorkerIterator(EngineIterator):
             watch=watch,
         )
         self._engine.resume()
+
+    def _draw_batches(self, loader: Any) -> Any:
+        """As arrays, where torch's own samplers give them and the dataset is arrays, too."""
+        is_plain = loader.on_error == "raise" and loader.collate_fn is default_collate
+        if is_plain and self._auto_collation and may_be_columns(loader.dataset):
+            return array_batches(self._index_sampler) or self._sampler_iter
+        return self._sampler_iter
 
     def _make_end(self) -> Callable[[], None]:
         return functools.partial(_end, self._pool, self._engine.arena)

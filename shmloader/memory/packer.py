@@ -130,7 +130,7 @@ class _NotFlatError(Exception):
 
 
 @dataclass(slots=True)
-class _Plan:
+class PackingPlan:
     """How batches of one kind are packed; made once, used while the kind stays the same."""
 
     signature: tuple[object, ...]
@@ -144,7 +144,7 @@ class FlatPacker:
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
         # By where in the slot the batch begins: with several in a slot, a plan for each.
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, PackingPlan] = {}
 
     def pack(self, samples: object) -> FlatLayout | None:
         """Pack a batch behind what the slot holds already, or leave it to the general way.
@@ -174,7 +174,7 @@ class FlatPacker:
         if plan is None or plan.signature != signature:
             if len(self._plans) > _MOST_PLANS:
                 self._plans.clear()
-            plan = _make_plan(container, keys, len(samples), fields, start)
+            plan = make_plan(container, keys, len(samples), fields, start)
             self._plans[start] = plan
         self._writer.allocate(plan.end - start)
         if not self._fill(plan, start, sources):
@@ -182,7 +182,7 @@ class FlatPacker:
             return None
         return plan.layout
 
-    def _fill(self, plan: _Plan, start: int, sources: list[Any]) -> bool:
+    def _fill(self, plan: PackingPlan, start: int, sources: list[Any]) -> bool:
         slot = self._writer.slot
         try:
             owner, known = slot.views
@@ -271,9 +271,9 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
     raise _NotFlatError
 
 
-def _make_plan(
+def make_plan(
     container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec], start: int
-) -> _Plan:
+) -> PackingPlan:
     """Give each field its place from ``start`` on: small ones of a kind side by side."""
     alike: dict[Any, list[int]] = {}
     for position, spec in enumerate(fields):
@@ -288,4 +288,4 @@ def _make_plan(
         groups.append(Group(end, dtype, full, tuple(positions)))
         end = align(end + len(positions) * math.prod(full) * dtype.itemsize)
     layout = FlatLayout(container, keys, tuple(groups))
-    return _Plan((container, keys, batch, fields), layout, end)
+    return PackingPlan((container, keys, batch, fields), layout, end)

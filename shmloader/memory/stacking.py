@@ -7,7 +7,9 @@ of C). They lose where the batch would have stayed in the cache.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 _copy_rows: Callable[[int, list[int], int], None] | None
@@ -44,6 +46,26 @@ def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             _copy_rows(out.data_ptr(), rows, row_bytes)
             return
     torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
+
+
+def stream_rows(
+    first: int, indices: "np.ndarray[Any, np.dtype[np.intp]]", row_bytes: int, out: int
+) -> bool:
+    """Gather rows past the caches, if there are so many bytes of them that it pays.
+
+    Args:
+        first: Address of row 0; the others follow without a gap.
+        indices: Which rows.
+        row_bytes: Length of a row.
+        out: Address of their place.
+
+    Returns:
+        Whether it was done.
+    """
+    if _copy_rows is None or row_bytes < _ROW_BYTES or row_bytes * len(indices) < STREAM_BYTES:
+        return False
+    _copy_rows(out, (indices * row_bytes + first).tolist(), row_bytes)
+    return True
 
 
 def _are_alike(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from shmloader.sampling.index_arrays import as_list
 from shmloader.sampling.origin import (
     Origin,
     chain,
@@ -235,6 +236,6 @@ class Draws(Iterator[Any]):
 def _checksum(indices: object) -> int | None:
     """Of numbers and texts; None if there is anything else, whose text may change."""
     try:
-        return zlib.crc32(json.dumps(indices).encode())
+        return zlib.crc32(json.dumps(as_list(indices)).encode())
     except (TypeError, ValueError):
         return None

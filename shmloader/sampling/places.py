@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
+from shmloader.sampling.index_arrays import as_list
+
 
 class Placed(NamedTuple):
     """What a ticket loads, and where that stands in the global order of its epoch.
@@ -59,5 +61,5 @@ class PlacedStreams(Sampler[Placed]):
 
 
 def without_place(indices: object) -> object:
-    """The indices of a ticket, placed or not."""
-    return indices.indices if isinstance(indices, Placed) else indices
+    """The indices of a ticket, placed or not, as a sampler gave them."""
+    return as_list(indices.indices if isinstance(indices, Placed) else indices)

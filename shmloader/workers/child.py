@@ -50,6 +50,7 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.board import Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
@@ -261,7 +262,13 @@ class _Worker:
 
     def _index_dataset(self) -> Any:
         plan = self._start.plan
-        return plan.make_fetcher(*self._seeded(), self._on_error, self._where)
+        fetcher = plan.make_fetcher(*self._seeded(), self._on_error, self._where)
+        collates_plainly = self._collate is not None and self._collate.packer is not None
+        if self._on_error != "raise" or not plan.auto_collation:
+            return fetcher
+        if not collates_plainly:
+            return AnyIndexFetcher(fetcher)
+        return fetcher_of_arrays(self._dataset, self._writer, fetcher, may_shard=plan.may_shard)
 
     def _iterate_dataset(self, saved: Saved | None = None) -> Any:
         load_dataset(self._dataset, saved)

@@ -66,11 +66,13 @@ def test_what_comes_out_is_what_went_in(kind, by_value):
 
 
 def test_views_of_one_storage_still_are():
-    head, rest = received([whole[:10], whole[5:].view(5, 799)])
-    assert torch.equal(rest, whole[5:].view(5, 799))
+    head, rest = received([whole[10:30], whole[15:].view(5, 797)])
+    assert torch.equal(head, whole[10:30])
+    assert torch.equal(rest, whole[15:].view(5, 797))
+    assert head.untyped_storage().nbytes() == 3_990 * 4  # not what lies before them
     rest[0, 0] = -1
     assert head[5] == -1
-    assert whole[5] == 5
+    assert whole[15] == 15
 
 
 def test_bulk_is_not_in_the_body_and_leaves_nothing_behind():
@@ -87,7 +89,7 @@ def test_bulk_is_not_in_the_body_and_leaves_nothing_behind():
 
 def test_what_is_shared_is_the_same_memory_and_the_rest_each_worker_s_own():
     tensor = torch.zeros(1_000).share_memory_()
-    twin = shmloader.share({"a": np.arange(1_000), "t": torch.arange(1_000), "l": ["x"] * 1_000})
+    twin = shmloader.share({"a": np.arange(1_000), "t": torch.arange(9_000), "l": ["x"] * 1_000})
     context = multiprocessing.get_context("spawn")
     payload = Payload([tensor, torch.ones(1_000), twin], "spawn")
     assert payload._segment.nbytes < 16_384  # and so not what was shared
@@ -98,7 +100,7 @@ def test_what_is_shared_is_the_same_memory_and_the_rest_each_worker_s_own():
             process.start()
         payload.close()
         assert ours.poll(ANSWER_S), "the child says nothing"
-        assert ours.recv() == [[7.0, 0.0], [7.0, 1.0], 999, 999, ["x", "x"]]
+        assert ours.recv() == [[7.0, 0.0], [7.0, 1.0], 999, 8_999, ["x", "x"]]
         process.join(ANSWER_S)
     process.close()
     assert tensor[0] == 7
@@ -139,7 +141,11 @@ def test_a_memory_map_whose_file_may_be_another_crosses_by_its_data(why, tmp_pat
     elif why == "replaced":
         np.zeros(1_000, np.int64).tofile(tmp_path / "other")
         (tmp_path / "other").replace(path)
-    found = received(mapped)
+    payload = Payload(mapped, "spawn")
+    if why == "writable":
+        mapped[1] = -1  # after the workers began
+    found = pickle.loads(pickle.dumps(payload)).load()
+    payload.close()
     assert type(found) is np.memmap
     np.testing.assert_array_equal(found, np.arange(1_000))
     found[0] = 5

@@ -1,0 +1,328 @@
+"""Datasets that are arrays are gathered into the slot, and give torch's batches, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+import shmloader
+from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.slot import Slot
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.sampling.index_arrays import IndexArray, array_batches, as_list
+from shmloader.workers.array_datasets import find_columns, may_be_columns
+from shmloader.workers.array_fetch import fetcher_of_arrays
+from tests.parity.compare import assert_private_tensors, assert_same, run_both
+
+LENGTH = 23
+ROWS = np.arange(LENGTH * 6, dtype=np.float32).reshape(LENGTH, 2, 3)
+
+
+class Plain:
+    """What torch does, and a mark that it was asked."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.asked = False
+
+    def fetch(self, indices: list[int]) -> Any:
+        self.asked = True
+        getitems = getattr(self.dataset, "__getitems__", None)
+        samples = getitems(indices) if getitems else [self.dataset[index] for index in indices]
+        return default_collate(samples)
+
+
+@pytest.fixture(scope="module")
+def slot():
+    made = Slot.create(64 << 20)
+    yield made
+    made.close()
+
+
+def fetched(dataset: Any, indices: Any, slot: Slot) -> tuple[Any, bool]:
+    """What a worker's fetcher makes of a batch, and whether it was gathered."""
+    writer, plain = SlotWriter(), Plain(dataset)
+    fetcher = fetcher_of_arrays(dataset, writer, plain, may_shard=False)
+    writer.open(slot)
+    batch = fetcher.fetch(indices)
+    if isinstance(batch, FlatLayout):
+        batch = FlatReader(batch).read(slot, None)
+    writer.close()
+    return batch, not plain.asked
+
+
+NUMPY_DTYPES = ["?", "u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
+TORCH_DTYPES = [
+    torch.bfloat16,
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.float16,
+    torch.complex64,
+]
+frozen = ROWS.copy()
+frozen.flags.writeable = False
+DATASETS: dict[str, Any] = {
+    **{f"numpy {name}": ROWS.astype(name) for name in NUMPY_DTYPES},
+    # torch makes no tensor of scalars of uint64.
+    **{
+        f"numpy {name}, scalars": ROWS[:, 0, 0].astype(name)
+        for name in NUMPY_DTYPES
+        if name != "u8"
+    },
+    **{f"{dtype}": TensorDataset(torch.from_numpy(ROWS).to(dtype)) for dtype in TORCH_DTYPES},
+    "read-only": frozen,
+    "shared": shmloader.share(ROWS),
+    "turned": ROWS.T.copy().T,
+    "every other": np.arange(LENGTH * 4).reshape(LENGTH, 4)[:, ::2],
+    "broadcast": np.broadcast_to(np.arange(3), (LENGTH, 3)),
+    "unaligned": np.frombuffer(b"x" + ROWS.tobytes(), np.uint8)[1:].view("f4").reshape(LENGTH, 6),
+    "no elements": np.empty((LENGTH, 0, 2)),
+    "tensor": torch.arange(LENGTH),
+    "tensor, turned": torch.arange(LENGTH * 3).view(3, LENGTH).T,
+    "tensors": TensorDataset(
+        torch.from_numpy(ROWS), torch.arange(LENGTH), torch.arange(LENGTH) > 5
+    ),
+    "tuple": StackDataset(ROWS, np.arange(LENGTH), torch.arange(LENGTH)),
+    "dict": StackDataset(image=ROWS, label=np.arange(LENGTH)),
+    "subset": Subset(TensorDataset(torch.from_numpy(ROWS)), [3, 22, -1, 0, 3, *range(18)]),
+    "subset of a subset": Subset(Subset(ROWS, range(22, -1, -1)), np.arange(LENGTH)),
+    "subset by a tensor": Subset(ROWS, torch.arange(LENGTH).flip(0)),
+    "subset of a dict": Subset(StackDataset(a=ROWS, b=ROWS[:, 0]), tuple(range(LENGTH))),
+    "subsets side by side": StackDataset(Subset(ROWS, range(LENGTH)), ROWS),
+    "one tensor many times": StackDataset(*[torch.arange(LENGTH)] * 5),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_it_is_gathered_and_the_same_as_torch_s(name, slot):
+    dataset = DATASETS[name]
+    plain = Plain(dataset)
+    for indices in ([0, 5, 3, 22, 5], [7], list(range(4, 12)), list(range(LENGTH))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays
+            expected = plain.fetch(indices)
+        given_as = [indices, IndexArray(np.array(indices, np.int32)), IndexArray(np.array(indices))]
+        if indices == list(range(indices[0], indices[0] + len(indices))):
+            given_as.append(range(indices[0], indices[-1] + 1))
+        for one in given_as:
+            batch, was_gathered = fetched(dataset, one, slot)
+            assert was_gathered
+            assert_same(batch, expected)
+            assert_private_tensors(batch)
+    assert may_be_columns(dataset)
+
+
+class Own(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(-tensor[index] for tensor in self.tensors)
+
+
+class OwnArray(np.ndarray):
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(self)[index] * 2
+
+
+class ByList(Dataset):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def with_getitems() -> TensorDataset:
+    dataset = TensorDataset(torch.arange(LENGTH))
+    dataset.__getitems__ = lambda indices: [torch.tensor(0) for _ in indices]
+    return dataset
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "a subclass": lambda: Own(torch.arange(LENGTH)),
+    "an array of a subclass": lambda: np.arange(LENGTH).view(OwnArray),
+    "a subclass below a subset": lambda: Subset(Own(torch.arange(LENGTH)), range(LENGTH)),
+    "methods of its own": with_getitems,
+    "a dataset of one's own": ByList,
+    "side by side with one": lambda: StackDataset(TensorDataset(torch.arange(LENGTH)), ROWS),
+    "texts": lambda: np.array(["a", "b"] * LENGTH),
+    "bools as indices": lambda: Subset(ROWS, [True] * 20),
+    "whole tensors as indices": lambda: Subset(ROWS, [torch.tensor(n) for n in range(LENGTH)]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_torch_s_own_is_left_to_torch(name, slot):
+    dataset = OTHERS[name]()
+    indices = [1, 0, 5]
+    batch, was_gathered = fetched(dataset, IndexArray(np.array(indices)), slot)
+    assert not was_gathered
+    assert_same(batch, Plain(dataset).fetch(indices))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.ones(LENGTH, requires_grad=True),
+        torch.eye(LENGTH).to_sparse(),
+        torch.ones(LENGTH, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.ones(LENGTH)),
+        ROWS[:, ::-1],
+        ROWS.astype(">f4"),
+        np.arange(3, dtype=np.uint64),
+        np.float32(1),
+        np.array(5),
+        np.zeros(3, dtype="M8[s]"),
+        np.zeros(3, dtype=[("a", "i4")]),
+    ],
+    ids=str,
+)
+def test_rows_that_torch_makes_something_else_of_are_no_columns(rows):
+    assert find_columns(rows) is None
+
+
+@pytest.mark.parametrize(
+    "indices", [[0, LENGTH], [-1, 0], [-LENGTH - 1], [2**70], [True, 0], [], [1.0], ["a"], (1, 2)]
+)
+@pytest.mark.parametrize("name", ["tensors", "numpy i8", "subset", "dict"])
+def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, name, slot):
+    dataset = DATASETS[name]
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = outcome(lambda: Plain(dataset).fetch(indices))
+    found = outcome(lambda: fetched(dataset, indices, slot)[0])
+    if isinstance(expected, tuple):
+        assert found == expected
+    else:
+        assert_same(found, expected)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=40),
+    st.sampled_from(["tensors", "dict", "subset of a dict", "numpy f4", "tensor, turned"]),
+)
+def test_any_indices_give_torch_s_batch(indices, name):
+    made = Slot.create(1 << 20)
+    try:
+        batch, was_gathered = fetched(DATASETS[name], indices, made)
+    finally:
+        made.close()
+    assert was_gathered
+    assert_same(batch, Plain(DATASETS[name]).fetch(indices))
+
+
+def test_large_rows_are_streamed_and_the_same(slot):
+    rows = torch.arange(40 * 70_000, dtype=torch.float32).view(40, 70_000)
+    indices = [5, 39, 0, *range(38, 8, -1)]
+    batch, _ = fetched(rows, indices, slot)
+    assert torch.equal(batch, rows[indices])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 5, 23, 30])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_plan_of_arrays_is_torch_s_and_draws_as_torch_s(size, drop_last, has_generator):
+    def steps(as_arrays: bool) -> list[Any]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(5) if has_generator else None
+        outer = BatchSampler(RandomSampler(range(LENGTH), generator=generator), size, drop_last)
+        found = []
+        for _ in range(2):
+            drawing = array_batches(outer) if as_arrays else iter(outer)
+            while (indices := next(drawing, None)) is not None:
+                streams = [torch.get_rng_state()]
+                if generator is not None:
+                    streams.append(generator.get_state())
+                found.append((as_list(indices), [state.tolist() for state in streams]))
+            found.append(("end", torch.get_rng_state().tolist()))
+            found.append(None if generator is None else generator.get_state().tolist())
+        return found
+
+    assert steps(True) == steps(False)
+    in_order = BatchSampler(SequentialSampler(range(LENGTH)), size, drop_last)
+    assert [as_list(one) for one in array_batches(in_order)] == list(in_order)
+
+
+def test_samplers_of_other_kinds_have_no_plan_of_arrays():
+    class Own(RandomSampler):
+        pass
+
+    class OwnBatches(BatchSampler):
+        pass
+
+    data = range(LENGTH)
+    for outer in (
+        BatchSampler(Own(data), 2, False),
+        BatchSampler(RandomSampler(data, replacement=True), 2, False),
+        OwnBatches(RandomSampler(data), 2, False),
+        [[1, 2]],
+    ):
+        assert array_batches(outer) is None
+    more = BatchSampler(RandomSampler(data, num_samples=30), 4, False)
+    torch.manual_seed(1)
+    expected = list(more)
+    torch.manual_seed(1)
+    assert list(array_batches(more)) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "drop_last": True, "persistent_workers": True},
+        {"shuffle": False},
+        {"sampler": [5, 2, -1, 7]},
+    ],
+    ids=str,
+)
+def test_a_loader_gives_torch_s_batches_and_uses_random_streams_as_torch(options):
+    def make() -> dict[str, Any]:
+        dataset = TensorDataset(torch.arange(300.0).view(100, 3), torch.arange(100))
+        fixed = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": "fork"}
+        return {"dataset": dataset, **fixed, **options}
+
+    run_both(make)
+
+
+def change(worker_id: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.tensors = (info.dataset.tensors[0] * 0 + worker_id,)
+
+
+def negated(samples: list[Any]) -> Any:
+    return [-sample[0] for sample in samples]
+
+
+def test_where_more_is_asked_of_a_worker_it_is_done():
+    rows = torch.arange(8)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "fork"}
+    loader = shmloader.DataLoader
+    by_worker = list(loader(TensorDataset(rows), worker_init_fn=change, **options))
+    assert [batch.tolist() for (batch,) in by_worker] == [[0] * 4, [1] * 4]
+    own = list(loader(TensorDataset(rows), collate_fn=negated, **options))
+    assert [int(sample) for batch in own for sample in batch] == [-n for n in range(8)]
+    shuffled = loader(TensorDataset(rows), seed=3, shuffle=True, on_error="skip", **options)
+    expected = loader(TensorDataset(rows), seed=3, shuffle=True, batch_size=4)
+    assert_same(list(shuffled), list(expected))
+    with pytest.raises(IndexError, match="Caught IndexError in DataLoader worker process 0"):
+        list(loader(TensorDataset(rows), sampler=[5, 9], **options))
