@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import overload
+from typing import Generic, TypeVar, overload
 
 from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
@@ -22,6 +22,8 @@ JUDGED_FROM = 100
 _LOGGED_CHARACTERS = 200
 
 _log = logging.getLogger("shmloader")
+
+_Failed = TypeVar("_Failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,18 @@ class FailedSample:
     worker: int | None
 
 
-class FailureList(Sequence[FailedSample]):
-    """The newest failures of a loader, the oldest of them first.
+class FailureList(Sequence[_Failed], Generic[_Failed]):
+    """The newest failures of a loader or a pipeline, the oldest of them first.
 
     Attributes:
-        total: All failures of the loader so far; ``len()`` is that of the list, at most 100.
+        total: All its failures so far; ``len()`` is that of the list, at most 100.
     """
 
     def __init__(self) -> None:
-        self._newest: collections.deque[FailedSample] = collections.deque(maxlen=LISTED)
+        self._newest: collections.deque[_Failed] = collections.deque(maxlen=LISTED)
         self.total = 0
 
-    def add(self, failed: FailedSample) -> None:
+    def add(self, failed: _Failed) -> None:
         """List one, which ``total`` counts already."""
         self._newest.append(failed)
 
@@ -58,13 +60,13 @@ class FailureList(Sequence[FailedSample]):
         return len(self._newest)
 
     @overload
-    def __getitem__(self, index: int) -> FailedSample: ...
+    def __getitem__(self, index: int) -> _Failed: ...
     @overload
-    def __getitem__(self, index: slice) -> list[FailedSample]: ...
-    def __getitem__(self, index: int | slice) -> FailedSample | list[FailedSample]:
+    def __getitem__(self, index: slice) -> list[_Failed]: ...
+    def __getitem__(self, index: int | slice) -> _Failed | list[_Failed]:
         return list(self._newest)[index]
 
-    def __iter__(self) -> Iterator[FailedSample]:
+    def __iter__(self) -> Iterator[_Failed]:
         return iter(list(self._newest))
 
     def __repr__(self) -> str:
@@ -136,7 +138,7 @@ class FailureWatch:
 
     def __init__(
         self,
-        listed: FailureList,
+        listed: FailureList[FailedSample],
         max_failures: int | Fraction | None,
         *,
         keep_size: bool,

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _DatasetKind
 
-from shmloader.engine.failures import FailureList
+from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.in_process import InProcessIterator
 from shmloader.fronts.iterator import WorkerIterator
@@ -245,7 +245,7 @@ class DataLoader(ResumableLoader[_T_co]):
         self._check_thread_pool()
         check_snapshot_interval(snapshot_every_n_steps)
         self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.failures = FailureList()
+        self.failures: FailureList[FailedSample] = FailureList()
         self.last_batch = last_batch
         if last_batch == "rollover":
             assert batch_size is not None

@@ -38,10 +38,17 @@ class RemoteError:
     @classmethod
     def caught(cls, where: str) -> Self:
         """Wrap the exception that is being handled."""
-        kind, error, trace = sys.exc_info()
-        assert kind is not None
-        text = "".join(traceback.format_exception(kind, error, trace))
-        return cls(kind.__name__, where, text, _pickle_type(kind))
+        error = sys.exception()
+        assert error is not None
+        return cls.of(error, where)
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> Self:
+        """Wrap an exception that was caught."""
+        kind = type(error)
+        return cls(
+            kind.__name__, where, "".join(traceback.format_exception(error)), _pickle_type(kind)
+        )
 
     def dumps(self) -> bytes:
         """Write it down, as plain values: they can be read whatever becomes of the class."""
