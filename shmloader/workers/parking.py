@@ -10,6 +10,7 @@ user's code (:mod:`shmloader.workers.threads`) are among those; only a fork does
 """
 
 import contextlib
+import math
 import multiprocessing.util
 import os
 import threading
@@ -60,9 +61,11 @@ class Parkable:
     Attributes:
         parks_for_forks: Whether it stands still while this process forks, too, and not at the
             interpreter's exit alone.
+        exit_s: How long the interpreter's exit waits for it to stand still, at most.
     """
 
     parks_for_forks = True
+    exit_s = math.inf
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -178,15 +181,15 @@ def is_exiting() -> bool:
     return _Parkables.is_exiting
 
 
-def _ask(threads: list[Parkable]) -> None:
+def _ask(threads: list[Parkable], *, is_exit: bool = False) -> None:
     for thread in threads:
         thread.request()
-    deadline = time.monotonic() + _PARK_S
+    start = time.monotonic()
     for thread in threads:
-        thread.await_still(deadline)
+        thread.await_still(start + (min(_PARK_S, thread.exit_s) if is_exit else _PARK_S))
 
 
 def _stand_still_for_good() -> None:
     with _Parkables.lock:
-        _ask(list(_Parkables.live))
+        _ask(list(_Parkables.live), is_exit=True)
     _Parkables.is_exiting = True

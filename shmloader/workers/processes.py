@@ -108,6 +108,7 @@ class ProcessPool:
         demand: Demand | None = None,
         *,
         may_replace: bool = False,
+        grace_s: float = _GRACE_S,
     ) -> None:
         """Start the workers.
 
@@ -118,6 +119,7 @@ class ProcessPool:
             plan: How batches are made.
             base_seed: For the workers' random streams.
             may_replace: Whether ``replace`` will be called; keeps what it takes to start a worker.
+            grace_s: How long ``close`` waits for workers to end by themselves.
             demand: What the workers may ask of memory.
 
         Raises:
@@ -133,7 +135,7 @@ class ProcessPool:
         self._starting: socket.socket | None = None
         self._is_closed = False
         self._is_exiting = False
-        self._grace_s = _GRACE_S
+        self._grace_s = grace_s
         self.is_waiting = False
         self._groups = control_groups(Path("/" if demand is None else demand.root))
         self._oom_kills_before = oom_kills(self._groups)
