@@ -27,6 +27,8 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.fronts.dataloader import DataLoader
+from shmloader.fronts.pipeline.builder import PipelineBuilder
+from shmloader.fronts.pipeline.pipeline import Pipeline
 from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
 from shmloader.shared import share
@@ -39,6 +41,8 @@ __all__ = [
     "DataLoader",
     "InternalError",
     "LoaderTimeoutError",
+    "Pipeline",
+    "PipelineBuilder",
     "ShardedDataLoader",
     "SharedMemoryError",
     "ShmloaderError",

@@ -1,0 +1,56 @@
+"""What an op is: which of four kinds, and what it is called."""
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class OpKind(enum.Enum):
+    """How an op is called."""
+
+    FUNCTION = "a function"
+    GENERATOR = "a generator function"
+    COROUTINE = "a coroutine function"
+    ASYNC_GENERATOR = "an async generator function"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it runs on the event loop."""
+        return self in {OpKind.COROUTINE, OpKind.ASYNC_GENERATOR}
+
+    @property
+    def gives_many(self) -> bool:
+        """Whether one item in may be many out."""
+        return self in {OpKind.GENERATOR, OpKind.ASYNC_GENERATOR}
+
+
+def kind_of(op: Callable[..., Any]) -> OpKind:
+    """The kind of an op: a function, a bound method, a partial, or an object with ``__call__``."""
+    while isinstance(op, functools.partial):
+        op = op.func
+    looked_at = [op]
+    if not isinstance(op, type) and not inspect.isroutine(op):
+        looked_at.append(type(op).__call__)
+    for function in looked_at:
+        if inspect.isasyncgenfunction(function):
+            return OpKind.ASYNC_GENERATOR
+        if inspect.iscoroutinefunction(function):
+            return OpKind.COROUTINE
+        if inspect.isgeneratorfunction(function):
+            return OpKind.GENERATOR
+    return OpKind.FUNCTION
+
+
+def name_of(op: Callable[..., Any]) -> str:
+    """What an op is called in texts, unless its stage has a name."""
+    while isinstance(op, functools.partial):
+        op = op.func
+    name = getattr(op, "__name__", None)
+    return name if isinstance(name, str) else type(op).__name__
+
+
+def call_all(op: Callable[[Any], Any], item: Any) -> list[Any]:
+    """All that a generator function gives for an item, but for None; where it runs elsewhere."""
+    return [value for value in op(item) if value is not None]

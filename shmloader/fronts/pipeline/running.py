@@ -1,0 +1,270 @@
+"""What runs for a pipeline: its crews, and the present epoch. Holds nothing of the pipeline object.
+
+Crews are made when the pipeline starts, and live on from one epoch to the next. Where an epoch was
+left before its end, threads may still be in its ops: they are left behind, and the next epoch gets
+new ones. Worker processes stay.
+"""
+
+import collections.abc
+import contextlib
+import functools
+import os
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from shmloader.engine.failures import FailureList
+from shmloader.errors import ClosedLoaderError
+from shmloader.fronts.pipeline.arrival import Arrival
+from shmloader.fronts.pipeline.epoch import Call, Crew, Epoch
+from shmloader.fronts.pipeline.failures import FailedItem
+from shmloader.fronts.pipeline.loop import LoopCrew
+from shmloader.fronts.pipeline.ops import OpKind
+from shmloader.fronts.pipeline.outside import ExecutorCrew
+from shmloader.fronts.pipeline.plan import Group, Pipe, Plan, Where
+from shmloader.fronts.pipeline.processes import ProcessCrew
+from shmloader.fronts.pipeline.threads import ThreadCrew
+from shmloader.stages.device import Backend, DeviceStage
+from shmloader.workers.finishing import finish
+
+# How long an end waits for threads, which may be in an op.
+_JOIN_S = 0.4
+
+#: Batches that a device's stage may have under way.
+_AHEAD = 2
+
+SOURCE = "the source"
+
+
+class _Ending(Crew, Protocol):
+    """A crew, as whoever ends it sees it."""
+
+    def end(self) -> None:
+        """Tell it to end; from anywhere, does not wait."""
+
+    def join(self, deadline: float) -> object:
+        """Wait for its end, until ``deadline`` (``time.monotonic()``)."""
+
+
+class _DeviceCrew(ThreadCrew):
+    """One thread that copies batches to a device.
+
+    Args:
+        backend: The device.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.stage = DeviceStage(backend, _AHEAD)
+        super().__init__(DeviceStage.name, 1, self.stage.start)
+
+    def copy(self, batch: object) -> Arrival:
+        """Start a batch's copy. On the thread."""
+        return Arrival(self.stage, self.stage.run(batch))
+
+    def join(self, deadline: float) -> bool:
+        """As a thread crew's; waits for the copies under way, too."""
+        has_ended = super().join(deadline)
+        if has_ended:
+            self.stage.close()
+        return has_ended
+
+
+class Running:
+    """What must be ended when a pipeline is stopped, or garbage.
+
+    Attributes:
+        epoch: The present one, over or not; None before the first.
+        pid: Of the process that it belongs to.
+
+    Args:
+        plan: The stages.
+        listed: Where failures are listed.
+    """
+
+    def __init__(self, plan: Plan, listed: FailureList[FailedItem]) -> None:
+        self._plan = plan
+        self._listed = listed
+        self.pid = os.getpid()
+        self.epoch: Epoch | None = None
+        self._epoch_count = 0
+        # Ended when an epoch is left; None: there are none.
+        self._hands: list[_Ending] | None = None
+        self._calls: list[Call | None] = []
+        self._processes: dict[int, ProcessCrew] = {}
+        self._backends: dict[int, Backend] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an epoch has begun, and is not over."""
+        return self.epoch is not None and not self.epoch.is_over
+
+    @property
+    def process_crews(self) -> list[ProcessCrew]:
+        """Those of the stages on processes, in order."""
+        return list(self._processes.values())
+
+    def begin_epoch(self) -> Epoch:
+        """Begin an epoch, with crews made where there are none.
+
+        Raises:
+            RuntimeError: If the source is an iterator, and an epoch has used it.
+        """
+        source = self._plan.source
+        if self._epoch_count and isinstance(source, Iterator | AsyncIterator):
+            raise RuntimeError(
+                f"the pipeline's source, a {type(source).__name__}, is an iterator, and an epoch "
+                "has used it up or taken some of it: give add_source an iterable that can be "
+                "iterated again (an object with __iter__), or build a pipeline for each epoch"
+            )
+        try:
+            self._make_crews()
+            self._epoch_count += 1
+            epoch = self.epoch = Epoch(self._plan, self._calls, self._listed)
+            epoch.begin()
+        except BaseException:
+            self.end()
+            raise
+        return epoch
+
+    def settle(self) -> None:
+        """An epoch was told to its end: crews stay, but for what they hold of it."""
+        for crew in self._hands or ():
+            if isinstance(crew, _DeviceCrew):
+                crew.stage.close()
+
+    def leave_epoch(self, why: str) -> None:
+        """Leave the present epoch, wherever it is. May be called from anywhere, and again."""
+        if self.epoch is not None:
+            self.epoch.leave(why)
+        self._end(with_processes=False)
+
+    def end(self) -> None:
+        """End everything. May be called from anywhere, and again."""
+        if self.epoch is not None:
+            self.epoch.leave("it was stopped")
+        self._end(with_processes=True)
+
+    def _end(self, *, with_processes: bool) -> None:
+        if os.getpid() != self.pid:
+            return  # a forked child: nothing of it runs here
+        hands, self._hands = self._hands or [], None
+        ended: list[_Ending] = list(hands)
+        if with_processes:
+            ended += self._processes.values()
+            self._processes = {}
+        deadline = time.monotonic() + _JOIN_S
+        with contextlib.ExitStack() as stack:  # one that is interrupted keeps none of the others
+            for crew in reversed(ended):
+                stack.callback(finish, functools.partial(_join, crew, deadline))
+            for crew in ended:
+                crew.end()
+
+    # Crews -------------------------------------------------------------------------------
+
+    def _make_crews(self) -> None:
+        self._make_processes()
+        if self._hands is None:
+            self._hands = []
+            self._calls = self._make_hands(self._hands)
+
+    def _make_processes(self) -> None:
+        """Start workers where there are none, before any thread of the pipeline's."""
+        plan, started = self._plan, []
+        for place, pipe in enumerate(plan.stages):
+            if isinstance(pipe, Group) or pipe.where is not Where.PROCESSES:
+                continue
+            known = self._processes.get(place)
+            if known is not None and known.is_broken:
+                del self._processes[place]
+                known.end()
+                known.join(time.monotonic() + _JOIN_S)
+                known = None
+            if known is None:
+                # Calls of another crew's are no use any more.
+                self.leave_epoch("its workers were ended")
+                crew = ProcessCrew(pipe, plan.lent_after(place), self._reader_of(place))
+                self._processes[place] = crew
+                started.append(crew)
+        for crew in started:
+            crew.start()
+
+    def _reader_of(self, place: int) -> Backend | None:
+        """What reads a stage's results out of their slots: the device, if that comes next."""
+        following = self._plan.stages[place + 1 : place + 2]
+        for pipe in following:
+            if isinstance(pipe, Pipe) and pipe.where is Where.DEVICE:
+                return self._backend(place + 1, pipe)
+        return None
+
+    def _backend(self, place: int, pipe: Pipe) -> Backend:
+        if place not in self._backends:
+            assert pipe.open_backend is not None
+            self._backends[place] = pipe.open_backend(pipe.device)
+        return self._backends[place]
+
+    def _make_hands(self, hands: list[_Ending]) -> list[Call | None]:
+        plan = self._plan
+        pipes = [stage for stage in plan.stages if isinstance(stage, Pipe)]
+        is_async = not isinstance(plan.source, collections.abc.Iterable)
+        loop: LoopCrew | None = None
+        if is_async or any(pipe.where is Where.LOOP for pipe in pipes):
+            loop = LoopCrew("shmloader_loop")
+            hands.append(loop)
+        threads: ThreadCrew | None = None
+        if any(pipe.where is Where.THREADS for pipe in pipes):
+            threads = ThreadCrew("shmloader_pipe", plan.num_threads)
+            hands.append(threads)
+        calls: list[Call | None] = [self._source_call(loop, hands)]
+        for place, stage in enumerate(plan.stages):
+            if isinstance(stage, Group):
+                calls.append(None)
+                continue
+            crew: Any
+            op: Callable[[Any], object] = stage.op
+            if stage.where is Where.PROCESSES:
+                crew = self._processes[place]
+            elif stage.where is Where.LOOP:
+                crew = loop
+            elif stage.where is Where.THREADS:
+                crew = threads
+            elif stage.where is Where.EXECUTOR:
+                assert stage.executor is not None
+                crew = ExecutorCrew(stage.executor)
+                hands.append(crew)
+            else:
+                crew = _DeviceCrew(self._backend(place, stage))
+                op = crew.copy
+                hands.append(crew)
+            calls.append(Call(stage.name, op, stage.kind, crew))
+        return calls
+
+    def _source_call(self, loop: LoopCrew | None, hands: list[_Ending]) -> Call:
+        source = self._plan.source
+        if not isinstance(source, collections.abc.Iterable):
+            assert loop is not None
+            results = functools.partial(_iterate_async, source)
+            return Call(SOURCE, results, OpKind.ASYNC_GENERATOR, loop, is_source=True)
+        crew = ThreadCrew("shmloader_source", 1)
+        hands.append(crew)
+        return Call(
+            SOURCE, functools.partial(_iterate, source), OpKind.GENERATOR, crew, is_source=True
+        )
+
+    def check_process(self) -> None:
+        """Raise ClosedLoaderError in a forked child."""
+        if os.getpid() != self.pid:
+            raise ClosedLoaderError("the pipeline belongs to the process that started it")
+
+
+def _join(crew: _Ending, deadline: float) -> None:
+    crew.join(deadline)
+
+
+def _iterate(source: Iterable[Any], _: object) -> Iterator[Any]:
+    """The source as an op; its thread is the only one that iterates it."""
+    return iter(source)
+
+
+async def _iterate_async(source: AsyncIterable[Any], _: object) -> AsyncIterator[Any]:
+    async for item in source:
+        yield item

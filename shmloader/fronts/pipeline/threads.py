@@ -1,0 +1,160 @@
+"""A crew of daemon threads.
+
+::
+
+    whoever brings a result                     a thread
+    ───────────────────────                     ────────
+    task ── the queue, oldest first ──────────▶ op(item)
+    epoch.finished(task, result) ◀───────────── and, if there is one, straight on with the next task
+
+Guarantees:
+    * A thread that waits holds nothing but the queue, so it keeps no pipeline alive.
+    * ``end`` does not wait for an op. A thread that is in one ends when it comes out; it keeps
+      neither the caller nor the interpreter.
+    * At the interpreter's exit the threads are asked to stand still, and waited for at most
+      ``EXIT_S``: one that is in an op is left there.
+"""
+
+import queue
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from shmloader.fronts.pipeline.arrival import opened
+from shmloader.fronts.pipeline.epoch import Task
+from shmloader.fronts.pipeline.ops import OpKind
+from shmloader.workers.parking import Parkable, may_wait_here
+
+#: How long the interpreter's exit waits for a crew's threads, which may be in an op.
+EXIT_S = 0.3
+
+
+class _Thread(Parkable):
+    """One of a crew's."""
+
+    parks_for_forks = False
+    exit_s = EXIT_S
+
+    def __init__(
+        self,
+        name: str,
+        tasks: "queue.SimpleQueue[Task | None]",
+        prepare: Callable[[], None] | None,
+    ) -> None:
+        super().__init__()
+        self._tasks = tasks
+        self._prepare = prepare
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, deadline: float) -> bool:
+        if self._thread.ident is None or self.stands_for_good:
+            return True
+        # Not join() alone: interrupted, it takes the thread for one that has ended (Python 3.11).
+        if not self._is_over.wait(max(0.0, deadline - time.monotonic())):
+            return False
+        self._thread.join()
+        return True
+
+    def _run(self) -> None:
+        self.enter()
+        try:
+            if self._prepare is not None:
+                self._prepare()
+            while self._serve_one():
+                pass
+        finally:
+            self.leave()
+            self._is_over.set()
+
+    def _serve_one(self) -> bool:
+        """Take a task, and go on as long as there is a next; whether there may be a further one."""
+        try:
+            task = self._tasks.get_nowait()
+        except queue.Empty:
+            with self.resting():
+                task = self._tasks.get()
+        if task is None:
+            return False
+        while task is not None:
+            self.pause()
+            task = run(task)
+        return True
+
+
+def run(task: Task) -> Task | None:
+    """Run a task of a function or a generator function here; returns the next one, if any."""
+    job, call = task.job, task.call
+    if task.epoch.is_over:
+        return None
+    try:
+        if call.kind is OpKind.GENERATOR:
+            return _run_stream(task)
+        result = call.op(opened(job.item))
+        if type(result) is types.CoroutineType:
+            result.close()
+            raise TypeError(
+                f"the op of stage '{call.name}' is no coroutine function, and returned a coroutine "
+                "nevertheless: it would be awaited by nobody. Give an async def."
+            )
+    except BaseException as error:  # noqa: BLE001 - the consumer is told
+        return task.epoch.failed(task, error)
+    return task.epoch.finished(task) if result is None else task.epoch.finished(task, result)
+
+
+def _run_stream(task: Task) -> Task | None:
+    """Take results until there is no room for a further one, or none comes."""
+    job, epoch = task.job, task.epoch
+    if job.stream is None:
+        results = cast("Callable[[object], Iterator[object]]", task.call.op)(opened(job.item))
+        job.stream = iter(results)
+    for result in cast("Iterator[object]", job.stream):
+        if not epoch.gave(task, result):
+            return None
+    job.stream = None
+    return epoch.finished(task)
+
+
+class ThreadCrew:
+    """Daemon threads that take tasks off one queue.
+
+    Args:
+        name: Of the threads.
+        count: How many there are.
+        prepare: Called in each before its first task.
+    """
+
+    def __init__(self, name: str, count: int, prepare: Callable[[], None] | None = None) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            _Thread(f"{name}_{number}", self._tasks, prepare) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, task: Task) -> None:
+        """Have a task run by the next thread that is free."""
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """Tell the threads to end when they have nothing to do. From anywhere; does not wait."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self, deadline: float) -> bool:
+        """After ``end``: wait for the threads; whether all have ended.
+
+        So an op that was about to return does, and its thread is gone.
+
+        Args:
+            deadline: Until when, as ``time.monotonic()`` has it.
+        """
+        if not may_wait_here():
+            return False
+        left = [thread for thread in self._threads if not thread.join(deadline)]
+        return not left

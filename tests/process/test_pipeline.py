@@ -1,0 +1,312 @@
+"""Stages on worker processes: the loader's own pool and slots."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shmloader
+from shmloader import PipelineBuilder, TooManyFailures, WorkerDiedError
+from tests.process.support import Bad, Gate, Slots, wait_for_end
+
+SOON_S = 20.0
+# Said: within 1 s. What must not be waited for here takes a minute.
+END_S = 5.0
+LARGE = 300_000
+
+
+def on_processes(op, source, *, concurrency=2, sink=2, **options):
+    builder = PipelineBuilder().add_source(source)
+    builder.pipe(op, executor="process", concurrency=concurrency, **options)
+    return builder.add_sink(sink).build()
+
+
+def pids_of(pipeline):
+    return [pid for crew in pipeline._running.process_crews for pid in crew.pids]
+
+
+def filled(number):
+    return torch.full((LARGE,), number, dtype=torch.uint8)
+
+
+def slot_spans():
+    """Addresses of our mappings in this process: first, and one after the last."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "memfd:shmloader " in line]
+    return [(int(first, 16), int(end, 16)) for first, end in spans]
+
+
+def test_large_results_are_views_of_slots(slots: Slots):
+    with on_processes(filled, range(40)).auto_stop() as pipeline:
+        for number, tensor in enumerate(pipeline):
+            address = tensor.data_ptr()
+            assert any(first <= address < end for first, end in slot_spans()), number
+        # Tickets in flight: 2 processes with 2 jobs each. Lent: as many, 2 in the sink, 2 in hand.
+        assert 1 <= len(slots.maps()) <= 4 + 8
+    assert len(slots.maps()) == 1  # under the last tensor
+    del tensor
+    assert slots.maps() == {}
+
+
+@pytest.mark.parametrize("order", ["completion", "input"])
+def test_each_item_is_worked_on_once_in_another_process(order):
+    def op(number):
+        return number, os.getpid(), filled(number)
+
+    pipeline = on_processes(op, range(60), output_order=order)
+    taken = []
+    pids = set()
+    for number, pid, tensor in pipeline:
+        assert bool((tensor == number).all())
+        taken.append(number)
+        pids.add(pid)
+    assert taken == list(range(60)) if order == "input" else sorted(taken) == list(range(60))
+    assert os.getpid() not in pids
+    assert 1 <= len(pids) <= 2
+
+
+def test_what_is_kept_stays_as_it_is():
+    tensors = list(on_processes(filled, range(100), output_order="input"))
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+
+
+def test_items_of_any_size_reach_the_worker_and_none_is_left_out():
+    def total(item):
+        array, number = item
+        return None if number % 2 else int(array.sum())
+
+    source = [(np.full(number * 100_000, 1, np.uint8), number) for number in range(6)]
+    assert list(on_processes(total, source, output_order="input")) == [0, 200_000, 400_000]
+
+
+def test_an_op_on_a_list_collates_straight_into_the_slot():
+    def collate(numbers):
+        return torch.utils.data.default_collate([filled(number) for number in numbers])
+
+    def own(batch):
+        out = shmloader.empty(batch.shape, dtype=torch.uint8)
+        out.copy_(batch + 1)
+        return out
+
+    builder = PipelineBuilder().add_source(range(10)).aggregate(4)
+    builder.pipe(collate, executor="process").pipe(own, executor="process")
+    batches = list(builder.add_sink().build())
+    assert [tuple(batch.shape) for batch in batches] == [(4, LARGE), (4, LARGE), (2, LARGE)]
+    assert [batch[:, 0].tolist() for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+
+
+def test_a_generator_functions_results_come_together():
+    def many(number):
+        yield None
+        for part in range(number):
+            yield number, part, filled(number)
+
+    taken = [
+        (number, part, int(tensor[0]))
+        for number, part, tensor in on_processes(many, range(5), output_order="input", sink=1)
+    ]
+    assert taken == [(number, part, number) for number in range(5) for part in range(number)]
+
+
+def test_workers_are_kept_from_epoch_to_epoch_and_after_a_break():
+    pipeline = on_processes(lambda number: os.getpid(), range(20))
+    with pipeline.auto_stop():
+        before = set(pids_of(pipeline))
+        assert set(pipeline) <= before
+        for pid in pipeline:
+            assert pid in before
+            break
+        taken = list(pipeline)
+        assert len(taken) == 20
+        assert set(taken) <= before
+        assert set(pids_of(pipeline)) == before
+
+
+def test_back_pressure_holds_the_workers():
+    calls = multiprocessing.get_context("fork").Value("i", 0)
+
+    def op(number):
+        with calls.get_lock():
+            calls.value += 1
+        return number
+
+    with on_processes(op, range(1000), sink=2).auto_stop() as pipeline:
+        pipeline.get_item(SOON_S)
+        before = -1
+        while calls.value != before:  # until nothing moves any more
+            before = calls.value
+            threading.Event().wait(0.1)
+        assert before <= 1 + 2 + 4  # taken, in the sink, in the stage
+        assert len(list(pipeline)) == 999
+
+
+def test_an_ops_exception_has_stage_item_and_worker():
+    def op(number):
+        if number == 3:
+            raise Bad("no 3")
+        return number
+
+    pipeline = on_processes(op, range(9), name="decode", concurrency=1)
+    taken = []
+    with pytest.raises(Bad, match="no 3") as caught:
+        taken.extend(pipeline)
+    assert taken == [0, 1, 2]
+    notes = " ".join(caught.value.__notes__)
+    assert "Stage 'decode' failed for item 3." in notes
+    assert "Worker 0 (pid" in notes
+
+
+def test_failed_items_are_left_out_up_to_the_limit():
+    def op(number):
+        if number in {2, 4}:
+            raise Bad(f"no {number}")
+        return number
+
+    pipeline = on_processes(op, range(9), max_failures=2, output_order="input")
+    assert list(pipeline) == [0, 1, 3, 5, 6, 7, 8]
+    assert [failed.item for failed in pipeline.failures] == [2, 4]
+    with pytest.raises(TooManyFailures) as caught:
+        list(on_processes(op, range(9), max_failures=1))
+    assert type(caught.value.__cause__) is Bad
+
+
+def test_what_cannot_be_sent_is_an_error_of_its_item():
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="pickle") as caught:
+        list(on_processes(str, [1, lock], concurrency=1))
+    assert any("Stage 'str' failed for item <unlocked" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match="pickle"):
+        list(on_processes(lambda _: threading.Lock(), [1]))
+
+
+def test_a_stop_iteration_of_an_op_does_not_end_the_epoch():
+    def op(number):
+        return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(on_processes(op, range(3)))
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_killed_worker_is_worker_died_error_and_the_next_start_has_new_ones(is_stopped):
+    gate, reached = Gate(), Gate()
+
+    def op(number):
+        if number == 2:
+            reached.open()
+            gate.pass_through()
+        return number
+
+    pipeline = on_processes(op, range(9), concurrency=1, name="decode")
+    with pipeline.auto_stop():
+        assert [pipeline.get_item(SOON_S), pipeline.get_item(SOON_S)] == [0, 1]
+        reached.wait_until_open()
+        (pid,) = pids_of(pipeline)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError) as caught:
+            pipeline.get_item(SOON_S)
+        assert f"pid {pid}" in str(caught.value)
+        assert any("Stage 'decode' failed for item 2" in note for note in caught.value.__notes__)
+        gate.open(2)
+        assert list(pipeline) == list(range(9))
+        assert pids_of(pipeline) != [pid]
+    gate.close()
+    reached.close()
+
+
+def test_a_worker_that_is_killed_while_it_waits_is_told_at_its_next_item():
+    pipeline = on_processes(filled, range(3), concurrency=1)
+    with pipeline.auto_stop():
+        list(pipeline)
+        (pid,) = pids_of(pipeline)
+        os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+        with pytest.raises(WorkerDiedError):
+            list(pipeline)
+        assert len(list(pipeline)) == 3
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("how", ["stop", "break", "garbage"])
+def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
+    reached = Gate()
+
+    def op(number):
+        if number:
+            reached.open()
+            time.sleep(60)
+        return number
+
+    pipeline = on_processes(op, range(9))
+    items = iter(pipeline)
+    assert next(items) == 0
+    reached.wait_until_open()
+    pids = pids_of(pipeline)
+    if is_stopped:
+        os.kill(pids[0], signal.SIGSTOP)
+    start = time.monotonic()
+    if how == "stop":
+        pipeline.stop()
+    elif how == "break":
+        del items
+    else:
+        del items, pipeline
+    assert time.monotonic() - start < END_S
+    for pid in pids:
+        wait_for_end(pid, 0.1)
+    reached.close()
+
+
+def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
+    gate, reached = Gate(), Gate()
+
+    def op(item):
+        epoch, number = item
+        if epoch == 0 and number == 1:
+            reached.open()
+            gate.pass_through()
+        return item
+
+    class Source:
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            return iter([(self.epoch, number) for number in range(5)])
+
+    with on_processes(op, Source(), concurrency=1).auto_stop() as pipeline:
+        for item in pipeline:
+            assert item == (0, 0)
+            reached.wait_until_open()
+            break
+        items = iter(pipeline)
+        gate.open()
+        assert list(items) == [(1, number) for number in range(5)]
+    gate.close()
+    reached.close()
+
+
+def test_two_stages_on_processes_and_one_on_the_users_pool():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        builder = PipelineBuilder().add_source(range(6)).pipe(filled, executor="process")
+        builder.pipe(torch.sum, executor="process").pipe(int).pipe(abs, executor=pool)
+        assert list(builder.add_sink().build()) == [LARGE * number for number in range(6)]
+
+
+def test_ops_cross_to_workers_of_another_start_method(monkeypatch):
+    default = multiprocessing.context._default_context
+    monkeypatch.setattr(default, "_actual_context", multiprocessing.get_context("spawn"))
+    factor = 3
+    taken = list(on_processes(lambda number: factor * number, range(3), concurrency=1))
+    assert taken == [0, 3, 6]

@@ -1,0 +1,279 @@
+"""How pipelines end: by stop, break, an error, as garbage, with the interpreter; whatever runs.
+
+The autouse check of I8 sees to it that no thread is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+
+from shmloader import ClosedLoaderError, PipelineBuilder
+from tests.process.support import Program
+from tests.unit.fronts.pipeline.support import SOON_S, Gate, Squares, chain
+
+# Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
+END_S = 5.0
+
+
+class Stuck:
+    """An op that does not come back until it is let go."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def __call__(self, number):
+        self.gate.pass_through()
+        return number
+
+    async def block_loop(self, number):
+        self.gate.pass_through()  # a mistake of the user's: nothing else runs on the loop
+        return number
+
+    async def hold_on(self, number):
+        self.gate._reached.release()
+        while not self.gate._open.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue  # it does not let itself be cancelled
+
+    def source(self):
+        self.gate.pass_through()
+        yield 1
+
+
+@pytest.fixture(params=["op", "generator", "loop", "uncancellable", "source"])
+def stuck(request):
+    stuck = Stuck()
+    if request.param == "source":
+
+        class Source:
+            def __iter__(self):
+                return stuck.source()
+
+        pipeline = chain(Source())
+    else:
+        op = {
+            "op": stuck,
+            "generator": lambda number: iter([stuck(number)]),
+            "loop": stuck.block_loop,
+            "uncancellable": stuck.hold_on,
+        }[request.param]
+        pipeline = chain(range(9), op)
+    yield pipeline, stuck.gate
+    stuck.gate.open()
+
+
+def test_stop_does_not_wait_for_what_is_stuck(stuck):
+    pipeline, gate = stuck
+    pipeline.start()
+    gate.wait_until_reached()
+    start = time.monotonic()
+    pipeline.stop()
+    pipeline.stop()
+    assert time.monotonic() - start < END_S
+    with pytest.raises(ClosedLoaderError):
+        pipeline.get_item()
+
+
+def test_a_pipeline_may_be_garbage_while_an_op_is_stuck():
+    stuck = Stuck()
+    pipeline = chain(range(9), stuck)
+    pipeline.start()
+    stuck.gate.wait_until_reached()
+    reference = weakref.ref(pipeline)
+    start = time.monotonic()
+    del pipeline
+    assert reference() is None
+    assert time.monotonic() - start < END_S
+    stuck.gate.open()
+
+
+def test_a_break_ends_at_once_and_the_next_epoch_has_threads_of_its_own():
+    gate = Gate()
+
+    def op(number):
+        if number == 1 and not gate._open.is_set():
+            gate.pass_through()
+        return number
+
+    pipeline = chain(range(4), op, num_threads=1)
+    with pipeline.auto_stop():
+        start = time.monotonic()
+        for number in pipeline:
+            assert number == 0
+            gate.wait_until_reached()
+            break
+        assert time.monotonic() - start < END_S
+        items = iter(pipeline)
+        assert next(items) == 0  # though the only thread of the epoch before is stuck
+        gate.open()
+        assert list(items) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("sink", [1, 50])
+def test_a_break_without_start_leaves_nothing(sink):
+    source = Squares(10_000)
+    for number in chain(source, lambda number: number, sink=sink):
+        if number == 4:
+            break
+    assert source.drawn < 10_000
+
+
+def test_an_iterator_that_is_dropped_ends_what_it_has_started():
+    pipeline = chain(range(10_000))
+    items = iter(pipeline)
+    assert next(items) == 0
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("shmloader")}
+    assert before
+    del items
+    for thread in before:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
+class Trainer:
+    """As users write it: the pipeline belongs to an object, and calls its methods."""
+
+    def __init__(self) -> None:
+        self.pipeline = (
+            PipelineBuilder()
+            .add_source(range(10_000))
+            .pipe(self.load, concurrency=2)
+            .pipe(self.load_soon)
+            .pipe(self.many)
+            .add_sink()
+            .build()
+        )
+
+    def load(self, number):
+        return number
+
+    async def load_soon(self, number):
+        return number
+
+    def many(self, number):
+        yield number
+
+
+@pytest.mark.parametrize("is_iterated", [True, False])
+def test_a_pipeline_in_a_cycle_with_its_ops_is_garbage_when_nobody_uses_it(is_iterated):
+    trainer = Trainer()
+    if is_iterated:
+        trainer.items = iter(trainer.pipeline)
+        assert next(trainer.items) == 0
+    else:
+        trainer.pipeline.start()
+        assert trainer.pipeline.get_item(SOON_S) == 0
+    reference = weakref.ref(trainer)
+    del trainer
+    deadline = time.monotonic() + SOON_S
+    while reference() is not None:  # until the threads have come to rest
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
+
+
+def test_coroutines_are_cancelled_and_generators_closed():
+    noted = []
+
+    async def waits(number):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            noted.append("cancelled")
+            raise
+
+    async def gives(number):
+        try:
+            while True:
+                yield number
+        finally:
+            noted.append("async closed")
+
+    def gives_here(number):
+        try:
+            while True:
+                yield number
+        finally:
+            noted.append("closed")
+
+    for op, word in [(gives, "async closed"), (gives_here, "closed")]:
+        with chain(range(3), op, sink=1).auto_stop() as pipeline:
+            assert pipeline.get_item(SOON_S) == 0
+        gc.collect()
+        assert noted == [word]
+        noted.clear()
+    builder = PipelineBuilder().add_source(range(3)).pipe(waits, concurrency=2)
+    with builder.add_sink().build().auto_stop() as pipeline, pytest.raises(TimeoutError):
+        pipeline.get_item(0.1)
+    assert noted == ["cancelled", "cancelled"]
+
+
+def test_a_waiting_consumer_is_told_when_another_thread_stops():
+    stuck = Stuck()
+    pipeline = chain(range(3), stuck)
+    pipeline.start()
+    timer = threading.Thread(target=lambda: (stuck.gate.wait_until_reached(), pipeline.stop()))
+    timer.start()
+    with pytest.raises(ClosedLoaderError, match="pipeline"):
+        pipeline.get_item()
+    timer.join(SOON_S)
+    stuck.gate.open()
+
+
+def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():
+    pipeline = chain(range(9))
+    with pipeline.auto_stop():
+        items = iter(pipeline)
+        assert next(items) == 0
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                next(items)
+            except ClosedLoaderError:
+                del items
+                pipeline.stop()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert list(items) == list(range(1, 9))
+
+
+def test_the_interpreter_waits_neither_for_an_op_nor_for_one_that_was_abandoned():
+    program = Program(
+        """
+        import threading, time
+        from shmloader import PipelineBuilder
+
+        def start_one():
+            reached = threading.Event()
+
+            def stuck(number):
+                reached.set()
+                time.sleep(60)
+
+            pipeline = PipelineBuilder().add_source(range(9)).pipe(stuck).add_sink().build()
+            pipeline.start()
+            reached.wait()
+            return pipeline
+
+        pipeline = start_one()
+        start_one().stop()
+        print("the end", flush=True)
+        """
+    )
+    assert program.read_line() == "the end"
+    start = time.monotonic()
+    done = program.finish()
+    assert time.monotonic() - start < 20
+    done.assert_quiet()
