@@ -67,6 +67,7 @@ import torch
 
 import shmloader.fronts.dataloader
 import shmloader.fronts.iterator
+import shmloader.fronts.pipeline.builder
 from shmloader.memory.slot import Slot
 from shmloader.stages.device import DeviceStage
 
@@ -656,6 +657,8 @@ def installed(
         mock.patch.object(shmloader.fronts.iterator, "parse_device", parse_device),
         mock.patch.object(shmloader.fronts.dataloader, "parse_device", parse_device),
         mock.patch.object(shmloader.fronts.iterator, "open_backend", open_backend),
+        mock.patch.object(shmloader.fronts.pipeline.builder, "parse_device", parse_device),
+        mock.patch.object(shmloader.fronts.pipeline.builder, "open_backend", open_backend),
     ):
         yield device
 
