@@ -28,6 +28,7 @@ from shmloader.errors import (
 )
 from shmloader.fronts.dataloader import DataLoader
 from shmloader.fronts.pipeline.builder import PipelineBuilder
+from shmloader.fronts.pipeline.loader import PipelineDataLoader
 from shmloader.fronts.pipeline.pipeline import Pipeline
 from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
@@ -43,6 +44,7 @@ __all__ = [
     "LoaderTimeoutError",
     "Pipeline",
     "PipelineBuilder",
+    "PipelineDataLoader",
     "ShardedDataLoader",
     "SharedMemoryError",
     "ShmloaderError",

@@ -38,7 +38,7 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
 def test_the_public_names_are_these():
     assert set(shmloader.__all__) == {
         *("DataLoader", "ShardedDataLoader", "empty", "get_worker_info", "__version__"),
-        *("Pipeline", "PipelineBuilder"),
+        *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
         "sample_rng",
         "share",
         *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
