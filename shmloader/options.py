@@ -160,6 +160,27 @@ def check_snapshot_interval(value: object) -> None:
         )
 
 
+def check_fetch_concurrency(value: object, *, is_iterable: bool) -> None:
+    """Check ``fetch_concurrency``: how many samples of a batch are loaded at once in a worker.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If it is not positive, or the dataset is not indexed.
+    """
+    if value is None:
+        return
+    got = f"but got fetch_concurrency={value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"fetch_concurrency option should be a number of samples, {got}")
+    if value < 1:
+        raise ValueError(f"fetch_concurrency option should be positive, {got}")
+    if is_iterable:
+        raise ValueError(
+            "fetch_concurrency option needs a map-style dataset: an iterable one, or a data pipe, "
+            f"gives one sample after the other, {got}"
+        )
+
+
 def parse_size(value: int | str, name: str) -> int:
     """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
 

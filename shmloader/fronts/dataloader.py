@@ -32,6 +32,7 @@ from shmloader.options import (
     LastBatch,
     Options,
     check_device_options,
+    check_fetch_concurrency,
     check_last_batch,
     check_max_failures,
     check_on_error,
@@ -138,6 +139,13 @@ class DataLoader(ResumableLoader[_T_co]):
             there it goes on when the loader is resumed, or the worker replaced: what was given
             since is loaded once more, and thrown away. Where states are large, take them rarely.
             Changes no result.
+        fetch_concurrency: How many samples of a batch are loaded at once inside each worker (in
+            this process with ``num_workers=0``), of a map-style dataset: k coroutines, where
+            ``__getitem__`` is an ``async def``, on an event loop that a worker keeps for its life;
+            else k threads, from which ``__getitem__`` is called at the same time. Samples are
+            fetched one by one, whatever ``__getitems__`` there is. Where one fails, those under way
+            are waited for, and the first in order is raised. With ``seed``, ``sample_rng()`` alone
+            is set. None: one after the other.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all
@@ -181,6 +189,7 @@ class DataLoader(ResumableLoader[_T_co]):
         thread_pool: bool = False,
         seed: int | None = None,
         snapshot_every_n_steps: int = 1,
+        fetch_concurrency: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
         if seed is not None:
@@ -245,6 +254,10 @@ class DataLoader(ResumableLoader[_T_co]):
         self._check_thread_pool()
         check_snapshot_interval(snapshot_every_n_steps)
         self.snapshot_every_n_steps = snapshot_every_n_steps
+        check_fetch_concurrency(
+            fetch_concurrency, is_iterable=isinstance(dataset, IterableDataset | MapDataPipe)
+        )
+        self.fetch_concurrency = fetch_concurrency
         self.failures: FailureList[FailedSample] = FailureList()
         self.last_batch = last_batch
         if last_batch == "rollover":
@@ -280,6 +293,7 @@ class DataLoader(ResumableLoader[_T_co]):
                 "last_batch": self.last_batch == "rollover",
                 "steps of several batches": self._may_shard,
                 "seed": self._sample_seed is not None,
+                "fetch_concurrency": self.fetch_concurrency is not None,
             }
             wanted = [name for name, value in ours.items() if value]
             if wanted:

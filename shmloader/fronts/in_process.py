@@ -21,7 +21,7 @@ from shmloader.sampling.streams import kept
 from shmloader.stages.pin import pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import parse_device
-from shmloader.workers.fetch import EmptyBatchError, map_style_stop
+from shmloader.workers.fetch import EmptyBatchError, Together, map_style_stop
 from shmloader.workers.sample_streams import SampleStreams
 from shmloader.workers.stream import load_dataset, load_iterator, pass_over, read
 
@@ -52,12 +52,21 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
         self._sample_streams: SampleStreams | None = None
+        self._gatherer = plan.make_gatherer()
+        together = None
         if plan.seed is None:
+            if self._gatherer is not None:
+                together = Together(self._gatherer)
             self._dataset_fetcher = plan.make_fetcher(
-                self._dataset, self._collate_fn, loader.on_error
+                self._dataset, self._collate_fn, loader.on_error, together=together
             )
         else:
-            self._sample_streams = SampleStreams(plan.seed, epoch=loader._plan.epoch)
+            is_alone = plan.sets_global_streams
+            self._sample_streams = SampleStreams(
+                plan.seed, epoch=loader._plan.epoch, sets_global=is_alone
+            )
+            if self._gatherer is not None:
+                together = Together(self._gatherer, self._sample_streams.begin_sample)
             with kept():
                 self._dataset_fetcher = plan.make_fetcher(
                     *self._sample_streams.wrap(
@@ -65,8 +74,10 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
                         self._collate_fn,
                         is_iterable=plan.is_iterable,
                         may_fail=loader.on_error != "raise",
+                        begins_samples=is_alone,
                     ),
                     loader.on_error,
+                    together=together,
                 )
         self._ticket_count = 0
         self._streams: StreamHere | None = None
@@ -183,6 +194,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
+        if self._gatherer is not None:
+            self._gatherer.close()
 
 
 def _move(batch: Any, device: torch.device | None) -> Any:

@@ -29,6 +29,7 @@ def plan_and_watch(
         loader._sample_seed,
         loader.snapshot_every_n_steps if is_iterable else 0,
         loader.persistent_workers,
+        loader.fetch_concurrency,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None

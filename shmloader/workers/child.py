@@ -53,7 +53,14 @@ from shmloader.messages import (
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.board import Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
+from shmloader.workers.fetch import (
+    EmptyBatchError,
+    FetchPlan,
+    OnError,
+    Together,
+    TolerantFetcher,
+)
+from shmloader.workers.gathering import Gatherer
 from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_streams import SampleStreams, loading
@@ -161,6 +168,7 @@ class _Worker:
         self._fetcher: Any = None
         # Of the fetcher's samples; None if they have none of their own.
         self._streams: SampleStreams | None = None
+        self._gatherer: Gatherer | None = None
         self._by_value = False
         # Raised while getting ready; the answer to every task, at its place in the order.
         self._prepare_error: bytes | None = None
@@ -262,7 +270,15 @@ class _Worker:
 
     def _index_dataset(self) -> Any:
         plan = self._start.plan
-        fetcher = plan.make_fetcher(*self._seeded(), self._on_error, self._where)
+        # One for all epochs: what an async dataset has opened belongs to its loop.
+        if self._gatherer is None:
+            self._gatherer = plan.make_gatherer()
+        dataset, collate = self._seeded()
+        together = None
+        if self._gatherer is not None:
+            begin = None if self._streams is None else self._streams.begin_sample
+            together = Together(self._gatherer, begin)
+        fetcher = plan.make_fetcher(dataset, collate, self._on_error, self._where, together)
         collates_plainly = self._collate is not None and self._collate.packer is not None
         if self._on_error != "raise" or not plan.auto_collation:
             return fetcher
@@ -283,12 +299,14 @@ class _Worker:
         collate = cast("Callable[[Any], Any]", self._collate)
         if plan.seed is None:
             return dataset, collate
-        self._streams = SampleStreams(plan.seed, self._start.worker_id)
+        is_alone = plan.sets_global_streams
+        self._streams = SampleStreams(plan.seed, self._start.worker_id, sets_global=is_alone)
         return self._streams.wrap(
             dataset,
             collate,
             is_iterable=plan.is_iterable,
             may_fail=self._on_error != "raise",
+            begins_samples=is_alone,
         )
 
     def _begin_stream(self) -> Any:

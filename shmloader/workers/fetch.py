@@ -10,6 +10,8 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.sampling.plan import is_sharded
 from shmloader.workers.bad_samples import BadSample, SampleReport
+from shmloader.workers.gathering import Gatherer, Outcome
+from shmloader.workers.sample_streams import one_by_one
 
 #: What is done about a sample that fails; a function gets its index and its exception, and gives
 #: a sample in its place.
@@ -37,6 +39,8 @@ class FetchPlan(NamedTuple):
         snapshot_every: After how many batches of a worker an iterable dataset's state is taken,
             if it has one; 0: never.
         lives_on: Whether workers have further epochs.
+        concurrency: How many samples of a batch are loaded at once in a worker; None: one after
+            the other, on its own thread.
     """
 
     is_iterable: bool
@@ -47,6 +51,16 @@ class FetchPlan(NamedTuple):
     seed: int | None = None
     snapshot_every: int = 0
     lives_on: bool = False
+    concurrency: int | None = None
+
+    @property
+    def sets_global_streams(self) -> bool:
+        """Whether the process's random streams can be set for a sample: not for several at once."""
+        return self.concurrency is None
+
+    def make_gatherer(self) -> Gatherer | None:
+        """What loads several samples at once, if that is wanted; its owner closes it."""
+        return None if self.concurrency is None else Gatherer(self.concurrency)
 
     def make_fetcher(
         self,
@@ -54,6 +68,7 @@ class FetchPlan(NamedTuple):
         collate_fn: Callable[[Any], Any],
         on_error: OnError = "raise",
         where: str = "in the main process",
+        together: "Together | None" = None,
     ) -> Any:
         """A fetcher of torch's, which calls ``iter(dataset)`` for an iterable one; or ours.
 
@@ -63,15 +78,55 @@ class FetchPlan(NamedTuple):
             on_error: Other than "raise", it makes a :class:`TolerantFetcher`. Not for an iterable
                 dataset: an iterator that has raised gives nothing more.
             where: Where it runs, as the texts of failures have it.
+            together: Loads several samples at once.
         """
         if on_error != "raise" and not self.is_iterable:
-            return TolerantFetcher(self, dataset, collate_fn, on_error, where)
+            return TolerantFetcher(self, dataset, collate_fn, on_error, where, together)
+        if together is not None:
+            dataset = _ConcurrentSamples(dataset, together)
         if self.may_shard:
             return ShardFetcher(dataset, self.auto_collation, collate_fn, self.drop_last)
         kind = _DatasetKind.Iterable if self.is_iterable else _DatasetKind.Map
         return _DatasetKind.create_fetcher(
             kind, dataset, self.auto_collation, collate_fn, self.drop_last
         )
+
+
+class Together:
+    """Loads several samples of a dataset at once, in order.
+
+    Args:
+        gatherer: Does it.
+        begin: Sets a sample's random stream, in its context; None: it has none of its own.
+    """
+
+    def __init__(self, gatherer: Gatherer, begin: Callable[[], None] | None = None) -> None:
+        self._gatherer = gatherer
+        self._begin = begin
+
+    def load(
+        self, get: Callable[[Any], Any], indices: Iterable[Any], *, wants_all: bool
+    ) -> list[Outcome]:
+        """See :meth:`Gatherer.gather`."""
+        return self._gatherer.gather(get, indices, self._begin, wants_all=wants_all)
+
+
+class _ConcurrentSamples:
+    """A map-style dataset for torch's fetcher, which asks for a batch by ``__getitems__``."""
+
+    def __init__(self, dataset: Any, together: Together) -> None:
+        self._get = one_by_one(dataset)
+        self._together = together
+
+    def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
+        outcomes = self._together.load(self._get, indices, wants_all=False)
+        for outcome in outcomes:
+            outcome.take()  # the first that failed is raised, whether or not others were begun
+        return [outcome.value for outcome in outcomes]
+
+    def __getitem__(self, index: Any) -> Any:
+        (sample,) = self.__getitems__([index])
+        return sample
 
 
 class ShardFetcher(_MapDatasetFetcher):
@@ -99,7 +154,9 @@ class TolerantFetcher:
         collate_fn: Callable[[Any], Any],
         on_error: OnError,
         where: str,
+        together: Together | None = None,
     ) -> None:
+        self._together = together
         self._plan = plan
         self._dataset: Any = dataset
         self._collate_fn = collate_fn
@@ -141,7 +198,7 @@ class TolerantFetcher:
         if not self._plan.auto_collation:
             return self._collate_fn(self._settle(self._load_each(self._get_one, [index]))[0])
         getitems = getattr(self._dataset, "__getitems__", None)
-        if getitems:
+        if getitems and self._together is None:
             samples = self._load_together(getitems, index)
         else:
             samples = self._settle(self._load_each(self._get_one, index))
@@ -149,6 +206,23 @@ class TolerantFetcher:
 
     def _get_one(self, index: Any) -> Any:
         return self._dataset[index]
+
+    def _load_at_once(self, together: Together, indices: Iterable[Any]) -> list[Any]:
+        """As :meth:`_load_each`."""
+        samples = []
+        for outcome in together.load(one_by_one(self._dataset), indices, wants_all=True):
+            self._report.sample_count += 1
+            try:
+                sample = outcome.take()
+            except Exception as error:  # noqa: BLE001 - a dataset may raise anything
+                sample = outcome.context.run(self._instead_of, outcome.index, error)
+            samples.append(sample)
+        return samples
+
+    def _instead_of(self, index: Any, error: Exception) -> Any:
+        """Note a bad sample that is being handled; what comes in its place, or ``_SKIPPED``."""
+        self._report.note(BadSample.caught(index, self._where))
+        return _SKIPPED if self._replace is None else self._replace(index, error)
 
     def _load_together(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
         """By one call; one by one if that fails."""
@@ -171,14 +245,15 @@ class TolerantFetcher:
         unwrap: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
         """A sample for each index; for one that failed what ``on_error`` gives, or ``_SKIPPED``."""
+        if self._together is not None:
+            return self._load_at_once(self._together, indices)
         samples = []
         for index in indices:
             self._report.sample_count += 1
             try:
                 sample = load(index)
             except Exception as error:  # noqa: BLE001 - a dataset may raise anything
-                self._report.note(BadSample.caught(index, self._where))
-                samples.append(_SKIPPED if self._replace is None else self._replace(index, error))
+                samples.append(self._instead_of(index, error))
             else:
                 samples.append(sample if unwrap is None else unwrap(sample))
         return samples

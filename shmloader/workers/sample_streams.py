@@ -140,7 +140,8 @@ class SampleStreams:
         seed: The loader's.
         worker_id: Of the worker that loads; 0 in-process.
         epoch: The one that begins, where it is known before the first ticket.
-        sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads.
+        sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads,
+            nor where several samples are loaded at once.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class SampleStreams:
         *,
         is_iterable: bool = False,
         may_fail: bool = True,
+        begins_samples: bool = True,
     ) -> tuple[Any, Callable[[Any], Any]]:
         """A dataset and a collate function for a fetcher, under whose calls the streams are set.
 
@@ -182,9 +184,13 @@ class SampleStreams:
             collate_fn: Makes a batch of samples.
             is_iterable: Whether it is an iterable dataset.
             may_fail: Whether a bad sample runs code of the user's, or leaves a batch shorter.
+            begins_samples: Whether a sample's streams are set when it is asked for; else whoever
+                loads calls :meth:`begin_sample` itself.
         """
         if is_iterable:
             return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
+        if not begins_samples:
+            return dataset, self._wrap_collate(collate_fn)
         if not may_fail and only_hands_out(dataset):
             return dataset, self._wrap_collate(collate_fn, counts_samples=True)
         return _SeededSamples(self, dataset), self._wrap_collate(collate_fn)
@@ -254,13 +260,18 @@ class _SeededSamples:
 
     @functools.cached_property
     def _get(self) -> Callable[[Any], Any]:
-        if _gives_lists_alone(self._dataset):
-            return functools.partial(_get_by_list, self._dataset)
-        return functools.partial(operator.getitem, self._dataset)
+        return one_by_one(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
         self._streams.begin_sample()
         return self._get(index)
+
+
+def one_by_one(dataset: Any) -> Callable[[Any], Any]:
+    """What gives one sample of a map-style dataset, whichever of its two methods it has."""
+    if _gives_lists_alone(dataset):
+        return functools.partial(_get_by_list, dataset)
+    return functools.partial(operator.getitem, dataset)
 
 
 def _gives_lists_alone(dataset: Any) -> bool:

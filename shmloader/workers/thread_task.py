@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError, TolerantFetcher
+from shmloader.workers.fetch import (
+    EmptyBatchError,
+    FetchPlan,
+    OnError,
+    Together,
+    TolerantFetcher,
+)
+from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.sample_streams import SampleStreams, loading
+from shmloader.workers.sample_streams import SampleStreams, loading, one_by_one
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -73,11 +80,12 @@ class _Samples:
     def __init__(self, task: ThreadTask, dataset: Any) -> None:
         self._task = task
         self._dataset = dataset
+        self._get = one_by_one(dataset)
 
     def __getitem__(self, index: Any) -> Any:
         if self._task.is_dropped:
             raise _Dropped
-        return self._dataset[index]
+        return self._get(index)
 
     @property
     def __getitems__(self) -> Any:
@@ -85,13 +93,16 @@ class _Samples:
         return getattr(self._dataset, "__getitems__", None)
 
 
-def load(task: ThreadTask, recipe: Recipe, where: str) -> ThreadAnswer | None:
+def load(
+    task: ThreadTask, recipe: Recipe, where: str, gatherer: Gatherer | None = None
+) -> ThreadAnswer | None:
     """Make a task's batch.
 
     Args:
         task: It.
         recipe: Its recipe.
         where: Where this runs, as the texts of failures have it.
+        gatherer: Loads several samples at once.
 
     Returns:
         What came of it; None if it was dropped meanwhile.
@@ -100,8 +111,17 @@ def load(task: ThreadTask, recipe: Recipe, where: str) -> ThreadAnswer | None:
     streams = None
     if plan.seed is not None:
         streams = SampleStreams(plan.seed, sets_global=False)
-        dataset, collate_fn = streams.wrap(dataset, collate_fn, may_fail=recipe.on_error != "raise")
-    fetcher = plan.make_fetcher(_Samples(task, dataset), collate_fn, recipe.on_error, where)
+        dataset, collate_fn = streams.wrap(
+            dataset,
+            collate_fn,
+            may_fail=recipe.on_error != "raise",
+            begins_samples=gatherer is None,
+        )
+    together = None
+    if gatherer is not None:
+        together = Together(gatherer, None if streams is None else streams.begin_sample)
+    samples = _Samples(task, dataset)
+    fetcher = plan.make_fetcher(samples, collate_fn, recipe.on_error, where, together)
     batch, error, is_empty = None, None, False
     try:
         with loading(streams, task.indices) as indices:

@@ -41,6 +41,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.workers.bell import Bell
 from shmloader.workers.board import AtWork, Phase
 from shmloader.workers.finishing import finish
+from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parking import Parkable, is_exiting, may_wait_here
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.thread_task import ThreadAnswer, ThreadTask, load
@@ -76,6 +77,7 @@ class _Worker(Parkable):
         self._init_fn = init_fn
         self._where = f"in DataLoader worker thread {worker_id}"
         self._post = post
+        self._gatherer: Gatherer | None = None
         # Where worker_init_fn failed: the answer to each task.
         self._init_answer: ThreadAnswer | None = None
         # Read by others: what it is at, and since when.
@@ -135,6 +137,8 @@ class _Worker(Parkable):
                 pass
         finally:
             self.leave()
+            if self._gatherer is not None:
+                self._gatherer.close()
             self._is_over.set()
 
     def _note(self, phase: Phase, task: ThreadTask | None = None) -> None:
@@ -162,7 +166,9 @@ class _Worker(Parkable):
         recipe, task.recipe = task.recipe, None
         if recipe is not None and not self._post.is_closed and not task.is_dropped:
             task.worker_id = self._worker_id
-            task.answer = self._init_answer or load(task, recipe, self._where)
+            if self._gatherer is None:
+                self._gatherer = recipe.plan.make_gatherer()
+            task.answer = self._init_answer or load(task, recipe, self._where, self._gatherer)
             self._post.bell.ring()
         return True
 

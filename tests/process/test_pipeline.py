@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -293,6 +294,44 @@ def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
         items = iter(pipeline)
         gate.open()
         assert list(items) == [(1, number) for number in range(5)]
+    gate.close()
+    reached.close()
+
+
+def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
+    gate, reached = Gate(), Gate()
+    epochs = multiprocessing.get_context("fork").Array("i", 3)
+
+    def op(item):
+        epoch, _ = item
+        epochs[epoch] += 1
+        if epoch == 0:
+            reached.open()
+            gate.pass_through()
+        return item
+
+    class Source:
+        epoch = -1
+
+        def __iter__(self):
+            self.epoch += 1
+            return iter([(self.epoch, number) for number in range(5)])
+
+    with on_processes(op, Source(), concurrency=1).auto_stop() as pipeline:
+        items = iter(pipeline)
+        reached.wait_until_open()
+        for _ in range(2):
+            del items
+            items = pipeline.get_iterator(0.1)
+            with contextlib.suppress(TimeoutError):
+                next(items)
+        gate.open(2)  # one was in work, one on its way
+        taken = []
+        while len(taken) < 5:
+            with contextlib.suppress(TimeoutError):
+                taken.append(next(items))
+    assert taken == [(2, number) for number in range(5)]
+    assert list(epochs) == [2, 0, 5]
     gate.close()
     reached.close()
 

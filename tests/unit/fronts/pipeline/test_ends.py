@@ -83,6 +83,26 @@ def test_stop_does_not_wait_for_what_is_stuck(stuck):
         pipeline.get_item()
 
 
+def test_what_waits_for_a_thread_when_a_pipeline_stops_is_not_begun():
+    stuck = Stuck()
+    begun = []
+
+    def op(number):
+        begun.append(number)
+        return stuck(number)
+
+    builder = PipelineBuilder().add_source(range(9)).pipe(op, concurrency=4)
+    pipeline = builder.add_sink().build(num_threads=1)
+    pipeline.start()
+    stuck.gate.wait_until_reached()
+    pipeline.stop()
+    threads = [one for one in threading.enumerate() if one.name.startswith("shmloader_pipe")]
+    stuck.gate.open()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert begun == [0]
+
+
 def test_a_pipeline_may_be_garbage_while_an_op_is_stuck():
     stuck = Stuck()
     pipeline = chain(range(9), stuck)

@@ -1,0 +1,281 @@
+"""Several samples of a batch at once inside one worker: coroutines, or threads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+import shmloader
+from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
+from tests.process.support import Bad
+
+SOON_S = 20.0
+WORKERS = [
+    pytest.param({"num_workers": 2, "multiprocessing_context": "fork"}, id="processes"),
+    pytest.param({"num_workers": 2, "thread_pool": True}, id="threads"),
+    pytest.param({}, id="here"),
+]
+
+
+class Meeting(Dataset):
+    """Samples that wait until as many are under way; gives how many there were at most."""
+
+    def __init__(self, parties: int, length: int = 16) -> None:
+        self.parties = parties
+        self.length = length
+        self.inside = self.most = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    async def __getitem__(self, index):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        deadline = time.monotonic() + SOON_S
+        while self.most < self.parties and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self.inside -= 1
+        return self.most
+
+
+class ThreadMeeting(Meeting):
+    """The same with threads; a batch's samples meet."""
+
+    def __getitem__(self, index):
+        # The very first sample of all says what the dataset is, and is loaded alone.
+        return 4 if index % 8 == 0 else BARRIER.meet(self.parties, index // 8)
+
+
+class _Barriers:
+    """One for each batch; forked workers have copies."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.barriers: dict[int, threading.Barrier] = {}
+
+    def meet(self, parties: int, batch: int) -> int:
+        with self.lock:
+            barrier = self.barriers.setdefault(batch, threading.Barrier(parties))
+        barrier.wait(SOON_S)
+        return parties
+
+
+BARRIER = _Barriers()
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_as_many_coroutines_as_asked_for_are_under_way_and_no_more(workers):
+    workers = workers | {"num_workers": min(1, workers.get("num_workers", 0))}
+    with DataLoader(Meeting(5), batch_size=8, fetch_concurrency=5, **workers) as loader:
+        batches = torch.cat(list(loader))
+    assert len(batches) == 16
+    assert batches.max() == 5
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_as_many_threads_as_asked_for_are_in_getitem(workers):
+    BARRIER.barriers.clear()
+    # Of each batch, one does not wait, and four meet.
+    dataset = Subset(ThreadMeeting(4), [0, 1, 2, 3, 4, 8, 9, 10, 11, 12])
+    with DataLoader(dataset, batch_size=5, fetch_concurrency=4, **workers) as loader:
+        assert [batch.tolist() for batch in loader] == [[4] * 5] * 2
+
+
+class Squares(Dataset):
+    def __init__(self, length: int, *bad: int) -> None:
+        self.length = length
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise Bad(f"no {index}")
+        return torch.tensor(index * index)
+
+
+class AsyncSquares(Squares):
+    async def __getitem__(self, index):
+        await asyncio.sleep(0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Squares, AsyncSquares])
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
+def test_batches_are_those_of_one_sample_after_the_other(workers, kind, concurrency):
+    options = {"batch_size": 8, "shuffle": True}
+    torch.manual_seed(7)
+    expected = [batch.tolist() for batch in TorchLoader(Squares(50), **options)]
+    torch.manual_seed(7)
+    loader = DataLoader(kind(50), fetch_concurrency=concurrency, **options, **workers)
+    with loader:
+        assert [batch.tolist() for batch in loader] == expected
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Squares, AsyncSquares])
+def test_the_first_failure_in_order_is_raised_and_the_next_batch_comes(workers, kind):
+    with DataLoader(kind(16, 2, 5), batch_size=8, fetch_concurrency=4, **workers) as loader:
+        items = iter(loader)
+        with pytest.raises(Bad, match="no 2"):
+            next(items)
+        assert next(items).tolist() == [index * index for index in range(8, 16)]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Squares, AsyncSquares])
+def test_bad_samples_are_left_out_or_replaced_and_counted(workers, kind):
+    options = {"batch_size": 4, "fetch_concurrency": 3, **workers}
+    with DataLoader(kind(10, 0, 2, 9), on_error="skip", **options) as loader:
+        assert [batch.tolist() for batch in loader] == [[1, 9], [16, 25, 36, 49], [64]]
+        assert [failed.index for failed in loader.failures] == [0, 2, 9]
+        assert type(loader.failures[0].error) is Bad
+    with DataLoader(kind(6, 0, 2), on_error=lambda index, error: -index - 1, **options) as loader:
+        assert [batch.tolist() for batch in loader] == [[-1, 1, -3, 9], [16, 25]]
+    with (
+        DataLoader(kind(8, 0, 2), on_error="skip", max_failures=1, **options) as loader,
+        pytest.raises(TooManyFailures),
+    ):
+        list(loader)
+
+
+class Drawing(Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def draw(self) -> float:
+        return float(shmloader.sample_rng().random())
+
+    def __getitem__(self, index):
+        return index, self.draw()
+
+
+class AsyncDrawing(Drawing):
+    async def __getitem__(self, index):
+        first = self.draw()
+        await asyncio.sleep(0)
+        assert shmloader.sample_rng().random() != first  # it goes on where it was
+        return index, first
+
+
+def draw_in_collate(samples):
+    numbers = [number for _, number in samples]
+    return [*numbers, float(shmloader.sample_rng().random())]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", [Drawing, AsyncDrawing])
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_sample_rng_is_that_of_one_sample_after_the_other(workers, kind, concurrency):
+    options = {"batch_size": 4, "seed": 3, "shuffle": True, "collate_fn": draw_in_collate}
+    with DataLoader(Drawing(), **options) as loader:
+        expected = list(loader)
+    state = random.getstate()
+    with DataLoader(kind(), fetch_concurrency=concurrency, **options, **workers) as loader:
+        assert list(loader) == expected
+    assert random.getstate() == state
+
+
+def test_a_replacement_draws_what_its_sample_would_have():
+    class Failing(Drawing):
+        def __getitem__(self, index):
+            raise Bad(f"no {index}")
+
+    def replace(index, error):
+        return index, float(shmloader.sample_rng().random())
+
+    options = {"batch_size": 4, "seed": 3, "collate_fn": list}
+    expected = list(DataLoader(Drawing(), **options))
+    loader = DataLoader(Failing(), fetch_concurrency=3, on_error=replace, **options)
+    assert list(loader) == expected
+    loader.close()
+
+
+class Lists(Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitems__(self, indices):
+        assert len(indices) == 1
+        return [index * 10 for index in indices]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_subsets_lists_shards_and_single_samples(workers):
+    options = {"fetch_concurrency": 3, **workers}
+    with DataLoader(Subset(AsyncSquares(9), [3, 1, 2]), batch_size=3, **options) as loader:
+        assert next(iter(loader)).tolist() == [9, 1, 4]
+    with DataLoader(Lists(), batch_size=6, **options) as loader:
+        assert next(iter(loader)).tolist() == [0, 10, 20, 30, 40, 50]
+    with DataLoader(AsyncSquares(3), batch_size=None, **options) as loader:
+        assert [int(sample) for sample in loader] == [0, 1, 4]
+    with ShardedDataLoader(AsyncSquares(8), 2, num_shards=2, **options) as loader:
+        steps = [[batch.tolist() for batch in step] for step in loader]
+    assert steps == [[[0, 1], [4, 9]], [[16, 25], [36, 49]]]
+
+
+def test_a_worker_keeps_its_loop_over_epochs():
+    class SameLoop(Squares):
+        loop = None
+
+        async def __getitem__(self, index):
+            self.loop = self.loop or asyncio.get_running_loop()
+            return int(asyncio.get_running_loop() is self.loop)
+
+    for workers in ({"multiprocessing_context": "fork"}, {"thread_pool": True}):
+        loader = DataLoader(
+            SameLoop(4), batch_size=4, num_workers=1, persistent_workers=True,
+            fetch_concurrency=2, **workers,
+        )  # fmt: skip
+        with loader:
+            assert [batch.tolist() for _ in range(2) for batch in loader] == [[1] * 4] * 2
+
+
+def test_in_process_it_works_inside_of_a_running_loop():
+    async def notebook():
+        loader = DataLoader(AsyncSquares(4), batch_size=4, fetch_concurrency=2)
+        return [batch.tolist() for batch in loader]
+
+    assert asyncio.run(notebook()) == [[0, 1, 4, 9]]
+
+
+def test_stop_iteration_of_a_sample_is_an_error():
+    class Stops(Squares):
+        def __getitem__(self, index):
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(DataLoader(Stops(4), fetch_concurrency=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"fetch_concurrency": 0}, ValueError),
+        ({"fetch_concurrency": -1}, ValueError),
+        ({"fetch_concurrency": 1.5}, TypeError),
+        ({"fetch_concurrency": True}, TypeError),
+    ],
+)
+def test_arguments_are_checked_by_the_constructor(options, error):
+    with pytest.raises(error, match="fetch_concurrency"):
+        DataLoader(TensorDataset(torch.arange(3)), **options)
+
+
+def test_an_iterable_dataset_has_no_use_for_it():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match="map-style"):
+        DataLoader(Stream(), fetch_concurrency=2)
