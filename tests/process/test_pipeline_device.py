@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -77,6 +79,22 @@ def test_a_break_waits_for_the_copies_under_way(sim):
             del batch
             break
     assert sim.locked == {}
+
+
+def test_nothing_of_an_epoch_is_held_after_its_end(sim):
+    made = []
+
+    def note(number):
+        tensor = torch.full((LARGE,), number, dtype=torch.uint8)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    builder = PipelineBuilder().add_source(range(9)).pipe(note).transfer("sim")
+    with builder.add_sink().build().auto_stop() as pipeline:
+        for tensor in pipeline:
+            del tensor
+        assert len(made) == 9
+        assert all(reference() is None for reference in made)
 
 
 def test_what_a_copy_raises_has_stage_and_item(sim):
