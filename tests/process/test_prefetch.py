@@ -1,0 +1,132 @@
+"""``shmloader.sequence.prefetch``: the engine behind a sequence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from shmloader import SharedMemoryError, WorkerDiedError
+from shmloader.sequence import prefetch, smap
+from tests.process.support import Bad, Gate, Slots, wait_for_end
+
+SOON_S = 20.0
+
+
+@pytest.fixture(params=["thread", "process"])
+def method(request):
+    return request.param
+
+
+def test_items_are_computed_ahead_as_many_as_may_be_buffered():
+    asked = []
+    enough = threading.Event()
+
+    def note(number):
+        asked.append(number)
+        if len(asked) == 5:
+            enough.set()
+        return number
+
+    items = prefetch(smap(note, range(100)), 2, max_buffered=4)
+    assert asked == []
+    assert items[0] == 0
+    assert enough.wait(SOON_S)  # 0 and the next 4
+    threading.Event().wait(0.05)
+    assert sorted(asked) == [0, 1, 2, 3, 4]
+    items.close()
+
+
+def test_reading_on_goes_on_and_another_item_begins_anew(method):
+    items = prefetch(smap(lambda number: number * 2, range(30)), 2, method, max_buffered=3)
+    assert [items[index] for index in range(10)] == list(range(0, 20, 2))
+    loader = items._loader
+    assert items[20] == 40
+    assert items[21] == 42
+    assert items[21] == 42
+    assert items[-1] == 58
+    assert items[0] == 0
+    assert items._loader is loader
+    assert list(items) == list(range(0, 60, 2))
+    assert list(items[25:]) == [50, 52, 54, 56, 58]
+
+
+def test_an_empty_sequence_has_no_items(method):
+    items = prefetch([], 1, method)
+    assert list(items) == []
+    with pytest.raises(IndexError):
+        items[0]
+
+
+def test_a_failed_item_raises_and_the_next_ones_come(method):
+    def op(number):
+        if number in {1, 3}:
+            raise Bad(f"no {number}")
+        return number
+
+    items = prefetch(smap(op, range(5)), 2, method)
+    assert items[0] == 0
+    with pytest.raises(Bad, match="no 1") as caught:
+        items[1]
+    assert any("Item 1 of the prefetch made at" in note for note in caught.value.__notes__)
+    assert items[2] == 2
+    with pytest.raises(Bad, match="no 3"):
+        items[3]
+    assert items[4] == 4
+
+
+def test_items_of_processes_lie_in_slots_under_a_cap(slots: Slots):
+    large = smap(lambda number: torch.full((100_000,), number, dtype=torch.uint8), range(20))
+    items = prefetch(large, 2, "process", max_buffered=4, shm_size="8MiB")
+    for index, item in enumerate(items):
+        assert bool((item == index).all())
+    assert 1 <= len(slots.maps()) <= 4 + 4
+    assert sum(slots.maps().values()) <= 8 << 20
+    del item
+    items.close()
+    assert slots.maps() == {}
+    tight = prefetch(large, 1, "process", max_buffered=1, shm_size="384KiB")
+    with pytest.raises(SharedMemoryError):
+        tight[0]
+
+
+def test_a_dead_worker_is_told_and_the_next_item_has_a_new_one():
+    gate = Gate()
+
+    def op(number):
+        if number == 1:
+            gate.open()
+            gate.wait_until_open(60)
+            gate.pass_through()
+        return os.getpid()
+
+    items = prefetch(smap(op, range(9)), 1, "process", max_buffered=1)
+    pid = items[0]
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    with pytest.raises(WorkerDiedError):
+        items[1]
+    assert items[2] != pid
+    gate.close()
+
+
+def test_a_start_hook_runs_in_each_worker(method):
+    state = {"started": 0}
+
+    def hook():
+        state["started"] += 1
+
+    items = prefetch(smap(lambda _: state["started"], range(4)), 1, method, start_hook=hook)
+    assert list(items) == [1, 1, 1, 1]
+
+
+def test_a_sequence_that_has_become_shorter_is_told():
+    numbers = list(range(5))
+    items = prefetch(numbers, 1, max_buffered=1)
+    assert items[0] == 0
+    numbers.extend(range(5))
+    with pytest.raises(RuntimeError, match="5 items"):
+        items[7]
