@@ -80,3 +80,10 @@ def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():
             drawn = rf"^waits in next\(\), {workers} workers, {loader}, all rounds\n.* \d+ ?#*$"
             assert re.search(drawn, done.stdout, re.MULTILINE), done.stdout
     assert "\ncontent: the same for all loaders\n" in done.stdout
+
+
+def test_the_benchmark_of_pipelines_measures_ours_with_spdl_or_without():
+    done = run("pipeline.py", "--smallest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figure = r"\d+ \(\d+–\d+\) \|"
+    assert re.search(rf"^\| a coroutine[^|]+\| {figure} {figure}", done.stdout, re.MULTILINE)

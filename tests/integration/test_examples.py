@@ -148,3 +148,27 @@ def test_resume_gives_the_same_hash_after_a_kill():
 def test_resume_refuses_bad_arguments(capsys, monkeypatch):
     words = ["--samples", "0"]
     assert_refused(capsys, monkeypatch, "resume.py", "--samples", "0", words=words)
+
+
+# ---------------------------------------------------------------- examples/http_images.py
+
+
+def test_http_images_loads_the_same_images_in_both_ways(tmp_path):
+    arguments = ["--images", "64", "--latency-ms", "20", "--batch-size", "10"]
+    result = run_example("http_images.py", *arguments, temporary=tmp_path)
+    assert result.returncode == 0, result.stderr
+    first, colour, last = result.stdout.splitlines()
+    assert first == "Writing 64 sample files"
+    assert re.fullmatch(r"Mean colour: red \d+, green \d+, blue \d+", colour)
+    assert re.fullmatch(
+        r"One after the other: \d+ images/s; pipeline: \d+ images/s, [\d.]+ times as fast, "
+        r"at 20 ms of latency",
+        last,
+    )
+    assert "64/64" in result.stderr  # of the progress bar
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_http_images_refuses_a_wrong_argument_in_one_line(capsys, monkeypatch):
+    words = ["--images", "'0'", "from 1 up"]
+    assert_refused(capsys, monkeypatch, "http_images.py", "--images", "0", words=words)
