@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -267,6 +268,24 @@ def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
     for pid in pids:
         wait_for_end(pid, 0.1)
     reached.close()
+
+
+def test_a_pipeline_that_becomes_garbage_on_a_thread_of_another_ends_all_the_same():
+    class Holder:
+        def __init__(self):
+            self.itself = self
+            self.pipeline = on_processes(filled, range(1000))
+            self.pipeline.start()
+            self.item = self.pipeline.get_item(SOON_S)
+
+    holder = Holder()
+    pids = pids_of(holder.pipeline)
+    del holder
+    # The check of what remains sees to slots, threads and descriptors.
+    found = list(PipelineBuilder().add_source([1]).pipe(lambda _: gc.collect()).add_sink().build())
+    assert found[0] > 0
+    for pid in pids:
+        wait_for_end(pid, SOON_S)
 
 
 def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():

@@ -118,6 +118,8 @@ class _Thread(Parkable):
         self.backend: Backend | None = None
         self._is_stopping = False
         self._is_over = threading.Event()
+        # Who is the last to look at the engine, and closes it.
+        self._last: dict[str, str] = {}
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def wake(self) -> None:
@@ -153,8 +155,16 @@ class _Thread(Parkable):
         except _Stop:
             pass
         finally:
-            self.leave()
-            self._is_over.set()
+            try:
+                if self._last.setdefault("is", "the thread") == "the closer":
+                    end(self._engine)
+            finally:
+                self.leave()
+                self._is_over.set()
+
+    def ends_all_afterwards(self) -> bool:
+        """Have the thread close the engine when it ends; not so if it has ended."""
+        return self._last.setdefault("is", "the closer") == "the closer"
 
     def _serve_one(self) -> bool:
         """Wait for one result and bring it to its epoch; whether there may be a further one."""
@@ -193,6 +203,14 @@ class _Thread(Parkable):
         self._tickets.tasks.clear()
         for task in lost:
             task.epoch.broke(task, error)
+
+
+def end(engine: Engine) -> None:
+    """Close an engine that no thread runs any more."""
+    try:
+        engine.close()
+    finally:
+        engine.detach()  # it need not wait for the collector of cycles
 
 
 class ProcessCrew:
@@ -286,11 +304,13 @@ class ProcessCrew:
         finish(functools.partial(self._join, deadline))
 
     def _join(self, deadline: float) -> None:
-        if self._thread.join(deadline):
-            self._engine.close()
-            self._engine.detach()
-        else:
-            self._engine.end_workers()
+        if not self._thread.join(deadline) and self._thread.ends_all_afterwards():
+            # We are on a thread of ours, by way of the garbage collector; or it is stuck in reading
+            # a result. It looks at what we would close, but for the workers.
+            if may_wait_here():
+                self._engine.end_workers()
+            return
+        end(self._engine)
         self._tickets.tasks.clear()
         self._tickets.sent.clear()
 

@@ -134,8 +134,12 @@ class ThreadCrew:
         self._threads = [
             _Thread(f"{name}_{number}", self._tasks, prepare) for number in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.end()  # no further thread can be started
+            raise
 
     def put(self, task: Task) -> None:
         """Have a task run by the next thread that is free."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -247,6 +248,43 @@ def test_a_waiting_consumer_is_told_when_another_thread_stops():
         pipeline.get_item()
     timer.join(SOON_S)
     stuck.gate.open()
+
+
+def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
+    stuck = Stuck()
+    pipeline = chain(range(3), stuck)
+    main = threading.main_thread().ident
+
+    def interrupt():
+        stuck.gate.wait_until_reached()
+        while not pipeline._running.epoch.only_waits:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with pipeline.auto_stop():
+        other = threading.Thread(target=interrupt)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.get_item()
+        other.join(SOON_S)
+        stuck.gate.open()
+        assert list(pipeline) == [0, 1, 2]
+
+
+def test_a_ctrl_c_while_an_item_is_handed_over_ends_the_epoch(monkeypatch):
+    pipeline = chain(range(3))
+    with pipeline.auto_stop():
+        assert pipeline.get_item(SOON_S) == 0
+
+        def interrupted(item):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("shmloader.fronts.pipeline.epoch.opened", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.get_item(SOON_S)
+        monkeypatch.undo()
+        with pytest.raises(ClosedLoaderError, match="interrupted"):
+            pipeline.get_item(SOON_S)
 
 
 def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():
