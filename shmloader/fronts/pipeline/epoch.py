@@ -27,7 +27,7 @@ from shmloader.fronts.pipeline.flow import (
     Stage,
 )
 from shmloader.fronts.pipeline.ops import OpKind
-from shmloader.fronts.pipeline.plan import BELT_ROOM, Group, Plan
+from shmloader.fronts.pipeline.plan import BELT_ROOM, SOURCE_ROOM, Group, Plan
 from shmloader.workers.bell import Bell
 
 
@@ -267,7 +267,8 @@ def _number(job: Job) -> int:
 
 
 def _make_flow(plan: Plan, listed: FailureList[FailedItem]) -> Flow:
-    before, after = Belt(1), Belt(BELT_ROOM if plan.stages else plan.buffer_size)
+    before = Belt(1)
+    after = Belt(SOURCE_ROOM, SOURCE_ROOM // 2) if plan.stages else Belt(plan.buffer_size)
     stages: list[Stage] = [PipeStage(0, before, after, 1, in_order=True, tally=None)]
     shared = None if plan.max_failures is None else Limit(plan.max_failures, "the pipeline")
     last_pipe = max(

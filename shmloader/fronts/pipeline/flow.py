@@ -83,14 +83,17 @@ class Belt:
     Attributes:
         items: They.
         room: How many there may be.
+        low: How many may be left when a result that has waited for room is passed on. Less than
+            ``room - 1``: whoever gives them is woken more rarely, for several at a time.
         is_ended: Whether no further one comes.
     """
 
-    __slots__ = ("is_ended", "items", "room")
+    __slots__ = ("is_ended", "items", "low", "room")
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, low: int | None = None) -> None:
         self.items: collections.deque[object] = collections.deque()
         self.room = room
+        self.low = room - 1 if low is None else low
         self.is_ended = False
 
 
@@ -182,7 +185,7 @@ class PipeStage:
         while held:
             job = held[0]
             if job.outputs:
-                if len(after.items) >= after.room:
+                if len(after.items) > after.low:
                     break
                 after.items.append(job.outputs.popleft())
                 has_moved = True

@@ -26,13 +26,13 @@ class Pipeline:
     :meth:`auto_stop`) threads and worker processes are kept from one epoch to the next.
 
     Memory in flight is bounded, whatever the consumer does. In items: 1 that the source has given
-    and nobody has taken; for each stage 2 that wait before it and ``concurrency`` in it (twice that
-    with ``executor="process"``); in an aggregate, one list that is full and one that is begun; the
-    ``buffer_size`` of the sink; and what the consumer holds. What one item becomes, a list of n,
-    counts as what it is; of the many results of a generator one waits at a time, unless it runs in
-    a process or an executor of the user's, whence they come together. Results of a stage on
-    processes lie in slots: as many as may be in flight after it, at most 64, and beyond that in
-    memory of their own.
+    and that waits for room; 8 before the first stage and 2 before each further one; in each stage
+    ``concurrency`` (twice that with ``executor="process"``), in an aggregate one list that is full
+    and one that is begun; the ``buffer_size`` of the sink; and what the consumer holds. What one
+    item becomes, a list of n, counts as what it is; of the many results of a generator one waits at
+    a time, unless it runs in a process or an executor of the user's, whence they come together.
+    Results of a stage on processes lie in slots: as many as may be in flight after it, at most 64,
+    and beyond that in memory of their own.
 
     Attributes:
         failures: The newest 100 items that were left out (``max_failures``), over all epochs,

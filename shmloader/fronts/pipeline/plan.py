@@ -18,6 +18,10 @@ OutputOrder = Literal["completion", "input"]
 #: and the next item; what is to be ready ahead is the sink's to say.
 BELT_ROOM = 2
 
+#: Items that may wait after the source, which is woken when half of them are gone. It has a thread
+#: of its own, and to go to and fro between two threads for each item costs more than all else.
+SOURCE_ROOM = 8
+
 #: Jobs of a stage on processes, for each of these: one in work, one on its way.
 JOBS_PER_PROCESS = 2
 

@@ -249,3 +249,17 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
     flow.finished(first)
     assert flow.take() == "b1"
     assert second in flow.ready
+
+
+def test_a_belt_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
+    belt = Belt(4, 1)
+    flow = Flow([PipeStage(0, Belt(1), belt, 1, in_order=True, tally=None)], belt)
+    flow.begin()
+    (source,) = flow.ready
+    flow.ready = []
+    assert [flow.gave(source, number) for number in range(5)] == [True] * 4 + [False]
+    assert [flow.take(), flow.take()] == [0, 1]
+    assert flow.ready == []
+    assert flow.take() == 2
+    assert flow.ready == [source]
+    assert list(belt.items) == [3, 4]
