@@ -4,7 +4,8 @@
 
 The layers; imports run downward only::
 
-    fronts      what users see: loaders and their iterators
+    sequence    lazy sequences, and one that is computed ahead by a loader
+    fronts      what users see: loaders and their iterators, and pipelines
     stages      what happens to a batch after the engine, on a thread: pinning, copying to a device
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
     workers     processes that load, or threads; how they start and end; who stands still meanwhile

@@ -41,6 +41,10 @@ messages: the engine (``threaded``) puts tickets into a queue, from which an idl
 oldest; the thread makes the batch, sets it as the ticket's answer and rings a bell
 (:mod:`shmloader.workers.threads`). Draws, order, failures, stages and ends are the same.
 
+A pipeline's stage on worker processes is an engine, too, on a thread of its own: an item is a
+ticket, the op is the dataset, and the epoch has no end
+(:mod:`shmloader.fronts.pipeline.processes`).
+
 The words:
 
 ticket
