@@ -14,6 +14,7 @@ The layers; imports run downward only::
     sampling    orders of samples, and how they are cut for ranks and shards
     messages    what crosses between processes
     options, errors
+    stats       where the time goes: what is noted of each batch, and the verdict
 """
 
 from torch.utils.data import get_worker_info
@@ -27,6 +28,7 @@ from shmloader.errors import (
     TooManyFailures,
     WorkerDiedError,
 )
+from shmloader.fronts.cached import CachedBatches
 from shmloader.fronts.dataloader import DataLoader
 from shmloader.fronts.pipeline.builder import PipelineBuilder
 from shmloader.fronts.pipeline.loader import PipelineDataLoader
@@ -34,14 +36,17 @@ from shmloader.fronts.pipeline.pipeline import Pipeline
 from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
 from shmloader.shared import share
+from shmloader.stats import LoaderStats
 from shmloader.workers.sample_streams import sample_rng
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CachedBatches",
     "ClosedLoaderError",
     "DataLoader",
     "InternalError",
+    "LoaderStats",
     "LoaderTimeoutError",
     "Pipeline",
     "PipelineBuilder",

@@ -128,6 +128,8 @@ class BatchDone(NamedTuple):
         report: Where failures of samples are counted, a ``SampleReport`` as it is written.
         snapshot: Of an iterable dataset that has a state, where one was due after this batch:
             a pickled :class:`~shmloader.workers.stream.Saved`.
+        times: The worker's clock of this batch: fields of
+            :class:`~shmloader.stats.times.WorkTimes`.
     """
 
     seq: int
@@ -138,6 +140,7 @@ class BatchDone(NamedTuple):
     checksum: int | None = None
     report: bytes | Spilled | None = None
     snapshot: bytes | Spilled | TooLong | None = None
+    times: tuple[int, ...] | None = None
 
 
 class BatchFailed(NamedTuple):

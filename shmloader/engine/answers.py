@@ -5,6 +5,7 @@ is the same as that of its last batch.
 """
 
 import pickle
+from typing import Any
 
 from shmloader.errors import InternalError
 from shmloader.memory.codec import PickledLayout, decode, lends
@@ -39,9 +40,23 @@ class Batch:
         check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
         report: What became of its samples, where that is counted: a ``SampleReport`` as written.
         snapshot: Of its worker's stream, if one came with it.
+        times: Its worker's clock; see :class:`~shmloader.messages.BatchDone`.
+        used_bytes: Bytes of its slot.
+        looked_ns: Since when answers had been looked for, when this one was seen.
+        seen_ns: When it was seen.
     """
 
-    __slots__ = ("check", "is_kept", "reader", "report", "snapshot")
+    __slots__ = (
+        "check",
+        "is_kept",
+        "looked_ns",
+        "reader",
+        "report",
+        "seen_ns",
+        "snapshot",
+        "times",
+        "used_bytes",
+    )
 
     def __init__(
         self,
@@ -51,7 +66,15 @@ class Batch:
         check: tuple[int, int] | None = None,
         report: bytes | None = None,
         snapshot: bytes | None = None,
+        times: Any = None,
+        used_bytes: int = 0,
+        looked_ns: int = 0,
+        seen_ns: int = 0,
     ) -> None:
+        self.times = times
+        self.used_bytes = used_bytes
+        self.looked_ns = looked_ns
+        self.seen_ns = seen_ns
         self.reader = reader
         self.is_kept = is_kept
         self.check = check

@@ -9,6 +9,7 @@ from shmloader.memory.debug import poison
 from shmloader.memory.lease import LeaseBook
 from shmloader.memory.room import Room
 from shmloader.memory.slot import Slot
+from shmloader.stats.record import Counts
 
 # A slot gives memory back when it holds this much more than recent batches needed.
 _TRIM_FACTOR = 2
@@ -48,6 +49,8 @@ class Arena:
         self._touched: dict[int, int] = {}
         self._recent_bytes = 0.0
         self._batches = 0
+        #: Where it counts how slots grow.
+        self.counts = Counts()
 
     def __getitem__(self, slot_id: int) -> Slot:
         """The slot of this number, made now if it is new."""
@@ -60,13 +63,23 @@ class Arena:
 
     def note_use(self, slot_id: int, used_bytes: int) -> None:
         """A batch has taken so many bytes of a slot."""
-        self._touched[slot_id] = max(self._touched.get(slot_id, 0), used_bytes)
+        if used_bytes > self._touched.get(slot_id, 0):
+            self._grow_to(slot_id, used_bytes)
         self._recent_bytes = max(self._recent_bytes, used_bytes)
         self._batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
         """A batch that failed has taken so many bytes of a slot, which says nothing of others."""
-        self._touched[slot_id] = max(self._touched.get(slot_id, 0), touched_bytes)
+        if touched_bytes > self._touched.get(slot_id, 0):
+            self._grow_to(slot_id, touched_bytes)
+
+    def _grow_to(self, slot_id: int, nbytes: int) -> None:
+        counts, before = self.counts, self._touched.get(slot_id, 0)
+        self._touched[slot_id] = nbytes
+        counts.grown += before > 0
+        counts.slot_bytes += nbytes - before
+        counts.most_bytes = max(counts.most_bytes, counts.slot_bytes)
+        counts.largest_bytes = max(counts.largest_bytes, nbytes)
 
     def touched_bytes(self, slot_id: int) -> int:
         """Bytes from a slot's start that have pages."""
@@ -103,6 +116,7 @@ class Arena:
                 if self._locker is not None:
                     self._locker.unlock(self._slots[slot_id])
                 self._slots[slot_id].give_back(keep)
+                self.counts.slot_bytes += keep - self._touched[slot_id]
                 self._touched[slot_id] = keep
 
     def lock(self, slot_id: int) -> None:
@@ -112,7 +126,7 @@ class Arena:
 
     def retire(self, slot_id: int) -> None:
         """Let go of a slot that must not be filled again; its memory lives while it is seen."""
-        self._touched.pop(slot_id, None)
+        self.counts.slot_bytes -= self._touched.pop(slot_id, 0)
         slot = self._slots.pop(slot_id, None)
         if slot is not None:
             if self._locker is not None:

@@ -9,6 +9,8 @@ from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.stats.record import Counts
+from shmloader.stats.times import BatchTimes
 
 
 def _do_nothing() -> None:
@@ -30,11 +32,13 @@ class Receipt(NamedTuple):
         seq: The ticket's.
         left_out: Those of which nothing was left, and that were taken since the last receipt.
         streams: Of an iterable dataset: which streams have ended before, and which gave this.
+        times: What is known of the batch's way; None where it raised.
     """
 
     seq: int
     left_out: tuple[int, ...] = ()
     streams: Sequence[StreamNote] = ()
+    times: BatchTimes | None = None
 
 
 class EngineBase(abc.ABC):
@@ -48,6 +52,7 @@ class EngineBase(abc.ABC):
             caller afterwards loses a batch.
         receipt: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
             where it raised something else: what was to come still comes.
+        counts: What becomes of slots and workers, counted; read by any thread.
         any_worker: Whether tickets wait in here until a worker has room for them: somebody has to
             be in ``next_batch`` all the time, or workers have nothing to do.
 
@@ -69,6 +74,11 @@ class EngineBase(abc.ABC):
         self._is_closed = False
         self.has_delivered = False
         self.receipt: Receipt | None = None
+        self.counts = Counts()
+        # Since when we have been looking for answers.
+        self._looked_ns = 0
+        #: Of a stage that follows: nothing here.
+        self.staged: tuple[str, int, int] | None = None
         self._left_out: list[int] = []
         # Whether we are between two things that belong together: a message is taken and noted,
         # indices are drawn and sent.
@@ -155,6 +165,7 @@ class EngineBase(abc.ABC):
         """
         self.has_delivered = False
         self.receipt = None  # that of the last call is told once
+        self._looked_ns = time.monotonic_ns()
         self.check_open()
         try:
             batch = self._next_batch()
@@ -178,9 +189,11 @@ class EngineBase(abc.ABC):
         finally:
             self._is_amid = self._is_handing_over = False
 
-    def _give_receipt(self, seq: int, streams: Sequence[StreamNote] = ()) -> None:
+    def _give_receipt(
+        self, seq: int, streams: Sequence[StreamNote] = (), times: BatchTimes | None = None
+    ) -> None:
         """A ticket is handed over."""
-        self.receipt = Receipt(seq, tuple(self._left_out), streams)
+        self.receipt = Receipt(seq, tuple(self._left_out), streams, times)
         self._left_out.clear()
 
     @abc.abstractmethod

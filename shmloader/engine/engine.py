@@ -60,6 +60,7 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.stats.times import BatchTimes
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.board import Phase
 from shmloader.workers.finishing import finish
@@ -141,6 +142,8 @@ class Engine(EngineBase):
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
             self._scheduler.slots.on_free = self.arena.poison
+        self.arena.counts = self.counts
+        self.counts.slot_count = window + lend_limit
         self._layouts = Layouts(worker_count)
         self._sender = Sender(pool, self.arena, worker_count)
         # Deaths that were noted, and whose worker is to be replaced.
@@ -314,7 +317,8 @@ class Engine(EngineBase):
             self.arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
         if type(answer) is not Death:
-            self._give_receipt(ticket.seq, self._stream_notes(ticket))
+            times = self._times(ticket, answer) if type(answer) is Batch else None
+            self._give_receipt(ticket.seq, self._stream_notes(ticket), times)
         if type(answer) is Batch:
             try:
                 return self._build(ticket, answer)
@@ -330,6 +334,21 @@ class Engine(EngineBase):
             self._settle(ticket, is_kept=False)
             self._fail(WorkerDiedError(describe_death(ticket.holder, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
+
+    def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes | None:
+        if answer.times is None:
+            return None
+        return BatchTimes(
+            ticket.holder,
+            ticket.offered_ns,
+            ticket.sent_ns,
+            answer.times,
+            answer.looked_ns,
+            answer.seen_ns,
+            time.monotonic_ns(),
+            answer.used_bytes,
+            self._scheduler.slots.lent_count,
+        )
 
     def _stream_notes(self, ticket: Ticket) -> Sequence[StreamNote]:
         if self._streams is None:
@@ -349,8 +368,10 @@ class Engine(EngineBase):
                 self._settle(ticket, is_kept=answer.is_kept)
                 raise
             self._scheduler.delivered(ticket, SlotState.LENT)
+            self.counts.lent += 1
             lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
             return reader.read(slot, lease)
+        self.counts.copied += reader.lends
         try:
             return reader.read(slot, None)
         finally:
@@ -385,9 +406,12 @@ class Engine(EngineBase):
 
     def _offer_indices(self, indices: object) -> None:
         ticket = self._scheduler.offer(indices)
+        if ticket is not None:
+            ticket.offered_ns = time.monotonic_ns()
         if self.any_worker:
             self._assign()
         elif ticket is not None and ticket.answer is None:
+            ticket.sent_ns = ticket.offered_ns
             self._send(ticket)
 
     def _assign(self) -> None:
@@ -395,6 +419,7 @@ class Engine(EngineBase):
         scheduler = self._scheduler
         scheduler.task_limit = self._pace.task_limit
         while (ticket := scheduler.assign()) is not None:
+            ticket.sent_ns = time.monotonic_ns()
             if self._since[ticket.holder] is not None and scheduler.task_count(ticket.holder) == 1:
                 self._since[ticket.holder] = time.monotonic()
             self._send(ticket)
@@ -500,6 +525,7 @@ class Engine(EngineBase):
             self.check_open()
             raise
         _log.warning(text)
+        self.counts.restarts += 1
         del self._to_replace[worker_id]
         self._layouts.forget(worker_id)
         self._sender.forget(worker_id)
@@ -530,7 +556,7 @@ class Engine(EngineBase):
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:
-        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved = message
+        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved, times = message
         report = None if sent is None else self._report_of(seq, sent)
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
@@ -542,7 +568,17 @@ class Engine(EngineBase):
             return
         check = None if expected is None else (used_bytes, expected)
         snapshot = None if saved is None else self._state(worker_id, seq, saved)
-        answer = Batch(reader, is_kept=is_kept, check=check, report=report, snapshot=snapshot)
+        answer = Batch(
+            reader,
+            is_kept=is_kept,
+            check=check,
+            report=report,
+            snapshot=snapshot,
+            times=times,
+            used_bytes=used_bytes,
+            looked_ns=self._looked_ns,
+            seen_ns=time.monotonic_ns(),
+        )
         self._note_answer(seq, epoch, answer)
 
     def _take_end(self, worker_id: int, message: StreamEnded) -> None:

@@ -38,6 +38,8 @@ class Ticket:
         is_dropped: Nothing will be delivered: the worker's stream ended before it, or the epoch.
         is_kept: Its worker goes on looking at the slot, which must not be filled again.
         kill_count: Workers that died while they loaded it.
+        offered_ns: When it was offered, by the engine's clock.
+        sent_ns: When it was sent to its worker.
     """
 
     seq: int
@@ -48,6 +50,8 @@ class Ticket:
     is_dropped: bool = False
     is_kept: bool = False
     kill_count: int = 0
+    offered_ns: int = 0
+    sent_ns: int = 0
 
     @property
     def holder(self) -> int:

@@ -15,6 +15,7 @@ from shmloader.engine.lateness import late_in_threads
 from shmloader.engine.wording import describe_loading, describe_ticket
 from shmloader.errors import LoaderTimeoutError
 from shmloader.faults import FAULTS
+from shmloader.stats.times import BatchTimes
 from shmloader.workers.thread_task import Recipe, ThreadAnswer, ThreadTask
 from shmloader.workers.threads import ThreadPool
 
@@ -149,14 +150,27 @@ class ThreadedEngine(EngineBase):
         """Give a task's batch, or raise what came instead; and offer one more ticket."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
-        self._give_receipt(task.seq)
+        self._give_receipt(task.seq, times=self._times(task))
         self._offer()
         if answer.error is not None:
             answer.error.reraise(describe_loading(task, None))
         return answer.batch
 
+    def _times(self, task: ThreadTask) -> BatchTimes | None:
+        work = task.times
+        if work is None or task.worker_id is None:
+            return None
+        # The answer is here as soon as it is set.
+        ended_ns = work.began_ns + work.fetch_ns + work.collate_ns + work.encode_ns
+        now_ns = time.monotonic_ns()
+        offered_ns = task.offered_ns
+        return BatchTimes(
+            task.worker_id, offered_ns, offered_ns, work, 0, ended_ns, now_ns, task.nbytes
+        )
+
     def _offer_indices(self, indices: object) -> None:
         task = ThreadTask(self._next_seq, self._epoch, indices, self._recipe())
+        task.offered_ns = time.monotonic_ns()
         self._next_seq += 1
         self._in_flight.append(task)
         self._pool.put(task)

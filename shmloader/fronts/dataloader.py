@@ -24,7 +24,8 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.in_process import InProcessIterator
 from shmloader.fronts.iterator import WorkerIterator
-from shmloader.fronts.resumable import UNSUPPORTED, ResumableLoader
+from shmloader.fronts.measured import MeasuredLoader
+from shmloader.fronts.resumable import UNSUPPORTED
 from shmloader.fronts.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
@@ -52,12 +53,13 @@ from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.steps import Cut, Tail
 from shmloader.stages.target import parse_device
+from shmloader.stats.record import Statistics
 from shmloader.workers.fetch import OnError
 
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(ResumableLoader[_T_co]):
+class DataLoader(MeasuredLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose batches lie in shared memory.
 
     Takes torch's arguments, in torch's order and with torch's meaning, and gives the same
@@ -259,6 +261,7 @@ class DataLoader(ResumableLoader[_T_co]):
         )
         self.fetch_concurrency = fetch_concurrency
         self.failures: FailureList[FailedSample] = FailureList()
+        self._statistics = Statistics()
         self.last_batch = last_batch
         if last_batch == "rollover":
             assert batch_size is not None
@@ -423,7 +426,7 @@ class DataLoader(ResumableLoader[_T_co]):
         state = self.__dict__.copy()
         state["_iterator"] = None
         state |= self._unbegun()
-        del state["_open_iterators"], state["failures"]
+        del state["_open_iterators"], state["failures"], state["_statistics"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -431,3 +434,4 @@ class DataLoader(ResumableLoader[_T_co]):
         self.__dict__.update(state)
         self.__dict__["_open_iterators"] = weakref.WeakSet()
         self.__dict__["failures"] = FailureList()
+        self.__dict__["_statistics"] = Statistics()

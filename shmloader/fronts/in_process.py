@@ -1,6 +1,7 @@
 """The iterator of a loader without workers."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +22,10 @@ from shmloader.sampling.streams import kept
 from shmloader.stages.pin import pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import parse_device
+from shmloader.stats.record import Record
 from shmloader.workers.fetch import EmptyBatchError, Together, map_style_stop
 from shmloader.workers.sample_streams import SampleStreams
+from shmloader.workers.stopwatch import Stopwatch, bytes_of
 from shmloader.workers.stream import load_dataset, load_iterator, pass_over, read
 
 
@@ -34,6 +37,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     """
 
     def __init__(self, loader: Any, options: Options) -> None:
+        begin_ns = time.monotonic_ns()
         resumed = take_resumed(loader)
         place = Place() if resumed is None else resumed.places[0]
         saved = None if place.snapshot is None else read(place.snapshot)
@@ -51,6 +55,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
+        self._stopwatch = Stopwatch()
+        collate_fn = self._stopwatch.wrap(self._collate_fn, counts_items=plan.auto_collation)
         self._sample_streams: SampleStreams | None = None
         self._gatherer = plan.make_gatherer()
         together = None
@@ -58,7 +64,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             if self._gatherer is not None:
                 together = Together(self._gatherer)
             self._dataset_fetcher = plan.make_fetcher(
-                self._dataset, self._collate_fn, loader.on_error, together=together
+                self._dataset, collate_fn, loader.on_error, together=together
             )
         else:
             is_alone = plan.sets_global_streams
@@ -71,7 +77,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
                 self._dataset_fetcher = plan.make_fetcher(
                     *self._sample_streams.wrap(
                         self._dataset,
-                        self._collate_fn,
+                        collate_fn,
                         is_iterable=plan.is_iterable,
                         may_fail=loader.on_error != "raise",
                         begins_samples=is_alone,
@@ -86,12 +92,39 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             self._dataset_fetcher.ended |= place.has_ended
             self._streams = loader._streams = StreamHere(self._dataset_fetcher, place.given)
         self._given_before, self._to_skip = place.given, place.skip
+        self._finishing = "build"
+        if self._device is not None or self._devices:
+            self._finishing = "device"
+        elif self._pin_memory:
+            self._finishing = "pin"
+        self._record = Record(
+            loader._epoch, "in-process", 0, failed=loader.failures, begin_ns=begin_ns
+        )
+        loader._statistics.begin(self._record, self)
+        self._record.begun()
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        began_ns = time.monotonic_ns()
+        try:
+            batch = super().__next__()
+        except Exception as error:
+            self._record.waited(began_ns, time.monotonic_ns())
+            if isinstance(error, StopIteration):
+                self._record.end()
+            else:
+                self._record.failures += 1
+            raise
+        self._record.loaded_here(self._stopwatch.read(), bytes_of(batch), self._finishing)
+        self._record.waited(began_ns, time.monotonic_ns())
+        return batch
 
     def _next_data(self) -> Any:
         if self._is_closed:
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
         try:
             data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
+            self._stopwatch.fetched()
             data = self._finish(data)
         except StopIteration:
             self._progress.is_ended = True
@@ -115,6 +148,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
     def _draw(self) -> Any:
         index = self._next_index()  # type: ignore[no-untyped-call]
         self._ticket_count += 1
+        self._stopwatch.begin()
         return index
 
     def _finish(self, data: Any) -> Any:
@@ -196,6 +230,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._is_closed = True
         if self._gatherer is not None:
             self._gatherer.close()
+        if hasattr(self, "_record"):
+            self._record.end()
 
 
 def _move(batch: Any, device: torch.device | None) -> Any:

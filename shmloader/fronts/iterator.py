@@ -7,6 +7,7 @@ yielded; so the main process's random streams are used as torch uses them.
 import abc
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ from shmloader.stages.plain import PlainStage
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.workers.array_datasets import may_be_columns
+from shmloader.stats.record import Record
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 
@@ -101,6 +103,7 @@ class EngineIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
+        begin_ns = time.monotonic_ns()
         resumed = take_resumed(loader)
         super().__init__(loader)
         self._base_seed = seed_of_workers(loader, self._base_seed)
@@ -123,6 +126,7 @@ class EngineIterator(_BaseDataLoaderIter):
         window = options.window or loader.num_workers * loader.prefetch_factor
         try:
             self._open(loader, options, window, locker)
+            self._begin_record(loader, begin_ns)
             # Ends the workers when the iterator is garbage. At the interpreter's exit others do.
             # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
@@ -144,6 +148,7 @@ class EngineIterator(_BaseDataLoaderIter):
             super()._reset(loader)
             self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
             self._source.start(self._sampler_iter)
+            self._record.begun()
         except BaseException:
             if hasattr(self, "_finalizer"):
                 self.close()
@@ -165,6 +170,7 @@ class EngineIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
+        self._begin_record(loader, time.monotonic_ns())
         super()._reset(loader, first_iter)
         self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
         self._progress = loader._progress
@@ -174,6 +180,20 @@ class EngineIterator(_BaseDataLoaderIter):
         begun = self._engine.stream_beginnings
         if begun is not None:
             self._streams = loader._streams = begun.copy()
+        self._record.begun()
+
+    def _begin_record(self, loader: Any, begin_ns: int) -> None:
+        self._record = Record(
+            loader._epoch,
+            "threads" if loader.thread_pool else "processes",
+            loader.num_workers,
+            in_order=self._in_order,
+            counts=self._engine.counts,
+            readings=self._pool.readings,
+            failed=loader.failures,
+            begin_ns=begin_ns,
+        )
+        loader._statistics.begin(self._record, self)
 
     def _next_data(self) -> Any:
         if not self._is_exhausted:
@@ -197,7 +217,7 @@ class EngineIterator(_BaseDataLoaderIter):
         """What was handed over, a batch or an exception in its place, is done."""
         receipt = self._source.receipt
         if receipt is not None:
-            seq, left_out, streams = receipt
+            seq, left_out, streams, _ = receipt
             if self._streams is not None:
                 self._streams.note(streams)
             if self._in_order:
@@ -208,19 +228,23 @@ class EngineIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         """The next batch."""
+        began_ns = time.monotonic_ns()
         mark = self._progress.mark()
         streams = self._streams
         streams_mark = None if streams is None else streams.mark()
         try:
             if self._has_length_to_check or _profiler_enabled():
                 # torch warns of an iterable dataset that is longer than it said, and records.
-                return super().__next__()
-            batch = self._next_data()
-            self._num_yielded += 1
+                batch = super().__next__()
+            else:
+                batch = self._next_data()
+                self._num_yielded += 1
             if FAULTS is not None:
                 FAULTS.reach("main.return")
+            self._note_times(began_ns)
             return batch
-        except Exception:
+        except Exception as error:
+            self._note_no_batch(began_ns, is_end=isinstance(error, StopIteration))
             raise
         except BaseException:
             if self._source.has_delivered:
@@ -230,12 +254,31 @@ class EngineIterator(_BaseDataLoaderIter):
                     streams.go_back(streams_mark)
             raise
 
+    def _note_times(self, began_ns: int) -> None:
+        """Where the time of the batch went that ``next()`` gives."""
+        ended_ns = time.monotonic_ns()
+        source = self._source
+        receipt = source.receipt
+        if receipt is not None and receipt.times is not None:
+            self._record.handed(receipt.times, began_ns, ended_ns, source.staged)
+        self._record.waited(began_ns, ended_ns)
+
+    def _note_no_batch(self, began_ns: int, *, is_end: bool) -> None:
+        record = self._record
+        record.waited(began_ns, time.monotonic_ns())
+        if is_end:
+            record.end()
+        elif self._source.receipt is not None:
+            record.failures += 1
+
     def close(self) -> None:
         """End the workers and free the memory; may be called again."""
         try:
             self._source.close()
         finally:
             self._finalizer.detach()
+            if hasattr(self, "_record"):
+                self._record.end()
 
     @property
     def is_closed(self) -> bool:
@@ -299,6 +342,8 @@ class WorkerIterator(EngineIterator):
             demand=demand,
             watch=watch,
         )
+        if options.shm_bytes is not None:
+            self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
 
     def _draw_batches(self, loader: Any) -> Any:

@@ -83,6 +83,7 @@ class DeviceStage:
     """
 
     name = "shmloader_device"
+    kind = "device"
 
     def __init__(
         self, backend: Backend, ahead: int, transform: Callable[[Any], Any] | None = None

@@ -47,6 +47,7 @@ class DevicesStage:
     """
 
     name = DeviceStage.name
+    kind = DeviceStage.kind
 
     def __init__(
         self,

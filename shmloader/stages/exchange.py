@@ -22,10 +22,12 @@ class Ready:
     Attributes:
         result: It.
         receipt: The batch's.
+        staged: The stage's part in the statistics, and when it began and ended with the batch.
     """
 
     result: Any
     receipt: Receipt | None
+    staged: tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class PinStage:
 
     ahead: int | None = None
     name = "pt_data_pin"
+    kind = "pin"
 
     def __init__(self, device: str | None, index: int) -> None:
         self._device = device

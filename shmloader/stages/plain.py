@@ -11,6 +11,7 @@ class PlainStage:
     """Does nothing; see :class:`shmloader.stages.thread.Stage`."""
 
     name = "shmloader_engine"
+    kind = "build"
     ahead: int | None = _AHEAD
 
     def start(self) -> None:

@@ -44,6 +44,8 @@ class Stage(Protocol):
     ahead: int | None
     #: Of the thread.
     name: str
+    #: What it does, as :data:`~shmloader.stats.times.STAGES` has it.
+    kind: str
 
     def start(self) -> None:
         """Begin, on the thread."""
@@ -167,7 +169,9 @@ class _Thread(Parkable):
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
-            return Ready(self._stage.run(batch), receipt)
+            began_ns = time.monotonic_ns()
+            result = self._stage.run(batch)
+            return Ready(result, receipt, (self._stage.kind, began_ns, time.monotonic_ns()))
         except StopIteration as error:
             # Else it would end the epoch, in silence.
             return Raised(_explained(error), False, receipt)
@@ -303,6 +307,8 @@ class StageThread:
         self.has_delivered = False
         #: As :attr:`EngineBase.receipt`.
         self.receipt: Receipt | None = None
+        #: Of the batch that was given last: see :class:`Ready`.
+        self.staged: tuple[str, int, int] | None = None
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
@@ -375,6 +381,7 @@ class StageThread:
             self._draw_one(thread)  # which wakes the engine
         self.receipt = result.receipt
         if isinstance(result, Ready):
+            self.staged = result.staged
             return self._stage.hand_over(result.result)
         self._is_taking = False
         error = result.error

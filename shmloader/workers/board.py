@@ -24,11 +24,21 @@ from typing import Any
 import psutil
 
 from shmloader.memory.slot import MEMFD_NAME
+from shmloader.stats.record import Vitals
 
 # phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works
 _LINE = struct.Struct("=5q")
+# CPU time, time without a core (-1: not known), memory (-1: not measured): see Vitals
+_VITALS = struct.Struct("=3q")
 # Lines do not share a cache line.
 _LINE_BYTES = 64
+
+# A worker notes its vitals so often, between two batches; and its memory, which takes milliseconds
+# to measure: first when it has lived for so long, and is idle.
+_VITALS_NS = 50_000_000
+_MEMORY_NS = 1_000_000_000
+# Later, even if it never is.
+_MEMORY_AGAIN_NS = 10_000_000_000
 
 #: Asks a worker for its stack. Python, torch and their libraries leave real-time signals alone.
 #: A system that has none has no worker processes of ours either.
@@ -106,7 +116,9 @@ class Board:
 
     def clear(self, worker_id: int) -> None:
         """Begin a worker's line, before the worker starts."""
-        _LINE.pack_into(self._mapping, worker_id * _LINE_BYTES, 0, 0, 0, time.monotonic_ns(), 0)
+        offset = worker_id * _LINE_BYTES
+        _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
+        _VITALS.pack_into(self._mapping, offset + _LINE.size, 0, -1, -1)
 
     def open_line(self, worker_id: int) -> "Line":
         """The line of a worker, in a forked one, which keeps what the fork gave it."""
@@ -118,6 +130,12 @@ class Board:
         """What a worker is at, or was when it died."""
         phase, epoch, seq, since, _ = self._line(worker_id)
         return AtWork(Phase(phase), epoch, seq, (time.monotonic_ns() - since) / 1e9)
+
+    def vitals(self, worker_id: int, pid: int) -> Vitals:
+        """What a worker has used, as it has noted last."""
+        offset = worker_id * _LINE_BYTES + _LINE.size
+        cpu_ns, stalled_ns, pss_bytes = _VITALS.unpack_from(self._mapping, offset)
+        return Vitals(pid, cpu_ns, _known(stalled_ns), _known(pss_bytes))
 
     def ask(self, worker_id: int, pid: int) -> AtWork:
         """What a living worker is at, with its stack. Takes up to a third of a second."""
@@ -189,6 +207,8 @@ class Line:
         self._mapping = mapping
         self._offset = worker_id * _LINE_BYTES
         self._thread = threading.get_ident()
+        self._vitals_ns = self._memory_ns = time.monotonic_ns()
+        self._pss_bytes = -1
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
         self.note(Phase.GETTING_READY)
@@ -198,6 +218,58 @@ class Line:
         _LINE.pack_into(
             self._mapping, self._offset, phase, epoch, seq, time.monotonic_ns(), self._thread
         )
+
+    def idle(self) -> None:
+        """Say that it is idle, and now and then what it has used."""
+        now_ns = time.monotonic_ns()
+        _LINE.pack_into(self._mapping, self._offset, Phase.IDLE, 0, 0, now_ns, self._thread)
+        if now_ns - self._vitals_ns > _VITALS_NS:
+            self._vitals_ns = now_ns
+            self.note_vitals()
+
+    def note_memory(self, *, is_idle: bool) -> None:
+        """Measure this process's memory, if that is due. Takes milliseconds then."""
+        since_ns = self._vitals_ns - self._memory_ns
+        due_ns = _MEMORY_NS if self._pss_bytes < 0 or is_idle else _MEMORY_AGAIN_NS
+        if since_ns > due_ns:
+            self._memory_ns = self._vitals_ns
+            self._pss_bytes = measure_memory(os.getpid()) or -1
+            self.note_vitals()
+
+    def note_vitals(self) -> None:
+        """Say what this process has used."""
+        stalled_ns = stalled_here()
+        _VITALS.pack_into(
+            self._mapping,
+            self._offset + _LINE.size,
+            time.process_time_ns(),
+            -1 if stalled_ns is None else stalled_ns,
+            self._pss_bytes,
+        )
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value
+
+
+def stalled_here() -> int | None:
+    """Nanoseconds in which the calling thread could have run, and no core was free.
+
+    None where the kernel does not tell.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:  # noqa: PTH123 - 5 µs
+            return int(file.read(64).split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def measure_memory(pid: int) -> int | None:
+    """Bytes of memory of a process, what it shares counted by its part; None if it is gone."""
+    with contextlib.suppress(psutil.Error, OSError, AttributeError):
+        pss: int = psutil.Process(pid).memory_full_info().pss
+        return pss
+    return None
 
 
 class WorkerBoard:

@@ -65,6 +65,7 @@ from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_streams import SampleStreams, loading
 from shmloader.workers.seeding import seed_worker
+from shmloader.workers.stopwatch import Stopwatch
 from shmloader.workers.stream import (
     Saved,
     dump_here,
@@ -189,20 +190,22 @@ class _Worker:
         self._last_layout = b""
         self._last_flat_layout: object = None
         self._shard_layouts = ShardLayouts()
+        self._stopwatch = Stopwatch()
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the socket ends."""
         self._prepare(payload)
         del payload
-        receive, note = self._channel.recvmsg, self._line.note
+        receive, note, idle = self._channel.recvmsg, self._line.note, self._line.idle
         while True:
-            note(Phase.IDLE)
+            idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
-            data, ancillary, flags, _ = receive_soon(
-                receive, RECEIVE_BYTES, _DESCRIPTOR_SPACE, socket.MSG_DONTWAIT
-            ) or receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
+            received = receive_soon(receive, RECEIVE_BYTES, _DESCRIPTOR_SPACE, socket.MSG_DONTWAIT)
+            self._line.note_memory(is_idle=received is None)
+            data, ancillary, flags, _ = received or receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
             if not data:
+                self._line.note_vitals()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
@@ -296,7 +299,9 @@ class _Worker:
         """Dataset and collate function, under whose calls random streams are set if need be."""
         assert self._collate is not None
         plan, dataset = self._start.plan, self._dataset
-        collate = cast("Callable[[Any], Any]", self._collate)
+        collate = self._stopwatch.wrap(
+            cast("Callable[[Any], Any]", self._collate), counts_items=plan.auto_collation
+        )
         if plan.seed is None:
             return dataset, collate
         is_alone = plan.sets_global_streams
@@ -365,6 +370,7 @@ class _Worker:
             else slot.mapping[indices.offset : indices.offset + indices.nbytes]
         )
         writer = self._writer
+        self._stopwatch.begin()
         writer.open(
             slot,
             is_offered=self._offers and not self._start.plan.auto_collation,
@@ -401,7 +407,8 @@ class _Worker:
                 self._room.note_batch(writer.used_bytes)
             check = checksum(slot, writer.used_bytes) if self._start.is_debugging else None
             used_bytes = writer.used_bytes
-            answer = BatchDone(seq, epoch, layout, used_bytes, kept, check, report, snapshot)
+            times = tuple(self._stopwatch.read())  # plain: it pickles faster
+            answer = BatchDone(seq, epoch, layout, used_bytes, kept, check, report, snapshot, times)
         writer.close()
         return pack(answer)
 
@@ -478,6 +485,7 @@ class _Worker:
             Its layout, pickled; None if that is the same as for the last batch.
         """
         batch = self._fetcher.fetch(indices)
+        self._stopwatch.fetched()
         if self._start.plan.snapshot_every:
             self._take_snapshot()
         if type(batch) is list and self._start.plan.may_shard:

@@ -13,7 +13,9 @@ Assumes that one thread at a time calls the methods.
 """
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import math
 import multiprocessing
 import multiprocessing.process
@@ -39,7 +41,8 @@ from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
-from shmloader.workers.board import AtWork, Board
+from shmloader.stats.record import Readings, Vitals
+from shmloader.workers.board import AtWork, Board, measure_memory
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
@@ -68,6 +71,15 @@ _PICKLE_WARNING = (
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
+
+
+def _read_vitals(pool: "weakref.ref[ProcessPool]", thoroughly: bool) -> list[Vitals] | None:
+    """What its workers have used; None if it is gone, or closed meanwhile."""
+    found = pool()
+    try:
+        return None if found is None else found.vitals(thoroughly=thoroughly)
+    except ValueError:  # the board is closed
+        return None
 
 
 class _Pools:
@@ -149,6 +161,10 @@ class ProcessPool:
         self._at_exit = multiprocessing.util.Finalize(
             None, _close_pool, args=(weakref.ref(self),), exitpriority=100
         )
+        #: What the workers use.
+        self.readings = Readings()
+        # Of each worker number, what those used that were replaced.
+        self._used_before: dict[int, Vitals] = {}
         self._lifeline: Lifeline | None = None
         self._board: Board | None = None
         try:
@@ -167,6 +183,7 @@ class ProcessPool:
             if isinstance(error, OSError):
                 _raise_what_lacks(error)
             raise
+        self.readings.open(functools.partial(_read_vitals, weakref.ref(self)))
         if not may_replace:
             self._payload.close()
             self._payload = None
@@ -244,6 +261,7 @@ class ProcessPool:
         self._by_fd.pop(old.pidfd, None)
         old.channel.close()
         old.close_pidfd()
+        self._used_before[worker_id] = self._vitals_of(worker_id, thoroughly=False)
         try:
             self._check_open()
             new = self._workers[worker_id] = self._start_worker(worker_id)
@@ -384,6 +402,36 @@ class ProcessPool:
         assert self._board is not None
         return self._board.read(worker_id)
 
+    def vitals(self, *, thoroughly: bool) -> list[Vitals]:
+        """What each worker has used, with those before it in its place. From any thread.
+
+        Args:
+            thoroughly: Whether to measure their memory, which takes milliseconds for each.
+
+        Raises:
+            ValueError: If the pool is closed.
+        """
+        return [
+            self._vitals_of(worker_id, thoroughly=thoroughly)
+            for worker_id in range(len(self._workers))
+        ]
+
+    def _vitals_of(self, worker_id: int, *, thoroughly: bool) -> Vitals:
+        assert self._board is not None
+        pid = self.pid(worker_id)
+        vitals = self._board.vitals(worker_id, pid)
+        if thoroughly and not self._workers[worker_id].is_lost:
+            vitals = dataclasses.replace(vitals, pss_bytes=measure_memory(pid) or vitals.pss_bytes)
+        before = self._used_before.get(worker_id)
+        if before is None:
+            return vitals
+        stalled_ns = vitals.stalled_ns
+        if stalled_ns is not None:
+            stalled_ns += before.stalled_ns or 0
+        return dataclasses.replace(
+            vitals, cpu_ns=vitals.cpu_ns + before.cpu_ns, stalled_ns=stalled_ns
+        )
+
     def ask(self, worker_id: int) -> AtWork:
         """What a worker is at, with its Python stack. Takes up to a third of a second."""
         assert self._board is not None
@@ -408,6 +456,7 @@ class ProcessPool:
         if FAULTS is not None:
             FAULTS.reach("main.close")
         end_all(self._workers, grace_s)
+        self.readings.close()
         self._close_shared()
 
     def _close_shared(self) -> None:

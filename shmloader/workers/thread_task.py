@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shmloader.stats.times import WorkTimes
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.fetch import (
     EmptyBatchError,
@@ -15,6 +16,7 @@ from shmloader.workers.fetch import (
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_streams import SampleStreams, loading, one_by_one
+from shmloader.workers.stopwatch import Stopwatch, bytes_of
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -58,6 +60,9 @@ class ThreadTask:
         recipe: How the batch is made; None when it is.
         worker_id: The thread that has taken it; None until then.
         answer: What came of it; None until then. Set by that thread.
+        offered_ns: When it was drawn.
+        times: Of its batch, by the thread's clock: set before the answer.
+        nbytes: Of its batch: tensors and arrays.
         is_dropped: Nobody wants its batch any more.
     """
 
@@ -68,6 +73,9 @@ class ThreadTask:
     worker_id: int | None = None
     answer: ThreadAnswer | None = None
     is_dropped: bool = False
+    offered_ns: int = 0
+    times: WorkTimes | None = None
+    nbytes: int = 0
 
 
 class _Dropped(BaseException):
@@ -108,6 +116,8 @@ def load(
         What came of it; None if it was dropped meanwhile.
     """
     plan, dataset, collate_fn = recipe.plan, recipe.dataset, recipe.collate_fn
+    stopwatch = Stopwatch()
+    collate_fn = stopwatch.wrap(collate_fn, counts_items=plan.auto_collation)
     streams = None
     if plan.seed is not None:
         streams = SampleStreams(plan.seed, sets_global=False)
@@ -126,6 +136,8 @@ def load(
     try:
         with loading(streams, task.indices) as indices:
             batch = fetcher.fetch(indices)
+        stopwatch.fetched()
+        task.times, task.nbytes = stopwatch.read(), bytes_of(batch)
     except _Dropped:
         return None
     except EmptyBatchError:

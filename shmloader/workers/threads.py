@@ -26,6 +26,7 @@ library that it calls, may be held for ever in a child that is forked meanwhile,
 thread of the user's.
 """
 
+import functools
 import os
 import queue
 import sys
@@ -38,8 +39,9 @@ from typing import Any
 import torch
 
 from shmloader.errors import ClosedLoaderError
+from shmloader.stats.record import Readings, Vitals
 from shmloader.workers.bell import Bell
-from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.board import AtWork, Phase, stalled_here
 from shmloader.workers.finishing import finish
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parking import Parkable, is_exiting, may_wait_here
@@ -85,6 +87,8 @@ class _Worker(Parkable):
             Phase.STARTING, None, time.monotonic(),
         )  # fmt: skip
         self.has_begun = Bell()
+        #: What it has used.
+        self.vitals = Vitals()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -169,6 +173,7 @@ class _Worker(Parkable):
             if self._gatherer is None:
                 self._gatherer = recipe.plan.make_gatherer()
             task.answer = self._init_answer or load(task, recipe, self._where, self._gatherer)
+            self.vitals = Vitals(None, time.thread_time_ns(), stalled_here())
             self._post.bell.ring()
         return True
 
@@ -197,6 +202,8 @@ class ThreadPool:
         self.worker_count = worker_count
         self._pid = os.getpid()
         self._post = _Post()
+        #: What the threads use.
+        self.readings = Readings()
         self._join_s = _JOIN_S
         self._workers = [
             _Worker(worker_id, self._post, init_fn) for worker_id in range(worker_count)
@@ -210,6 +217,7 @@ class ThreadPool:
             # Each has told torch to compute on one thread, which takes it for the wish of all
             # threads that begin later, the user's as well.
             torch.set_num_threads(thread_count)
+            self.readings.open(functools.partial(_read_vitals, self._workers))
         except BaseException:
             self.close()
             raise
@@ -272,6 +280,11 @@ class ThreadPool:
         deadline = time.monotonic() + join_s
         for worker in self._workers:
             worker.end(max(0.0, deadline - time.monotonic()))
+        self.readings.close()
+
+
+def _read_vitals(workers: list[_Worker], _: bool) -> list[Vitals]:
+    return [worker.vitals for worker in workers]
 
 
 # What calls the user's code.

@@ -87,3 +87,10 @@ def test_the_benchmark_of_pipelines_measures_ours_with_spdl_or_without():
     assert done.returncode == 0, done.stdout + done.stderr
     figure = r"\d+ \(\d+–\d+\) \|"
     assert re.search(rf"^\| a coroutine[^|]+\| {figure} {figure}", done.stdout, re.MULTILINE)
+
+
+def test_what_statistics_cost_is_measured_alone_and_on_the_whole():
+    done = run("statistics_cost.py", "--smallest")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\| the difference \| -?[\d.]+ \(", done.stdout, re.MULTILINE), done.stdout

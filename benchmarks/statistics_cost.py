@@ -1,0 +1,124 @@
+"""What do the statistics cost the main process, a batch?
+
+Two figures. First what is added to each batch by itself: the looks at the clock and the additions,
+in a loop without anything else. Then on the whole: an epoch of tiny batches with one worker, in CPU
+time of the main process, as the loader is, and with the notes taken out of it (``--run off``). Each
+run is a fresh process; the kinds take turns, and a round's difference compares runs that lie next
+to each other in time. A checksum shows that the consumer saw all samples.
+
+Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import timeit
+
+from _fresh import run_anew
+from _machine import describe_machine
+
+import shmloader
+from shmloader.engine.base import Receipt
+from shmloader.engine.engine import Engine
+from shmloader.fronts.iterator import EngineIterator
+from shmloader.stats.record import Record
+from shmloader.stats.times import BatchTimes
+
+_RUN_LIMIT_S = 180.0
+
+
+class Nothing:
+    """Samples that take no time."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def run_alone(times: int) -> dict[str, float]:
+    """Measure what is done of one batch; µs."""
+    record = Record(0, "processes", 1)
+    now = time.monotonic_ns
+    work = (now(), 20_000, 5_000, 10_000, 16)
+
+    def note() -> None:
+        began_ns = now()
+        looked_ns, offered_ns, seen_ns, handed_ns = now(), now(), now(), now()
+        times = BatchTimes(0, offered_ns, offered_ns, work, looked_ns, seen_ns, handed_ns, 4096, 1)
+        receipt = Receipt(1, (), (), times)
+        ended_ns = now()
+        record.handed(receipt.times, began_ns, ended_ns, None)
+        record.waited(began_ns, ended_ns)
+
+    return {"alone": min(timeit.repeat(note, number=times, repeat=7)) / times * 1e6}
+
+
+def run_loader(kind: str, batches: int) -> dict[str, float]:
+    """Measure an epoch after a first one; µs a batch, of the main process's CPU time."""
+    if kind == "off":
+        EngineIterator._note_times = lambda *_: None
+        Engine._times = lambda *_: None
+    with shmloader.DataLoader(
+        Nothing(batches),
+        1,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    ) as loader:
+        for _ in range(2):
+            began_s = time.process_time()
+            total = sum(int(batch) for batch in loader)
+            spent_s = time.process_time() - began_s
+            if total != batches * (batches - 1) // 2:
+                raise RuntimeError("the loader gave other samples")
+        return {kind: spent_s / batches * 1e6}
+
+
+def main() -> None:
+    """Compare, or do one run for a comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batches", type=int, default=20_000, help="of an epoch")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--run", choices=["alone", "on", "off"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.smallest:
+        options.rounds, options.batches = 1, 100
+    if options.run:
+        run = run_alone(options.batches) if options.run == "alone" else None
+        print(json.dumps(run or run_loader(options.run, options.batches)))
+        return
+    print(describe_machine())
+    print(f"{options.batches:,} batches of one int, 1 worker, {options.rounds} rounds\n")
+    figures: dict[str, list[float]] = {"alone": [], "on": [], "off": []}
+    for round_ in range(options.rounds):
+        kinds = list(figures)
+        turn = round_ % len(kinds)
+        for kind in (*kinds[turn:], *kinds[:turn]):
+            arguments = [f"--run={kind}", f"--batches={options.batches}"]
+            figures[kind] += run_anew(__file__, arguments, _RUN_LIMIT_S).values()
+            print(f"round {round_ + 1} {kind}: {figures[kind][-1]:.2f} µs", file=sys.stderr)
+    more = [on - off for on, off in zip(figures["on"], figures["off"], strict=True)]
+    print("| CPU of the main process | µs a batch |")
+    print("|---|---|")
+    rows = {
+        "what is noted of a batch, alone": figures["alone"],
+        "a batch, with statistics": figures["on"],
+        "a batch, without": figures["off"],
+        "the difference": more,
+    }
+    for name, values in rows.items():
+        print(f"| {name} | {statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f}) |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The part of a loader that tells where the time goes."""
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from shmloader.fronts.resumable import ResumableLoader
+from shmloader.memory.limits import control_groups, free_memory
+from shmloader.stats.record import Statistics
+from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
+from shmloader.workers.cores import usable_cores
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class MeasuredLoader(ResumableLoader[_T_co]):
+    """A loader whose iterators note where the time of each batch went."""
+
+    _statistics: Statistics
+
+    def _options(self) -> Any:
+        raise NotImplementedError
+
+    def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
+        """Where the time goes, up to now. At any time, on any thread, also after ``close()``.
+
+        Takes some milliseconds for each worker that lives, to measure its memory.
+
+        Args:
+            of: "epoch": the newest epoch, running or done. "total": all since the loader was made,
+                the time between two epochs left out.
+
+        Raises:
+            ValueError: If ``of`` is neither.
+        """
+        if of not in ("epoch", "total"):
+            raise ValueError(f"of should be 'epoch' or 'total', but got of={of!r}")
+        statistics = self._statistics
+        root = Path(self._options().root)
+        free = free_memory(root, control_groups(root))
+        machine = Machine(
+            usable_cores(root),
+            None if free is None else free.nbytes,
+            "" if free is None else free.limit,
+        )
+        if of == "epoch":
+            return snapshot(statistics.newest(), min(1, statistics.epochs), machine)
+        return snapshot(statistics.total(), statistics.epochs, machine)

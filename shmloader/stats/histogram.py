@@ -1,0 +1,69 @@
+"""Percentiles of durations in fixed memory."""
+
+import math
+import operator
+
+# Each power of two is cut into so many equal parts: a value is known to 1/16 of itself.
+_PARTS_LOG2 = 3
+_PARTS = 1 << _PARTS_LOG2
+_SMALLEST_LOG2 = _PARTS_LOG2 + 1
+_BUCKETS = 64 << _PARTS_LOG2
+
+
+class Histogram:
+    """Counts of durations, in buckets whose width grows with their value.
+
+    Takes 4 KiB however much is noted. A percentile is right to 7 %.
+
+    Attributes:
+        count: Durations noted.
+        total_ns: Their sum.
+        max_ns: The longest.
+    """
+
+    __slots__ = ("_counts", "count", "max_ns", "total_ns")
+
+    def __init__(self) -> None:
+        self._counts = [0] * _BUCKETS
+        self.count = 0
+        self.total_ns = 0
+        self.max_ns = 0
+
+    def note(self, duration_ns: int) -> None:
+        """Note one."""
+        bits = duration_ns.bit_length()
+        if bits < _SMALLEST_LOG2:
+            self._counts[max(0, duration_ns)] += 1
+        else:
+            part = (duration_ns >> (bits - _SMALLEST_LOG2)) & (_PARTS - 1)
+            self._counts[bits << _PARTS_LOG2 | part] += 1
+        self.count += 1
+        self.total_ns += duration_ns
+        if duration_ns > self.max_ns:  # noqa: PLR1730 - a call costs more
+            self.max_ns = duration_ns
+
+    def add(self, other: "Histogram") -> None:
+        """Note all that another one has noted."""
+        self._counts = list(map(operator.add, self._counts, other._counts))
+        self.count += other.count
+        self.total_ns += other.total_ns
+        self.max_ns = max(self.max_ns, other.max_ns)
+
+    def percentile(self, percent: float) -> int:
+        """The duration (ns) that so many per cent do not exceed; 0 if none was noted."""
+        rank = math.ceil(self.count * percent / 100)
+        seen = 0
+        for bucket, count in enumerate(self._counts):
+            seen += count
+            if count and seen >= rank:
+                return min(_middle(bucket), self.max_ns)
+        return self.max_ns
+
+
+def _middle(bucket: int) -> int:
+    """The middle of what a bucket counts, in ns."""
+    if bucket < _PARTS:
+        return bucket
+    shift = (bucket >> _PARTS_LOG2) - _SMALLEST_LOG2
+    low = (_PARTS + (bucket & (_PARTS - 1))) << shift
+    return low + ((1 << shift) >> 1)

@@ -1,0 +1,422 @@
+"""What is added up of an epoch's batches, and of all epochs of a loader.
+
+Written by the consumer's thread alone, a few additions a batch; read by any thread, which may see
+a batch half added.
+"""
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from shmloader.stats.histogram import Histogram
+from shmloader.stats.times import STAGES, BatchTimes, WorkTimes
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """What an engine counts since its start; it alone writes.
+
+    Attributes:
+        lent: Batches that were lent.
+        copied: Batches that could have been lent, and were copied out.
+        grown: How often a slot took more memory than it had.
+        restarts: Workers that were replaced.
+        slot_count: Slots there may be.
+        slot_bytes: Bytes of memory that all slots take now.
+        most_bytes: The most that they took together.
+        largest_bytes: The most that a batch has taken of a slot.
+        share_bytes: The most that a slot may take; 0 for no such limit.
+    """
+
+    lent: int = 0
+    copied: int = 0
+    grown: int = 0
+    restarts: int = 0
+    slot_count: int = 0
+    slot_bytes: int = 0
+    most_bytes: int = 0
+    largest_bytes: int = 0
+    share_bytes: int = 0
+
+    def since(self, begun: "Counts") -> "Counts":
+        """What has been counted since a copy of this was made."""
+        return dataclasses.replace(
+            self,
+            lent=self.lent - begun.lent,
+            copied=self.copied - begun.copied,
+            grown=self.grown - begun.grown,
+            restarts=self.restarts - begun.restarts,
+        )
+
+    def and_then(self, other: "Counts") -> "Counts":
+        """What is counted in this and in a later one."""
+        return dataclasses.replace(
+            other,
+            lent=self.lent + other.lent,
+            copied=self.copied + other.copied,
+            grown=self.grown + other.grown,
+            restarts=self.restarts + other.restarts,
+            largest_bytes=max(self.largest_bytes, other.largest_bytes),
+            most_bytes=max(self.most_bytes, other.most_bytes),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a worker has used since it was started, with those before it in its place.
+
+    Attributes:
+        pid: Process number; None for a thread.
+        cpu_ns: CPU time.
+        stalled_ns: Time in which it could have run, and no core was free; None if not known.
+        pss_bytes: Its memory, what it shares counted by its part; None if not known.
+    """
+
+    pid: int | None = None
+    cpu_ns: int = 0
+    stalled_ns: int | None = None
+    pss_bytes: int | None = None
+
+
+class Failures(Protocol):
+    """Counts samples that failed."""
+
+    total: int
+
+
+class Readings:
+    """The vitals of an iterator's workers: asked for while they live, the last ones afterwards."""
+
+    def __init__(self) -> None:
+        self._latest: Sequence[Vitals] = ()
+        self._ask: Callable[[bool], Sequence[Vitals] | None] | None = None
+
+    def open(self, ask: Callable[[bool], Sequence[Vitals] | None]) -> None:
+        """Workers live from now on.
+
+        Args:
+            ask: Given True, it takes its time, to measure memory, too. None: nobody knows any more.
+        """
+        self._ask = ask
+
+    def close(self) -> None:
+        """They are about to be let go of. May be called again."""
+        ask, self._ask = self._ask, None
+        if ask is not None:
+            self._note(ask(False))
+
+    def read(self, *, thoroughly: bool) -> Sequence[Vitals]:
+        """The newest there are."""
+        ask = self._ask
+        if ask is not None:
+            latest = ask(thoroughly)
+            if self._ask is not None:
+                self._note(latest)
+        return self._latest
+
+    def _note(self, latest: Sequence[Vitals] | None) -> None:
+        if latest is None:
+            return
+        # What was measured thoroughly holds until it is measured again.
+        known = [old.pss_bytes for old in self._latest]
+        self._latest = [
+            now
+            if now.pss_bytes is not None or worker_id >= len(known)
+            else dataclasses.replace(now, pss_bytes=known[worker_id])
+            for worker_id, now in enumerate(latest)
+        ]
+
+
+@dataclasses.dataclass(slots=True)
+class WorkerSums:
+    """Of one worker's batches that were handed over."""
+
+    batches: int = 0
+    busy_ns: int = 0
+    fetch_ns: int = 0
+    collate_ns: int = 0
+    first_ns: int = 0
+    span_ns: int = 0
+    cpu_ns: int = 0
+    stalled_ns: int | None = None
+    pss_bytes: int | None = None
+    pid: int | None = None
+
+
+class Record:
+    """An epoch, or several.
+
+    Attributes:
+        epoch: Its number; None for several.
+        kind: What loads: "processes", "threads" or "in-process".
+        worker_count: How many workers.
+        is_over: Whether the epoch has been given up or come to its end.
+        trace: What every batch is told, while a trace is recorded.
+    """
+
+    def __init__(
+        self,
+        epoch: int | None,
+        kind: str,
+        worker_count: int,
+        *,
+        in_order: bool = True,
+        counts: Counts | None = None,
+        readings: Readings | None = None,
+        failed: Failures | None = None,
+        begin_ns: int | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.kind = kind
+        self.worker_count = worker_count
+        self.is_over = False
+        self.trace: Any = None
+        self._in_order = in_order
+        self.counts = counts
+        self._counts_begun = None if counts is None else dataclasses.replace(counts)
+        self._readings = readings
+        begun = () if readings is None else readings.read(thoroughly=False)
+        self._vitals_begun = list(begun)
+        self._final: tuple[Counts | None, Sequence[Vitals]] | None = None
+        self._failed = failed
+        self._failed_before = 0 if failed is None else failed.total
+        self.first_ns = self.last_ns = time.monotonic_ns() if begin_ns is None else begin_ns
+        #: Until the iterator was there.
+        self.iter_ns = 0
+        #: Until the first batch was there.
+        self.startup_ns = 0
+        self.batches = self.samples = self.nbytes = 0
+        #: Batches that raised, and samples that failed of an epoch that is over.
+        self.failures = 0
+        self.waits = Histogram()
+        self.loads = Histogram()
+        self.stages = dict.fromkeys(STAGES, 0)
+        self.workers: dict[int, WorkerSums] = {}
+        self._turn_ns = 0
+
+    # On the consumer's thread ----------------------------------------------------------------
+
+    def begun(self) -> None:
+        """The iterator is there."""
+        self.last_ns = time.monotonic_ns()
+        self.iter_ns = self.last_ns - self.first_ns
+
+    def waited(self, began_ns: int, ended_ns: int) -> None:
+        """``next()`` has given a batch, or raised."""
+        self.last_ns = ended_ns
+        self.waits.note(ended_ns - began_ns)
+        if not self.startup_ns:
+            self.startup_ns = ended_ns - self.first_ns
+
+    def handed(
+        self,
+        times: BatchTimes,
+        asked_ns: int,
+        taken_ns: int,
+        stage: tuple[str, int, int] | None,
+    ) -> None:
+        """An engine has handed over a batch.
+
+        Args:
+            times: What is known of it.
+            asked_ns: When the consumer asked for it.
+            taken_ns: When it had it.
+            stage: A name, and when that stage began and ended; None if there is none.
+        """
+        worker_id, offered_ns, sent_ns, work, looked_ns, seen_ns, handed_ns, nbytes, _ = times
+        began_ns, fetch_ns, collate_ns, encode_ns, sample_count = work
+        busy_ns = fetch_ns + collate_ns + encode_ns
+        end_ns = began_ns + busy_ns
+        late_ns = seen_ns - (looked_ns if looked_ns > end_ns else end_ns)  # noqa: FURB136 - faster
+        here_ns = end_ns + late_ns
+        turn_ns = here_ns
+        if self._in_order and self._turn_ns > here_ns:
+            turn_ns = self._turn_ns
+        self._turn_ns = turn_ns
+        sums = self.stages
+        sums["slot"] += sent_ns - offered_ns
+        if began_ns > sent_ns:
+            sums["queue"] += began_ns - sent_ns
+        sums["fetch"] += fetch_ns
+        sums["collate"] += collate_ns
+        sums["encode"] += encode_ns
+        sums["transport"] += late_ns
+        sums["reorder"] += turn_ns - here_ns
+        ready_ns = handed_ns - turn_ns if handed_ns > turn_ns else 0
+        if stage is not None:
+            name, stage_began_ns, stage_ended_ns = stage
+            sums[name] += stage_ended_ns - stage_began_ns
+            sums["build"] += stage_began_ns - handed_ns
+            if asked_ns > stage_ended_ns:
+                ready_ns += asked_ns - stage_ended_ns
+        else:
+            sums["build"] += taken_ns - handed_ns
+        sums["ready"] += ready_ns
+        self.loads.note(busy_ns)
+        self.batches += 1
+        self.samples += sample_count
+        self.nbytes += nbytes
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns)
+        worker.batches += 1
+        worker.busy_ns += busy_ns
+        worker.fetch_ns += fetch_ns
+        worker.collate_ns += collate_ns
+
+    def loaded_here(self, work: WorkTimes, nbytes: int, stage: str) -> None:
+        """The consumer's thread has loaded a batch; ``encode_ns`` is of the stage that is named."""
+        self.stages["fetch"] += work.fetch_ns
+        self.stages["collate"] += work.collate_ns
+        self.stages[stage] += work.encode_ns
+        self.loads.note(work.fetch_ns + work.collate_ns)
+        self.batches += 1
+        self.samples += work.sample_count
+        self.nbytes += nbytes
+
+    def end(self) -> None:
+        """Nothing more comes. May be called again."""
+        if not self.is_over:
+            self.is_over = True
+            self._final = self.counted(), self._vitals(thoroughly=False)
+            self.failures = self.failed()
+            self.counts = self._readings = self._failed = None
+
+    # On any thread ---------------------------------------------------------------------------
+
+    def failed(self) -> int:
+        """Samples that failed, and batches that raised."""
+        failed = self._failed
+        return self.failures + (0 if failed is None else failed.total - self._failed_before)
+
+    def counted(self) -> Counts | None:
+        """What the engine has counted in this epoch."""
+        if self._final is not None:
+            return self._final[0]
+        if self.counts is None or self._counts_begun is None:
+            return None
+        return self.counts.since(self._counts_begun)
+
+    def _vitals(self, *, thoroughly: bool) -> Sequence[Vitals]:
+        if self._final is not None:
+            return self._final[1]
+        readings = self._readings
+        return () if readings is None else readings.read(thoroughly=thoroughly)
+
+    def copy(self) -> "Record":
+        """What it is now, workers' vitals included, in memory of its own."""
+        made = Record(
+            self.epoch,
+            self.kind,
+            self.worker_count,
+            in_order=self._in_order,
+            begin_ns=self.first_ns,
+        )
+        made.last_ns = self.last_ns
+        made.is_over = self.is_over
+        made._add_sums(self)
+        made._final = self.counted(), ()
+        made._take_vitals(self._vitals(thoroughly=True), self._vitals_begun)
+        return made
+
+    def _take_vitals(self, vitals: Sequence[Vitals], begun: Sequence[Vitals]) -> None:
+        for worker_id, now in enumerate(vitals):
+            then = begun[worker_id] if worker_id < len(begun) else Vitals()
+            sums = self.workers.setdefault(worker_id, WorkerSums())
+            sums.cpu_ns += now.cpu_ns - then.cpu_ns
+            if now.stalled_ns is not None:
+                sums.stalled_ns = now.stalled_ns - (then.stalled_ns or 0)
+            sums.pss_bytes, sums.pid = now.pss_bytes, now.pid
+
+    def _add_sums(self, other: "Record") -> None:
+        self.iter_ns += other.iter_ns
+        self.startup_ns += other.startup_ns
+        self.batches += other.batches
+        self.samples += other.samples
+        self.nbytes += other.nbytes
+        self.failures += other.failed()
+        self.waits.add(other.waits)
+        self.loads.add(other.loads)
+        for name, duration_ns in other.stages.items():
+            self.stages[name] += duration_ns
+        for worker_id, theirs in list(other.workers.items()):
+            ours = self.workers.setdefault(worker_id, WorkerSums())
+            ours.batches += theirs.batches
+            ours.busy_ns += theirs.busy_ns
+            ours.fetch_ns += theirs.fetch_ns
+            ours.collate_ns += theirs.collate_ns
+            ours.span_ns += theirs.span_ns
+            if theirs.first_ns:
+                ours.span_ns += max(0, other.last_ns - theirs.first_ns)
+            ours.cpu_ns += theirs.cpu_ns
+            if theirs.stalled_ns is not None:
+                ours.stalled_ns = (ours.stalled_ns or 0) + theirs.stalled_ns
+            ours.pss_bytes = theirs.pss_bytes or ours.pss_bytes
+            ours.pid = theirs.pid or ours.pid
+
+    def merge(self, later: "Record") -> None:
+        """Add a further epoch, a copy."""
+        self._add_sums(later)
+        self.kind, self.worker_count = later.kind, later.worker_count
+        # Of the time between two epochs nobody knows whether the loader was to blame.
+        self.last_ns += later.last_ns - later.first_ns
+        ours, theirs = self.counted(), later.counted()
+        both = theirs if ours is None else (ours if theirs is None else ours.and_then(theirs))
+        self._final = both, ()
+
+
+class Statistics:
+    """All epochs of a loader. The consumer's thread begins them, and any thread may ask."""
+
+    def __init__(self) -> None:
+        self._newest: Record | None = None
+        self._open: list[tuple[Record, weakref.ref[Any]]] = []
+        self._past: Record | None = None
+        self.epochs = 0
+        #: What every batch is told; see :attr:`Record.trace`.
+        self.trace: Any = None
+
+    def begin(self, record: Record, iterator: object) -> None:
+        """An epoch has begun."""
+        still_open = []
+        for other, owner in self._open:
+            if other.is_over or owner() is None or owner() is iterator:
+                other.end()
+                self._past = _sum(self._past, other)
+            else:
+                still_open.append((other, owner))
+        self._open = [*still_open, (record, weakref.ref(iterator))]
+        record.trace = self.trace
+        self._newest = record
+        self.epochs += 1
+
+    def trace_with(self, trace: Any) -> None:
+        """Tell a trace of every batch from now on, or, with None, none any more."""
+        self.trace = trace
+        for record, _ in self._open:
+            record.trace = trace
+
+    def newest(self) -> Record | None:
+        """The newest epoch, as it is now; None before the first."""
+        newest = self._newest
+        return None if newest is None else newest.copy()
+
+    def total(self) -> Record | None:
+        """All epochs; None before the first."""
+        total = self._past
+        for record, _ in list(self._open):
+            total = _sum(total, record)
+        return total
+
+
+def _sum(past: Record | None, record: Record) -> Record:
+    later = record.copy()
+    if past is None:
+        past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns)
+        past.merge(later)
+        return past
+    summed = past.copy()
+    summed.merge(later)
+    return summed

@@ -1,0 +1,81 @@
+"""Where the time of one batch goes in a worker: fetching, collating, and what comes after."""
+
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.stats.times import WorkTimes
+
+_now_ns = time.monotonic_ns
+
+
+class Stopwatch:
+    """Of one worker, process or thread, or of a loader without any. On its thread."""
+
+    __slots__ = ("_began_ns", "_collate_ns", "_fetched_ns", "_sample_count")
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A batch is begun."""
+        self._began_ns = self._fetched_ns = _now_ns()
+        self._collate_ns = 0
+        self._sample_count = 0
+
+    def wrap(self, collate_fn: Callable[[Any], Any], *, counts_items: bool) -> Callable[[Any], Any]:
+        """The collate function, timed.
+
+        Args:
+            collate_fn: It.
+            counts_items: Whether it is given a list of samples, rather than one.
+        """
+
+        def timed(samples: Any) -> Any:
+            began_ns = _now_ns()
+            # Before: collate may change the list.
+            self._sample_count += len(samples) if counts_items else 1
+            try:
+                return collate_fn(samples)
+            finally:
+                self._collate_ns += _now_ns() - began_ns
+
+        return timed
+
+    def fetched(self) -> None:
+        """The batch is fetched and collated; what follows is encoding."""
+        self._fetched_ns = _now_ns()
+
+    def read(self) -> WorkTimes:
+        """The batch is done."""
+        ended_ns = _now_ns()
+        began_ns, fetched_ns, collate_ns = self._began_ns, self._fetched_ns, self._collate_ns
+        return WorkTimes(
+            began_ns,
+            max(0, fetched_ns - began_ns - collate_ns),
+            collate_ns,
+            ended_ns - fetched_ns,
+            self._sample_count,
+        )
+
+
+def bytes_of(batch: object) -> int:
+    """Bytes of a batch's tensors and arrays, in Python's own containers."""
+    total = 0
+    parts = collections.deque([batch])
+    while parts:
+        part = parts.pop()
+        if isinstance(part, torch.Tensor):
+            if part.layout is torch.strided:
+                total += part.nbytes
+        elif isinstance(part, np.ndarray):
+            total += part.nbytes
+        elif isinstance(part, list | tuple):
+            parts.extend(part)
+        elif isinstance(part, dict):
+            parts.extend(part.values())
+    return total

@@ -1,0 +1,354 @@
+"""Where the time goes: what loaders say of real epochs, with workers of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import shmloader
+from shmloader import CachedBatches, DataLoader, LoaderStats, ShardedDataLoader
+from tests.process.support import Calls, Numbers, Streams
+from tests.simulated import installed, pinning
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "in-process": {},
+    "processes": {"num_workers": 2},
+    "processes, own thread": {"num_workers": 2, "seed": 0},
+    "any order": {"num_workers": 2, "in_order": False},
+    "threads": {"num_workers": 2, "thread_pool": True},
+    "threads, own thread": {"num_workers": 2, "thread_pool": True, "seed": 0},
+}
+SIZE = 40_000  # floats: large enough to be lent
+
+
+def sample(index: int) -> torch.Tensor:
+    return torch.full((SIZE,), float(index))
+
+
+def loader_of(length: int = 21, **options: Any) -> DataLoader:
+    return DataLoader(Calls(sample, length), batch_size=4, **options)
+
+
+def at_work(stats: LoaderStats) -> list[int]:
+    return [worker.batches for worker in stats.workers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_counts_what_was_given(kind) -> None:
+    with loader_of(**KINDS[kind]) as loader:
+        given = [batch.sum().item() for batch in loader]
+    assert len(given) == 6
+    stats = loader.stats()
+    assert (stats.batches, stats.samples, stats.epoch, stats.is_over) == (6, 21, 0, True)
+    assert stats.kind == kind.split(",")[0].replace("any order", "processes")
+    assert 21 * SIZE * 4 <= stats.nbytes <= 21 * SIZE * 4 + 6 * 4096
+    assert stats.samples_per_s == pytest.approx(21 / stats.elapsed_s)
+    assert 0 < stats.wait.total_s <= stats.elapsed_s
+    assert stats.wait.share == pytest.approx(stats.wait.total_s / stats.elapsed_s)
+    assert 0 < stats.wait.p50_s <= stats.wait.p90_s <= stats.wait.p99_s <= stats.wait.max_s
+    assert stats.stages.fetch.total_s > 0
+    assert stats.stages.collate.total_s > 0
+    assert stats.stages.fetch.mean_s == pytest.approx(stats.stages.fetch.total_s / 6)
+    if stats.num_workers:
+        assert sum(at_work(stats)) == 6
+        assert len(stats.workers) == 2
+        assert all(0 < worker.busy_share <= 1 for worker in stats.workers if worker.batches)
+        assert sum(worker.cpu_s for worker in stats.workers) > 0
+        spent = sum(worker.fetch_s for worker in stats.workers)
+        assert spent == pytest.approx(stats.stages.fetch.total_s)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_newest_epoch_and_all_of_them(kind) -> None:
+    loader = loader_of(**KINDS[kind])
+    assert loader.stats().batches == loader.stats("total").batches == 0
+    with loader:
+        for _ in loader:
+            pass
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        running, total = loader.stats(), loader.stats("total")
+        assert (running.batches, running.samples, running.epoch) == (2, 8, 1)
+        assert not running.is_over
+        assert (total.batches, total.samples, total.epoch, total.epochs) == (8, 29, None, 2)
+        # One that was left early counts with what it gave.
+        del batches
+        for _ in loader:
+            pass
+        assert loader.stats().samples == 21
+        assert loader.stats("total").samples == 50
+    assert loader.stats().samples == 21
+    after = loader.stats("total")
+    assert (after.samples, after.epochs) == (50, 3)
+    assert after.elapsed_s >= sum([loader.stats().elapsed_s, running.elapsed_s])
+    assert sum(at_work(after)) == (after.batches if after.num_workers else 0)
+
+
+def test_persistent_workers_are_the_same_over_all_epochs() -> None:
+    with loader_of(num_workers=2, persistent_workers=True) as loader:
+        pids = []
+        for epoch in range(3):
+            for _ in loader:
+                pass
+            stats = loader.stats()
+            assert (stats.epoch, stats.batches, stats.samples) == (epoch, 6, 21)
+            pids.append([worker.pid for worker in stats.workers])
+        assert pids[0] == pids[1] == pids[2]
+        total = loader.stats("total")
+    assert total.batches == 18
+    assert total.slots.lent + total.slots.copied == 18
+    assert loader.stats("total").batches == 18
+
+
+def test_memory_of_live_workers_is_their_share_of_it() -> None:
+    with loader_of(num_workers=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        live = loader.stats()
+        assert all((worker.pss_bytes or 0) > 1 << 20 for worker in live.workers)
+        assert all(worker.pid and worker.pid != os.getpid() for worker in live.workers)
+        del batches
+    assert [one.pss_bytes for one in loader.stats().workers] == [
+        one.pss_bytes for one in live.workers
+    ]
+
+
+def test_cpu_time_is_known_after_the_workers_have_ended() -> None:
+    def burn(index: int) -> int:
+        until = threading_cpu() + 0.02
+        while threading_cpu() < until:
+            pass
+        return index
+
+    with DataLoader(Calls(burn, 8), num_workers=2) as loader:
+        assert len(list(loader)) == 8
+    assert sum(worker.cpu_s for worker in loader.stats().workers) > 8 * 0.02
+
+
+def threading_cpu() -> float:
+    import time
+
+    return time.thread_time()
+
+
+def test_slots_that_the_consumer_holds_are_copied_out() -> None:
+    with loader_of(64, num_workers=2) as loader:
+        kept = list(loader)
+    assert len(kept) == 16
+    slots = loader.stats().slots
+    assert (slots.lent, slots.copied) == (4, 12)
+    assert slots.count == 8
+    assert slots.largest_bytes >= 4 * SIZE * 4
+    assert slots.nbytes >= 5 * slots.largest_bytes
+
+
+def test_slots_that_grow_are_counted() -> None:
+    sizes = [1 << 16] * 8 + [1 << 20] * 8
+
+    with DataLoader(
+        Calls(lambda index: torch.zeros(sizes[index]), 16), batch_size=None, num_workers=1
+    ) as loader:
+        for _ in loader:
+            pass
+    assert 1 <= loader.stats().slots.grown <= 6
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "thread_pool": True}])
+def test_stages_of_a_device_are_told_apart(options) -> None:
+    with installed(), loader_of(device="sim", **options) as loader:
+        count = sum(1 for _ in loader)
+    stages = loader.stats().stages
+    assert count == 6
+    assert stages.device.total_s > 0
+    assert stages.pin.total_s == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
+def test_pinning_is_a_stage(options) -> None:
+    with pinning(), loader_of(pin_memory=True, **options) as loader:
+        for _ in loader:
+            pass
+    stages = loader.stats().stages
+    assert stages.pin.total_s > 0
+    assert stages.device.total_s == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sharded_loader_counts_the_samples_of_all_shards(workers) -> None:
+    loader = ShardedDataLoader(
+        torch.arange(40.0), batch_size=4, num_shards=2, num_workers=workers, shuffle=True
+    )
+    with loader:
+        for step in loader:
+            assert len(step) == 2
+    stats = loader.stats()
+    assert (stats.batches, stats.samples) == (5, 40)
+
+
+def test_an_iterable_dataset_counts_the_samples_that_came() -> None:
+    loader = DataLoader(Streams(lambda: iter(range(10))), batch_size=4, num_workers=2)
+    with loader:
+        assert sum(len(batch) for batch in loader) == 20
+    assert (loader.stats().batches, loader.stats().samples) == (6, 20)
+
+
+def test_without_batching_each_item_is_a_sample() -> None:
+    with DataLoader(Calls(lambda index: [index] * 3, 5), batch_size=None, num_workers=1) as loader:
+        assert len(list(loader)) == 5
+    assert loader.stats().samples == 5
+
+
+@pytest.mark.parametrize("kind", ["in-process", "processes", "threads"])
+def test_failures_are_counted(kind) -> None:
+    with DataLoader(Numbers(20, 3, 5), batch_size=5, on_error="skip", **KINDS[kind]) as loader:
+        assert sum(len(batch) for batch in loader) == 18
+    assert (loader.stats().failures, loader.stats().samples) == (2, 18)
+    with DataLoader(Numbers(20, 3), batch_size=5, **KINDS[kind]) as loader:
+        batches = iter(loader)
+        with pytest.raises(LookupError):
+            next(batches)
+        assert len(list(batches)) == 3
+    assert (loader.stats().failures, loader.stats().batches) == (1, 3)
+
+
+class KillsOnce(Dataset):
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_worker_that_was_replaced_is_counted(tmp_path, caplog) -> None:
+    loader = DataLoader(
+        KillsOnce(tmp_path / "killed"), batch_size=2, num_workers=2, worker_restarts=1
+    )
+    with loader:
+        assert torch.cat(list(loader)).tolist() == list(range(12))
+    stats = loader.stats()
+    assert stats.restarts == 1
+    assert sum(at_work(stats)) == 6
+
+
+def test_any_thread_may_ask_at_any_time() -> None:
+    asked: list[LoaderStats] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            asked.append(loader.stats("total"))
+
+    with loader_of(200, num_workers=2) as loader:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for _ in range(2):
+            for _ in loader:
+                pass
+        is_over.set()
+        thread.join()
+    counts = [stats.batches for stats in asked]
+    assert counts == sorted(counts)
+    assert loader.stats("total").batches == 100
+
+
+def test_statistics_are_frozen_and_travel() -> None:
+    with loader_of() as loader:
+        for _ in loader:
+            pass
+    stats = loader.stats()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.batches = 7  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    with pytest.raises(ValueError, match="epoch' or 'total', but got of='all'"):
+        loader.stats("all")  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_loader_has_statistics_of_its_own() -> None:
+    with loader_of() as loader:
+        for _ in loader:
+            pass
+        with copy.copy(loader) as other:
+            assert other.stats("total").batches == 0
+            for _ in other:
+                break
+            assert other.stats().batches == 1
+        assert loader.stats().batches == 6
+
+
+def test_the_table_tells_the_figures() -> None:
+    with loader_of(num_workers=2) as loader:
+        assert "No batch has been handed over yet" in str(loader.stats())
+        for _ in loader:
+            pass
+    text = str(loader.stats())
+    for part in ("6 batches, 21 samples", "2 worker processes", "fetch", "collate", "worker"):
+        assert part in text
+    assert text.endswith(loader.stats().verdict)
+    assert all(len(line) < 120 for line in text.splitlines()[:-1])
+
+
+@pytest.mark.parametrize("kind", ["in-process", "processes"])
+def test_cached_batches_come_again_and_again(kind) -> None:
+    with loader_of(**KINDS[kind]) as loader:
+        cached = CachedBatches(loader, 2)
+        given = [batch[0, 0].item() for batch in itertools.islice(cached, 5)]
+    assert given == [0, 4, 0, 4, 0]
+    assert len(list(itertools.islice(CachedBatches([7], 5), 3))) == 3
+    with pytest.raises(ValueError, match="empty"):
+        CachedBatches([], 1)
+    with pytest.raises(ValueError, match="n option should be 1 or more"):
+        CachedBatches([1], 0)
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def test_an_epoch_without_an_end_takes_no_more_memory_for_its_statistics() -> None:
+    with DataLoader(Endless(), batch_size=1, num_workers=0) as loader:
+        batches = iter(loader)
+        sizes = []
+        for _ in range(3):
+            for _ in range(500):
+                next(batches)
+            sizes.append(len(pickle.dumps(loader.stats())))
+        record = loader._statistics._newest
+        assert record is not None
+        held = [len(v) for v in vars(record).values() if isinstance(v, list | dict | tuple)]
+    assert max(sizes) - min(sizes) < 64
+    assert sum(held) < 64
+
+
+def test_data_pipes_have_none() -> None:
+    pipes = pytest.importorskip("torch.utils.data.datapipes")
+    with contextlib.suppress(AttributeError):
+        pipe = pipes.iter.IterableWrapper(range(3))
+        with DataLoader(pipe, batch_size=1) as loader:
+            assert len(list(loader)) == 3
+        assert loader.stats().batches == 0
+
+
+def test_it_is_public() -> None:
+    assert shmloader.LoaderStats is LoaderStats

@@ -1,0 +1,263 @@
+"""Each rule of the verdict, in a loader that is brought into that situation.
+
+Datasets and consumers here take time by sleeping: it is the time that is to be told of, and so the
+machine's other work changes little. Where cores are what is fought for, this process and its
+workers are kept on one of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shmloader
+from shmloader import DataLoader, LoaderStats
+from shmloader.stats.verdict import Finding
+from shmloader.workers.board import stalled_here
+from tests.made_up import System
+from tests.process.support import Calls
+from tests.process.test_memory_limits import Limited, make_system
+from tests.simulated import installed, pinning
+
+pytestmark = pytest.mark.timeout(120)
+
+# Long beside what a busy machine takes to wake somebody.
+LONG_S = 0.03
+
+needs_schedstat = pytest.mark.skipif(
+    stalled_here() is None, reason="the kernel does not tell how long a thread waits for a core"
+)
+
+
+def slow(index: int) -> int:
+    time.sleep(LONG_S)
+    return index
+
+
+def quick(index: int) -> int:
+    return index
+
+
+def second_epoch(loader: DataLoader, use: Callable[[Any], object] = id) -> LoaderStats:
+    """What is said of an epoch that finds its workers ready."""
+    with loader:
+        for _ in range(2):
+            for batch in loader:
+                use(batch)
+        return loader.stats()
+
+
+def check(stats: LoaderStats, finding: Finding, *words: str) -> None:
+    assert stats.finding is finding, str(stats)
+    for word in words:
+        assert word in stats.verdict
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[int]:
+    """Inside, this process and those it starts have one core."""
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield core
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def burn(index: int) -> int:
+    until = time.thread_time() + 0.005
+    while time.thread_time() < until:
+        pass
+    return index
+
+
+def test_too_few_workers() -> None:
+    stats = second_epoch(DataLoader(Calls(slow, 16), num_workers=1, persistent_workers=True))
+    check(stats, Finding.TOO_FEW_WORKERS, "__getitem__", "The consumer waited ")
+    more = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=16))
+    assert more.verdict.endswith("add workers (1 of 16 cores are used).")
+
+
+@needs_schedstat
+def test_too_many_workers() -> None:
+    with one_core():
+        stats = second_epoch(
+            DataLoader(Calls(burn, 120), batch_size=2, num_workers=4, persistent_workers=True)
+        )
+    check(stats, Finding.TOO_MANY_WORKERS, "4 workers fight for 1 core", "lower num_workers")
+
+
+@needs_schedstat
+def test_cores_that_others_take() -> None:
+    with one_core():
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+        try:
+            stats = second_epoch(
+                DataLoader(Calls(burn, 40), batch_size=2, num_workers=1, persistent_workers=True)
+            )
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+    check(stats, Finding.CORES_TAKEN, "something else runs on these 1 core")
+
+
+def slow_collate(samples: list[int]) -> torch.Tensor:
+    time.sleep(LONG_S)
+    return torch.tensor(samples)
+
+
+def test_slow_collate() -> None:
+    stats = second_epoch(
+        DataLoader(
+            Calls(quick, 16), num_workers=1, persistent_workers=True, collate_fn=slow_collate
+        )
+    )
+    check(stats, Finding.SLOW_COLLATE, "in collate_fn")
+
+
+class Heavy:
+    """A batch that takes its time to be pinned, or moved."""
+
+    def __init__(self, samples: list[int]) -> None:
+        self.samples = samples
+
+    def pin_memory(self) -> Heavy:
+        time.sleep(LONG_S)
+        return self
+
+    def to(self, device: object, non_blocking: bool = False) -> Heavy:
+        time.sleep(LONG_S)
+        return self
+
+
+def test_slow_pinning() -> None:
+    with pinning():
+        stats = second_epoch(
+            DataLoader(
+                Calls(quick, 16),
+                num_workers=1,
+                persistent_workers=True,
+                pin_memory=True,
+                collate_fn=Heavy,
+            )
+        )
+    check(stats, Finding.PINNING, "thread that pins was busy")
+
+
+def test_slow_device_copy() -> None:
+    with installed():
+        stats = second_epoch(
+            DataLoader(
+                Calls(quick, 16),
+                num_workers=1,
+                persistent_workers=True,
+                device="sim",
+                collate_fn=Heavy,
+            )
+        )
+    check(stats, Finding.DEVICE_COPY, "thread that copies to the device was busy")
+
+
+def now_and_then(index: int) -> int:
+    time.sleep(0.2 if index % 8 == 0 else 0.004)
+    return index
+
+
+def test_stragglers() -> None:
+    stats = second_epoch(
+        DataLoader(Calls(now_and_then, 32), num_workers=2, persistent_workers=True)
+    )
+    check(stats, Finding.STRAGGLERS, "in_order=False")
+
+
+def test_slots_that_the_consumer_holds() -> None:
+    kept: collections.deque[torch.Tensor] = collections.deque(maxlen=24)
+    stats = second_epoch(
+        DataLoader(
+            # The worker does nothing for it.
+            Calls(lambda _: shmloader.empty(1 << 20), 100),
+            batch_size=None,
+            num_workers=2,
+            persistent_workers=True,
+        ),
+        kept.append,
+    )
+    check(stats, Finding.SLOTS_HELD, "batches were copied out of their slots")
+    assert stats.slots.copied > 60
+
+
+def test_start_up() -> None:
+    with DataLoader(
+        Calls(quick, 8), num_workers=1, worker_init_fn=lambda _: time.sleep(0.3)
+    ) as loader:
+        for _ in loader:
+            pass
+    check(loader.stats(), Finding.START_UP, "persistent_workers=True")
+
+
+def test_memory_near_the_cap() -> None:
+    part = torch.zeros(1_000_000, dtype=torch.uint8)
+    with DataLoader(
+        Calls(lambda _: part, 8), batch_size=None, num_workers=1, shm_size=6 << 20
+    ) as loader:
+        for _ in loader:
+            pass
+    check(loader.stats(), Finding.MEMORY, "1.0 MB of the 1.0 MB that shm_size leaves")
+
+
+def test_memory_near_the_limit_of_the_control_group(tmp_path) -> None:
+    system: System = make_system(tmp_path, 64 << 20)
+    with Limited(system, Calls(quick, 8), num_workers=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert loader.stats().finding is not Finding.MEMORY
+        system.group_v2("/job", 1 << 30, (1 << 30) - 4096)
+        check(loader.stats(), Finding.MEMORY, "limit of the control group /job")
+
+
+def test_nothing_to_gain() -> None:
+    stats = second_epoch(
+        DataLoader(Calls(quick, 20), num_workers=1, persistent_workers=True),
+        lambda _: time.sleep(2 * LONG_S),
+    )
+    check(stats, Finding.NOTHING_TO_GAIN, "The loader is not the limit")
+
+
+def test_no_workers() -> None:
+    stats = second_epoch(DataLoader(Calls(slow, 4)))
+    check(stats, Finding.IN_PROCESS, "num_workers=", "__getitem__")
+
+
+class Rebuilt:
+    """Takes its time to be unpickled."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(LONG_S / 3)
+
+    def __getstate__(self) -> object:
+        return {"one": 1}
+
+
+def test_handing_over() -> None:
+    stats = second_epoch(
+        DataLoader(
+            Calls(lambda _: Rebuilt(), 40), batch_size=None, num_workers=2, persistent_workers=True
+        )
+    )
+    check(stats, Finding.HANDING_OVER, "raise batch_size")
+
+
+def test_nothing_yet() -> None:
+    check(DataLoader(Calls(quick, 4)).stats(), Finding.NOTHING_YET)
