@@ -115,8 +115,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             else:
                 self._record.failures += 1
             raise
-        self._record.loaded_here(self._stopwatch.read(), bytes_of(batch), self._finishing)
-        self._record.waited(began_ns, time.monotonic_ns())
+        work, nbytes = self._stopwatch.read(), bytes_of(batch)
+        self._record.loaded_here(work, began_ns, time.monotonic_ns(), nbytes, self._finishing)
         return batch
 
     def _next_data(self) -> Any:

@@ -261,7 +261,8 @@ class EngineIterator(_BaseDataLoaderIter):
         receipt = source.receipt
         if receipt is not None and receipt.times is not None:
             self._record.handed(receipt.times, began_ns, ended_ns, source.staged)
-        self._record.waited(began_ns, ended_ns)
+        else:
+            self._record.waited(began_ns, ended_ns)
 
     def _note_no_batch(self, began_ns: int, *, is_end: bool) -> None:
         record = self._record

@@ -2,7 +2,7 @@
 
 Modules: ``times`` (what is known of one batch), ``histogram`` (percentiles in fixed memory),
 ``record`` (what is added up, on the consumer's thread), ``snapshot`` (the frozen statistics),
-``verdict`` (one sentence on them) and ``table`` (how they print).
+``verdict`` (one sentence on them), ``table`` (how they print) and ``trace`` (each batch by itself).
 """
 
 from shmloader.stats.snapshot import (

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from shmloader.stats.histogram import Histogram
 from shmloader.stats.times import STAGES, BatchTimes, WorkTimes
+from shmloader.stats.trace import Trace, Traced
 
 
 @dataclasses.dataclass(slots=True)
@@ -172,7 +173,7 @@ class Record:
         self.kind = kind
         self.worker_count = worker_count
         self.is_over = False
-        self.trace: Any = None
+        self.trace: Trace | None = None
         self._in_order = in_order
         self.counts = counts
         self._counts_begun = None if counts is None else dataclasses.replace(counts)
@@ -204,7 +205,12 @@ class Record:
         self.iter_ns = self.last_ns - self.first_ns
 
     def waited(self, began_ns: int, ended_ns: int) -> None:
-        """``next()`` has given a batch, or raised."""
+        """``next()`` has given no batch that is noted by itself."""
+        if self.trace is not None:
+            self.trace.note(Traced(self.epoch, began_ns, ended_ns))
+        self._waited(began_ns, ended_ns)
+
+    def _waited(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
         self.waits.note(ended_ns - began_ns)
         if not self.startup_ns:
@@ -265,9 +271,18 @@ class Record:
         worker.busy_ns += busy_ns
         worker.fetch_ns += fetch_ns
         worker.collate_ns += collate_ns
+        self._waited(asked_ns, taken_ns)
+        if self.trace is not None:
+            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage))
 
-    def loaded_here(self, work: WorkTimes, nbytes: int, stage: str) -> None:
+    def loaded_here(
+        self, work: WorkTimes, asked_ns: int, taken_ns: int, nbytes: int, stage: str
+    ) -> None:
         """The consumer's thread has loaded a batch; ``encode_ns`` is of the stage that is named."""
+        self._waited(asked_ns, taken_ns)
+        if self.trace is not None:
+            here = (work, stage)
+            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here))
         self.stages["fetch"] += work.fetch_ns
         self.stages["collate"] += work.collate_ns
         self.stages[stage] += work.encode_ns
@@ -376,7 +391,7 @@ class Statistics:
         self._past: Record | None = None
         self.epochs = 0
         #: What every batch is told; see :attr:`Record.trace`.
-        self.trace: Any = None
+        self.trace: Trace | None = None
 
     def begin(self, record: Record, iterator: object) -> None:
         """An epoch has begun."""
@@ -392,7 +407,7 @@ class Statistics:
         self._newest = record
         self.epochs += 1
 
-    def trace_with(self, trace: Any) -> None:
+    def trace_with(self, trace: Trace | None) -> None:
         """Tell a trace of every batch from now on, or, with None, none any more."""
         self.trace = trace
         for record, _ in self._open:

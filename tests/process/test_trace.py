@@ -1,0 +1,184 @@
+"""Traces are what Perfetto reads: the format, the nesting of slices, and the arrows."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shmloader import DataLoader
+from tests.process.support import Bad, Calls, Numbers
+from tests.simulated import installed, pinning
+
+pytestmark = pytest.mark.timeout(120)
+
+# What the trace event format asks of each phase that is used here.
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "M": {"name": str, "pid": int, "args": dict},
+    "X": {
+        "name": str,
+        "cat": str,
+        "pid": int,
+        "tid": int,
+        "ts": (int, float),
+        "dur": (int, float),
+    },
+    "C": {"name": str, "pid": int, "ts": (int, float), "args": dict},
+    **{
+        phase: {
+            "name": str,
+            "cat": str,
+            "id": int,
+            "pid": int,
+            "tid": int,
+            "ts": (int, float),
+        }
+        for phase in "stf"
+    },
+}
+# Of a microsecond: times are floats of these.
+ROUNDING = 0.002
+
+
+def check_format(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, after they were found to be right."""
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    events = trace["traceEvents"]
+    for event in events:
+        for field, kind in FIELDS[event["ph"]].items():
+            assert isinstance(event[field], kind), event
+        assert event.get("ts", 0) >= 0, event
+        assert event.get("dur", 0) >= 0, event
+    check_nesting(events)
+    check_arrows(events)
+    return events
+
+
+def slices(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    tracks = collections.defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["tid"]].append(event)
+    return tracks
+
+
+def check_nesting(events: list[dict[str, Any]]) -> None:
+    """On a track, two slices lie apart, or one in the other."""
+    for track in slices(events).values():
+        open_until: list[float] = []
+        for event in sorted(track, key=lambda one: (one["ts"], -one["dur"])):
+            end = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"] + ROUNDING:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + ROUNDING, event
+            open_until.append(end)
+
+
+def check_arrows(events: list[dict[str, Any]]) -> None:
+    """Each has one start and one end, forward in time, and is tied to a slice at each stop."""
+    tracks = slices(events)
+    flows = collections.defaultdict(list)
+    for event in events:
+        if event["ph"] in "stf":
+            flows[event["id"]].append(event)
+    for stops in flows.values():
+        assert [one["ph"] for one in stops] == ["s", *"t" * (len(stops) - 2), "f"]
+        times = [one["ts"] for one in stops]
+        assert times == sorted(times)
+        assert stops[-1]["bp"] == "e"
+        for stop in stops:
+            assert any(
+                one["ts"] - ROUNDING <= stop["ts"] <= one["ts"] + one["dur"] + ROUNDING
+                for one in tracks[stop["tid"]]
+            ), stop
+
+
+def names_of(events: list[dict[str, Any]]) -> set[str]:
+    return {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def loader_of(length: int = 40, **options: Any) -> DataLoader:
+    return DataLoader(Calls(lambda index: torch.full((64,), index), length), 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "tracks"),
+    [
+        ({"num_workers": 2}, {"worker 0", "worker 1", "engine", "consumer"}),
+        ({"num_workers": 2, "seed": 0}, {"worker 0", "worker 1", "engine", "consumer"}),
+        ({"num_workers": 1, "thread_pool": True}, {"worker 0", "engine", "consumer"}),
+        ({}, {"consumer"}),
+    ],
+)
+def test_a_trace_is_in_the_format_and_has_a_track_for_each(tmp_path, options, tracks) -> None:
+    path = tmp_path / "run.json"
+    with loader_of(**options) as loader, loader.trace(path):
+        for _ in loader:
+            pass
+    events = check_format(path)
+    assert names_of(events) - {"worker 0", "worker 1"} == tracks - {"worker 0", "worker 1"}
+    assert names_of(events) <= tracks
+    takes = [event for event in events if event["name"].startswith("next() → batch")]
+    assert len(takes) == 10
+    arrows = [event for event in events if event["ph"] == "s"]
+    assert len(arrows) == (10 if options else 0)
+
+
+@pytest.mark.parametrize("kind", ["pin", "device"])
+def test_the_thread_of_a_stage_has_a_track(tmp_path, kind) -> None:
+    path = tmp_path / "run.json"
+    simulated: Any = pinning() if kind == "pin" else installed()
+    options = {"pin_memory": True} if kind == "pin" else {"device": "sim"}
+    with simulated, loader_of(num_workers=2, **options) as loader, loader.trace(path):
+        for _ in loader:
+            pass
+    assert f"{kind} thread" in names_of(check_format(path))
+
+
+def test_only_the_block_is_traced(tmp_path) -> None:
+    path = tmp_path / "run.json"
+    with loader_of(num_workers=1, persistent_workers=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        with loader.trace(path):
+            next(batches)
+            with pytest.raises(RuntimeError, match="recorded already"), loader.trace(path):
+                pass
+        next(batches)
+        events = check_format(path)
+        assert sum(event["name"].startswith("next()") for event in events) == 1
+        # And a whole further epoch.
+        with loader.trace(path):
+            for _ in loader:
+                pass
+        events = check_format(path)
+        assert sum(event["name"].startswith("next() →") for event in events) == 10
+
+
+def test_a_block_that_raises_leaves_a_trace(tmp_path) -> None:
+    path = tmp_path / "run.json"
+    with (
+        pytest.raises(Bad),
+        DataLoader(Numbers(8, 5), num_workers=1) as loader,
+        loader.trace(path),
+    ):
+        for _ in loader:
+            pass
+    events = check_format(path)
+    assert sum(event["ph"] == "s" for event in events) == 5
+
+
+def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path) -> None:
+    with (
+        loader_of() as loader,
+        pytest.raises(FileNotFoundError),
+        loader.trace(tmp_path / "no" / "run.json"),
+    ):
+        raise AssertionError("the block was entered")
+    with loader.trace(tmp_path / "run.json"):
+        pass
+    assert check_format(tmp_path / "run.json")
