@@ -28,8 +28,9 @@ def write_table(stats: Any) -> str:
         return f"shmloader: {stats.verdict}"
     lines = [_headline(stats), ""]
     lines += _rows(_overview(stats))
-    lines += ["", "a batch's way (mean of a batch)"]
     longest = max((stage.mean_s for stage in stats.stages), default=0.0)
+    if longest:
+        lines += ["", "a batch's way (mean of a batch)"]
     for name, stage in stats.stages._asdict().items():
         if stage.total_s:
             bar = "█" * round(_BAR * stage.mean_s / longest)
@@ -54,20 +55,24 @@ def _row(first: object, *others: object) -> str:
 
 
 def _headline(stats: Any) -> str:
-    what = f"all of {stats.epochs} epochs" if stats.epoch is None else f"epoch {stats.epoch}"
+    many = "one epoch" if stats.epochs == 1 else f"all of {stats.epochs} epochs"
+    what = many if stats.epoch is None else f"epoch {stats.epoch}"
     state = "" if stats.is_over or stats.epoch is None else ", running"
     how = {
         "processes": f"{stats.num_workers} worker processes",
         "threads": f"{stats.num_workers} worker threads",
         "in-process": "loaded in-process",
+        "other": f"another loader, {stats.num_workers} workers",
     }[stats.kind]
-    return f"shmloader: {what}{state}, {how}, {stats.machine.cores} cores"
+    cores = f", {stats.machine.cores} cores" if stats.machine.cores else ""
+    return f"shmloader: {what}{state}, {how}{cores}"
 
 
 def _overview(stats: Any) -> list[tuple[str, str]]:
     wait, slots = stats.wait, stats.slots
+    nbytes = f", {size(stats.nbytes)}" if stats.nbytes else ""
     given = (
-        f"{stats.batches:,} batches, {stats.samples:,} samples, {size(stats.nbytes)} in "
+        f"{stats.batches:,} batches, {stats.samples:,} samples{nbytes} in "
         f"{seconds(stats.elapsed_s)}: {stats.samples_per_s:,.0f} samples/s"
     )
     waited = (

@@ -140,13 +140,13 @@ def _events_of(call: Traced, number: int, following: Traced | None) -> Iterator[
     track = _FIRST_WORKER + times.worker_id
     began_ns, fetch_ns, collate_ns, encode_ns, sample_count = times.work
     about |= {"worker": times.worker_id, "samples": sample_count, "bytes": times.nbytes}
+    ended_ns = began_ns + fetch_ns + collate_ns + encode_ns
     about |= {
-        "offered_us": (times.sent_ns - times.offered_ns) / 1e3,
-        "seen_us": (times.seen_ns - began_ns - fetch_ns - collate_ns - encode_ns) / 1e3,
+        "slot_us": (times.sent_ns - times.offered_ns) / 1e3,
+        "transport_us": (times.seen_ns - max(times.looked_ns, ended_ns)) / 1e3,
     }
     yield _slice(_ENGINE, f"send {number}", times.sent_ns, times.sent_ns + _INSTANT_NS)
     fetched_ns, collated_ns = began_ns + fetch_ns, began_ns + fetch_ns + collate_ns
-    ended_ns = collated_ns + encode_ns
     yield _slice(track, f"batch {number}", began_ns, ended_ns, **about)
     yield _slice(track, "fetch", began_ns, fetched_ns)
     yield _slice(track, "collate", fetched_ns, collated_ns)

@@ -48,6 +48,7 @@ class Finding(enum.Enum):
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
     HANDING_OVER = "handing over"
+    OTHER_LOADER = "another loader"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +125,15 @@ def _nothing_to_gain(seen: Evidence) -> tuple[Finding, str] | None:
 
 
 def _who_is_to_blame(seen: Evidence) -> tuple[Finding, str]:
-    if seen.startup_s > STARTUP_SHARE * seen.waited_s and seen.kind != "in-process":
+    if seen.workers and seen.startup_s > STARTUP_SHARE * seen.waited_s:
         return Finding.START_UP, (
             f"{seen.startup_s:.2g} s of {seen.waited_s:.2g} s of waiting was for the first batches "
             "of epochs: keep the workers (persistent_workers=True), or make the dataset lighter to "
             "start with."
+        )
+    if seen.kind == "other":
+        return Finding.OTHER_LOADER, (
+            "what it does meanwhile is not known: it is none of shmloader's, which would say."
         )
     if seen.kind == "in-process":
         return Finding.IN_PROCESS, (

@@ -39,8 +39,7 @@ def test_the_public_names_are_these():
     assert set(shmloader.__all__) == {
         *("DataLoader", "ShardedDataLoader", "empty", "get_worker_info", "__version__"),
         *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
-        "sample_rng",
-        "share",
+        *("sample_rng", "share", "CachedBatches", "LoaderStats"),
         *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
         *("ClosedLoaderError", "InternalError", "TooManyFailures"),
     }

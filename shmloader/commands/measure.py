@@ -1,0 +1,98 @@
+"""Runs a loader of any kind, and measures what its consumer sees."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shmloader.commands.target import UsageError
+from shmloader.fronts.dataloader import DataLoader
+from shmloader.stats.record import Record
+from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
+from shmloader.workers.cores import usable_cores
+
+
+class Run:
+    """A loader, batch after batch, epoch after epoch. Used as a context manager.
+
+    Attributes:
+        taken: Batches that were taken.
+        epochs: Epochs that were begun.
+
+    Args:
+        loader: Any iterable of batches.
+        step_s: A training step between two batches.
+    """
+
+    def __init__(self, loader: Any, step_s: float = 0.0) -> None:
+        self._loader = loader
+        self._step_s = step_s
+        self._record = Record(None, "other", getattr(loader, "num_workers", 0))
+        self.taken = 0
+        self.epochs = 0
+
+    def __enter__(self) -> "Run":
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the loader's workers."""
+        close: Callable[[], None] | None = getattr(self._loader, "close", None)
+        if close is not None:
+            close()
+        elif getattr(self._loader, "_iterator", None) is not None:
+            self._loader._iterator = None  # torch's persistent workers
+
+    def batches(self) -> Iterator[float]:
+        """Take batches for ever; gives the seconds from one to the next.
+
+        Raises:
+            UsageError: If an epoch gives none.
+        """
+        before_s = time.monotonic()
+        while True:
+            self.epochs += 1
+            began_ns = time.monotonic_ns()
+            iterator = iter(self._loader)
+            self._record.iter_ns += time.monotonic_ns() - began_ns
+            count = 0
+            for _ in self._take(iterator):
+                count += 1
+                self.taken += 1
+                if self._step_s:
+                    time.sleep(self._step_s)
+                now_s = time.monotonic()
+                yield now_s - before_s
+                before_s = now_s
+            if count == 0:
+                raise UsageError("the loader gives no batch")
+
+    def _take(self, iterator: Iterator[Any]) -> Iterator[None]:
+        record = self._record
+        while True:
+            began_ns = time.monotonic_ns()
+            batch = next(iterator, self)
+            record.waited(began_ns, time.monotonic_ns())
+            if batch is self:
+                return
+            record.batches += 1
+            record.samples += _count_samples(self._loader, batch)
+            del batch
+            yield
+
+    def stats(self) -> LoaderStats:
+        """What there is to say of it, by our own loader where it is one."""
+        if isinstance(self._loader, DataLoader) and self._loader.stats("total").batches:
+            return self._loader.stats("total")
+        record = self._record.copy()
+        return snapshot(record, self.epochs, Machine(usable_cores(Path("/"))))
+
+
+def _count_samples(loader: Any, batch: Any) -> int:
+    """Samples of a batch of somebody else's loader, as far as can be told."""
+    while isinstance(batch, list | tuple | dict) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    shape = getattr(batch, "shape", None)
+    if shape:
+        return int(shape[0])
+    return int(getattr(loader, "batch_size", None) or 1)

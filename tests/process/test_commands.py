@@ -1,0 +1,288 @@
+"""The command line, on real loaders."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shmloader
+from shmloader.commands import tune as tuning
+from shmloader.commands.main import main
+from shmloader.commands.target import UsageError, like
+from shmloader.commands.tune import Setting, Speed, climb
+from shmloader.sampling import BucketBatchSampler
+
+pytestmark = pytest.mark.timeout(120)
+
+LOADERS = """
+import os, signal, threading, time
+import torch, shmloader
+from torch.utils.data import Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.full((8,), index)
+
+def make():
+    return shmloader.DataLoader(Slow(), batch_size=4, num_workers=2, shuffle=True)
+
+def make_torch():
+    return torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1)
+
+def make_with(num_workers, prefetch_factor):
+    return shmloader.DataLoader(
+        Slow(), batch_size=4, num_workers=num_workers, prefetch_factor=prefetch_factor
+    )
+
+def make_in_process():
+    return torch.utils.data.DataLoader(Slow(), batch_size=4)
+
+class Interrupted(Slow):
+    def __getitem__(self, index):
+        if index == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+        return index
+
+def make_interrupted():
+    return shmloader.DataLoader(Interrupted(), batch_size=4)
+
+def make_sharded():
+    return shmloader.ShardedDataLoader(Slow(), batch_size=4)
+
+def make_list():
+    return []
+
+def make_nothing():
+    return 7
+
+number = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """A directory with a module of loaders, as a user has it."""
+    (tmp_path / "loaders_of_mine.py").write_text(LOADERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("loaders_of_mine", None)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("cook",), "invalid choice: 'cook'"),
+        (("bench", "loaders_of_mine"), "is not of the form pkg.module:make_loader"),
+        (("bench", "no_such_module:make"), "there is no module 'no_such_module' here"),
+        (("bench", "loaders_of_mine:nobody"), "loaders_of_mine has no 'nobody'"),
+        (("bench", "loaders_of_mine:number"), "is no function that makes a loader, but a int"),
+        (("bench", "loaders_of_mine:make_nothing"), "gave a int, which is no loader"),
+        (("bench", "loaders_of_mine:make_list"), "the loader gives no batch"),
+        (("bench", "loaders_of_mine:make", "--batches", "0"), "'0' is not a whole number from 1"),
+        (("bench", "loaders_of_mine:make", "--step-ms", "-1"), "'-1' is not a number from 0 up"),
+        (("bench", "loaders_of_mine:make", "--vs", "gluon"), "invalid choice: 'gluon'"),
+        (("tune", "loaders_of_mine:make_sharded"), "cannot be made anew"),
+        (("tune", "loaders_of_mine:make_list"), "cannot be made anew"),
+        (("report", "no.json"), "no.json"),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(capsys, arguments, text) -> None:
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert text in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_bench_prints_the_table_and_the_verdict(capsys) -> None:
+    assert run("bench", "loaders_of_mine:make", "--batches", "20", "--step-ms", "1") == 0
+    said = capsys.readouterr().out
+    # 16 batches an epoch: it goes on with the next one.
+    assert "all of 2 epochs" in said
+    assert "20 batches, 80 samples" in said
+    assert "The consumer waited" in said
+
+
+def test_bench_measures_loaders_of_others(capsys) -> None:
+    assert run("bench", "loaders_of_mine:make_in_process", "--batches", "3") == 0
+    said = capsys.readouterr().out
+    assert "3 batches, 12 samples" in said
+    assert "none of shmloader's" in said
+
+
+def test_bench_against_torch_prints_ratios(capsys) -> None:
+    assert run("bench", "loaders_of_mine:make", "--batches", "8", "--vs", "torch") == 0
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
+    ours, torchs, ratio = (float(text) for text in rows["batches/s"][1:])
+    assert ratio == pytest.approx(ours / torchs, abs=0.02)
+
+
+def test_after_ctrl_c_bench_tells_what_was_measured(capsys) -> None:
+    assert run("bench", "loaders_of_mine:make_interrupted", "--batches", "16") == 130
+    said = capsys.readouterr().out
+    assert "interrupted after 10 of 16 batches" in said
+    assert "10 batches, 40 samples" in said
+
+
+def test_doctor_tells_of_each_thing(capsys) -> None:
+    assert run("doctor") == 0
+    said = capsys.readouterr().out
+    for name in (
+        "cores",
+        "memory",
+        "/dev/shm",
+        "memfd",
+        "descriptors",
+        "start method",
+        "GPUs",
+        "locked pages",
+    ):
+        assert f"  {name}" in said
+    assert "not known" not in said
+    assert f"{len(os.sched_getaffinity(0))} by affinity" in said
+
+
+@pytest.fixture(scope="session")
+def _fonts() -> None:
+    """matplotlib opens its fonts once, and keeps them open."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.add_subplot().set_title("text")
+    figure.savefig(io.BytesIO())
+
+
+@pytest.mark.usefixtures("_fonts")
+def test_tune_prints_the_best_setting_as_a_line_of_python(capsys, here) -> None:
+    arguments = ("loaders_of_mine:make", "--seconds", "0.3", "--plot", str(here / "curve.png"))
+    assert run("tune", *arguments) == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith("DataLoader(..., "))
+    setting = eval(line.replace("DataLoader(..., ", "dict("))
+    # Samples that wait gain by each worker.
+    assert setting["num_workers"] >= 1
+    assert (here / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tune_uses_the_settings_of_a_function_that_takes_them(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(tuning, "usable_cores", lambda _: 1)
+    assert run("tune", "loaders_of_mine:make_with", "--seconds", "0.2") == 0
+    assert "num_workers=1, prefetch_factor=4" in capsys.readouterr().out
+
+
+def test_after_ctrl_c_tune_tells_the_best_so_far(capsys, monkeypatch) -> None:
+    measure = tuning._Tuner.measure
+
+    def interrupt(tuner, setting, best):
+        if best is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        return measure(tuner, setting, best)
+
+    monkeypatch.setattr(tuning._Tuner, "measure", interrupt)
+    assert run("tune", "loaders_of_mine:make", "--seconds", "0.2") == 130
+    said = capsys.readouterr().out
+    assert "interrupted; of what was measured so far" in said
+    assert said.rstrip().endswith("prefetch_factor=2)")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("curve.mp3", "names no kind of picture"), ("no/curve.png", "there is no directory")],
+)
+def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
+    capsys, name, text
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert run("tune", "loaders_of_mine:make", "--plot", name) == 2
+    assert text in capsys.readouterr().err
+
+
+def hill(setting: Setting) -> float:
+    """Speeds with one top, at 6 workers; a prefetch of 4 gains a little."""
+    workers, prefetch = setting
+    return 100 - 10 * abs(workers - 6) + {1: -5.0, 2: 0.0, 4: 20.0}.get(prefetch, 0.0)
+
+
+def test_the_climb_finds_the_top_and_keeps_to_the_limits() -> None:
+    tried = []
+
+    def measure(setting: Setting, best: Speed | None) -> Speed:
+        tried.append(setting)
+        return Speed(hill(setting), 0.1, 100)
+
+    *_, (best, _) = climb(Setting(2, 2), measure, lambda setting: setting.num_workers <= 16)
+    assert best == Setting(6, 4)
+    assert len(tried) == len(set(tried)) < 20
+    *_, (best, _) = climb(Setting(2, 2), measure, lambda setting: setting.num_workers <= 3)
+    assert best == Setting(3, 4)
+    assert max(tried[20:]).num_workers <= 3 if len(tried) > 20 else True
+
+
+def test_a_setting_that_takes_less_need_not_be_faster() -> None:
+    def measure(setting: Setting, best: Speed | None) -> Speed:
+        return Speed(100.0, 0.1, 100)
+
+    *_, (best, _) = climb(Setting(4, 4), measure, lambda _: True)
+    assert best == Setting(0, 4) or best.num_workers == 0
+
+
+def test_a_loader_like_another_has_its_arguments() -> None:
+    dataset = list(range(40))
+    first = shmloader.DataLoader(
+        dataset, 8, True, num_workers=2, seed=3, on_error="skip", prefetch_factor=3, drop_last=True
+    )
+    made = like(first, num_workers=1)
+    assert isinstance(made, shmloader.DataLoader)
+    assert (made.num_workers, made.prefetch_factor, made.seed, made.on_error) == (1, 3, 3, "skip")
+    assert (made.batch_size, made.drop_last) == (8, True)
+    assert isinstance(made.sampler, torch.utils.data.RandomSampler)
+    torchs = like(first, of_torch=True)
+    assert type(torchs) is torch.utils.data.DataLoader
+    assert torchs.num_workers == 2
+    sampler = BucketBatchSampler([1] * 40, 4, 1)
+    mine = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
+    assert like(mine).batch_sampler is sampler
+    none = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
+    assert like(none).batch_size is None
+    assert like(none, num_workers=0).num_workers == 0
+    with pytest.raises(UsageError):
+        like([1])
+
+
+def test_the_command_line_runs_as_a_module() -> None:
+    import subprocess
+
+    from tests.process.support import ROOT
+
+    done = subprocess.run(
+        [sys.executable, "-m", "shmloader", "bench", "loaders_of_mine:make", "--batches", "4"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 batches, 16 samples" in done.stdout

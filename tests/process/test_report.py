@@ -1,0 +1,178 @@
+"""The page of a trace: in a real browser, at two widths, for a run of each kind."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shmloader import DataLoader
+from shmloader.commands.main import main
+from shmloader.commands.report.data import PARTS, read_trace
+from tests.process.support import Calls
+from tests.simulated import pinning
+
+pytestmark = pytest.mark.timeout(170)
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+BATCHES = 12
+
+# Run in the page after its own script: what a test cannot see in a picture.
+PROBE = """
+<script>
+addEventListener("error", event => { document.body.dataset.error = event.message; });
+document.body.dataset.wide = document.documentElement.scrollWidth - innerWidth;
+const colours = {};
+for (const canvas of document.querySelectorAll("canvas")) {
+  const bits = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const found = new Set();
+  for (let i = 0; i < bits.length; i += 4) {
+    if (bits[i + 3] === 255) {
+      found.add("#" + [0, 1, 2].map(k => bits[i + k].toString(16).padStart(2, "0")).join(""));
+    }
+  }
+  colours[canvas.id] = [...found];
+}
+document.body.dataset.colours = JSON.stringify(colours);
+</script>
+"""
+FETCH, WAIT, USE, READY = "#2f6fde", "#d8432f", "#b9c3d0", "#a9d6a0"
+
+
+def slow(index: int) -> torch.Tensor:
+    time.sleep(0.02)
+    return torch.full((8,), index)
+
+
+def record(path: Path, *, is_bound: bool, **options: Any) -> Path:
+    """A trace of a run whose workers are the limit, or of one whose consumer is."""
+    options = {"num_workers": 2, **options}
+    quick = Calls(lambda index: torch.full((8,), index), BATCHES)
+    loader = DataLoader(Calls(slow, BATCHES) if is_bound else quick, **options)
+    with loader, loader.trace(path):
+        for _ in loader:
+            time.sleep(0.0 if is_bound else 0.02)
+    return path
+
+
+@pytest.fixture(scope="session")
+def _fonts() -> None:
+    """matplotlib opens its fonts once, and keeps them open."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.add_subplot().set_title("text")
+    figure.savefig(io.BytesIO())
+
+
+def browse(page: Path, width: int) -> str:
+    """The page as it is when its script has run in a browser."""
+    assert BROWSER is not None
+    text = page.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>")
+    probed = page.with_name(f"probed-{page.name}")
+    probed.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={page.parent / 'profile'}",
+            f"--window-size={width},1600",
+            "--dump-dom",
+            probed.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to look at the page with")
+@pytest.mark.parametrize(("is_bound", "width"), [(True, 1280), (False, 480)])
+def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
+    trace = record(tmp_path / "run.json", is_bound=is_bound)
+    assert main(["report", str(trace), "-o", str(tmp_path / "page.html")]) == 0
+    seen = browse(tmp_path / "page.html", width)
+    assert f'data-drawn="{BATCHES}"' in seen
+    assert "data-error" not in seen
+    wide = re.search(r'data-wide="(-?\d+)"', seen)
+    assert wide is not None
+    assert int(wide[1]) <= 0, "it has to be scrolled sideways"
+    found = re.search(r'data-colours="([^"]+)"', seen)
+    assert found is not None
+    colours = json.loads(found[1].replace("&quot;", '"'))
+    assert set(colours) == {"timeline", "stack", "waits", "stock"}
+    assert WAIT in colours["waits"]
+    if is_bound:
+        assert {FETCH, WAIT} <= set(colours["timeline"])
+        assert FETCH in colours["stack"]
+    else:
+        assert USE in colours["timeline"]
+        assert READY in colours["stack"]
+        assert READY in colours["stock"]
+
+
+def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
+    trace = record(tmp_path / "run.json", is_bound=True)
+    assert main(["report", str(trace)]) == 0
+    assert "page: " in capsys.readouterr().out
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|src=|@import", page)
+    assert "{{" not in page
+    run = read_trace(trace)
+    assert f"<h1>{run.verdict}</h1>" in page.replace("&#x27;", "'")
+    assert "12 batches, 12 samples" in page
+
+
+def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
+    for options in ({}, {"seed": 0}, {"num_workers": 0}, {"thread_pool": True}):
+        trace = record(tmp_path / "run.json", is_bound=True, **options)
+        batches = read_trace(trace).batches
+        assert len(batches) == BATCHES
+        for batch in batches:
+            assert set(batch.parts) <= set(PARTS)
+            assert batch.parts["fetch"] >= 20
+            spent = sum(batch.parts.values())
+            since = batch.began if batch.worker is None else batch.sent - batch.parts["slot"]
+            # What is not looked for is nobody's: it is part of "ready".
+            assert spent <= batch.taken - since + 0.01
+            assert spent >= 0.5 * (batch.taken - since)
+
+
+@pytest.mark.usefixtures("_fonts")
+def test_a_picture_of_the_same(tmp_path, capsys) -> None:
+    with pinning():
+        trace = record(tmp_path / "run.json", is_bound=True, pin_memory=True)
+    assert main(["report", str(trace), "-o", str(tmp_path / "page.html"), "--png"]) == 0
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot read"),
+        ("no json", "is no trace"),
+        ('{"traceEvents": []}', "is no trace of loader.trace()"),
+        ("[1]", "is no trace of loader.trace()"),
+        ('{"traceEvents": [], "otherData": {"producer": "shmloader"}}', "there is no batch in"),
+    ],
+)
+def test_what_is_no_trace_is_told_in_one_line(tmp_path, capsys, content, text) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    assert main(["report", str(tmp_path / "run.json")]) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1
