@@ -47,8 +47,8 @@ from shmloader.stages.pin import PinStage
 from shmloader.stages.plain import PlainStage
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
-from shmloader.workers.array_datasets import may_be_columns
 from shmloader.stats.record import Record
+from shmloader.workers.array_datasets import may_be_columns
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 
