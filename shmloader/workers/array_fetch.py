@@ -1,5 +1,6 @@
 """A worker's fetcher for datasets that are arrays, and what takes index arrays for all others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,12 @@ class ArrayFetcher:
     So an index that is not there, or is counted from the end, comes to what torch makes of it.
     """
 
-    def __init__(self, gatherer: Gatherer, plain: Any, *, may_shard: bool) -> None:
+    def __init__(
+        self, gatherer: Gatherer, plain: Any, note: Callable[[int], None], *, may_shard: bool
+    ) -> None:
         self._gatherer = gatherer
         self._plain = plain
+        self._note = note
         self._may_shard = may_shard
 
     def fetch(self, indices: Any) -> Any:
@@ -48,6 +52,7 @@ class ArrayFetcher:
         known = _as_known(indices, self._gatherer.length)
         if known is None:
             return self._plain.fetch(as_list(indices))
+        self._note(len(known))
         return self._gatherer.gather(known)
 
 
@@ -71,16 +76,24 @@ def _as_known(indices: Any, length: int) -> Any:
     return array
 
 
-def fetcher_of_arrays(dataset: Any, writer: SlotWriter, plain: Any, *, may_shard: bool) -> Any:
+def fetcher_of_arrays(
+    dataset: Any,
+    writer: SlotWriter,
+    plain: Any,
+    note: Callable[[int], None],
+    *,
+    may_shard: bool,
+) -> Any:
     """The fetcher of a dataset that is collated by torch's own ``default_collate``.
 
     Args:
         dataset: The worker's, after ``worker_init_fn``.
         writer: Of the slot.
         plain: What makes batches of it the ordinary way.
+        note: Told of each batch how many samples were gathered.
         may_shard: Whether what is fetched may be a list of index lists.
     """
     columns = find_columns(dataset)
     if columns is None:
         return AnyIndexFetcher(plain)
-    return ArrayFetcher(Gatherer(columns, writer), plain, may_shard=may_shard)
+    return ArrayFetcher(Gatherer(columns, writer), plain, note, may_shard=may_shard)

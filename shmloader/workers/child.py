@@ -287,7 +287,13 @@ class _Worker:
             return fetcher
         if not collates_plainly:
             return AnyIndexFetcher(fetcher)
-        return fetcher_of_arrays(self._dataset, self._writer, fetcher, may_shard=plan.may_shard)
+        return fetcher_of_arrays(
+            self._dataset,
+            self._writer,
+            fetcher,
+            self._stopwatch.count,
+            may_shard=plan.may_shard,
+        )
 
     def _iterate_dataset(self, saved: Saved | None = None) -> Any:
         load_dataset(self._dataset, saved)

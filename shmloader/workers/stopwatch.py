@@ -38,13 +38,17 @@ class Stopwatch:
         def timed(samples: Any) -> Any:
             began_ns = _now_ns()
             # Before: collate may change the list.
-            self._sample_count += len(samples) if counts_items else 1
+            self.count(len(samples) if counts_items else 1)
             try:
                 return collate_fn(samples)
             finally:
                 self._collate_ns += _now_ns() - began_ns
 
         return timed
+
+    def count(self, sample_count: int) -> None:
+        """Note samples of the batch."""
+        self._sample_count += sample_count
 
     def fetched(self) -> None:
         """The batch is fetched and collated; what follows is encoding."""

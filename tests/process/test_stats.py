@@ -73,6 +73,15 @@ def test_an_epoch_counts_what_was_given(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_arrays_that_are_gathered_count(kind) -> None:
+    with DataLoader(torch.arange(21.0), batch_size=4, **KINDS[kind]) as loader:
+        assert sum(len(batch) for batch in loader) == 21
+    stats = loader.stats()
+    assert (stats.batches, stats.samples) == (6, 21)
+    assert stats.stages.fetch.total_s > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_newest_epoch_and_all_of_them(kind) -> None:
     loader = loader_of(**KINDS[kind])
     assert loader.stats().batches == loader.stats("total").batches == 0
