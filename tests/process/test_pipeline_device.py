@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shmloader import PipelineBuilder
-from tests.simulated import host_checksum
+from tests.simulated import host_checksum, pinning
 
 LARGE = 300_000
 
@@ -47,6 +47,19 @@ def test_batches_of_threads_are_copied_as_well(sim):
     results = [sim.checksum(batch) for batch in builder.transfer("sim").add_sink().build()]
     assert [result.value() for result in results] == CHECKSUMS
     assert sim.counts["lock"] == 0
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_what_lies_in_no_slot_goes_by_way_of_pinned_memory(sim, executor):
+    with pinning() as pinned:
+        builder = PipelineBuilder().add_source(range(9)).pipe(make, executor=executor)
+        results = [sim.checksum(batch) for batch in builder.transfer("sim").add_sink().build()]
+        assert [result.value() for result in results] == CHECKSUMS[:9]
+    if executor == "thread":
+        assert sum(nbytes >= LARGE for nbytes in pinned.allocations) == 9
+        assert pinned.threads == {"shmloader_device_0"}
+    else:
+        assert pinned.allocations == []
 
 
 def test_an_op_after_the_transfer_waits_for_the_copy_on_its_own_stream(sim):

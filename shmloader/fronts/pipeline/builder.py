@@ -179,8 +179,9 @@ class PipelineBuilder:
         """Add a stage that copies batches to a device, on a thread and a stream of its own.
 
         As ``DataLoader(device=)`` does: results of a stage with ``executor="process"`` that comes
-        directly before are copied from their slots, which are page-locked. The current stream of
-        whoever uses a batch first, the next op or the consumer, waits for the copy.
+        directly before are copied from their slots, which are page-locked; others by way of torch's
+        pinned memory. The current stream of whoever uses a batch first, the next op or the
+        consumer, waits for the copy. No aggregate may follow, nor a stage on processes.
 
         Args:
             device: ``"cuda:0"``, an index, a ``torch.device``. ``"cpu"``: nothing is added.

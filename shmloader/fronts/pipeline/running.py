@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
+
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.arrival import Arrival
@@ -25,6 +27,7 @@ from shmloader.fronts.pipeline.plan import Group, Pipe, Plan, Where
 from shmloader.fronts.pipeline.processes import ProcessCrew
 from shmloader.fronts.pipeline.threads import ThreadCrew
 from shmloader.stages.device import Backend, DeviceStage
+from shmloader.stages.pin import pin_batch
 from shmloader.workers.finishing import finish
 
 # How long an end waits for threads, which may be in an op.
@@ -51,14 +54,19 @@ class _DeviceCrew(ThreadCrew):
 
     Args:
         backend: The device.
+        pins: Whether batches are copied into torch's pinned memory first: those that do not lie in
+            slots, which are page-locked themselves.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, pins: bool) -> None:
         self.stage = DeviceStage(backend, _AHEAD)
+        self._pins = pins
         super().__init__(DeviceStage.name, 1, self.stage.start)
 
     def copy(self, batch: object) -> Arrival:
         """Start a batch's copy. On the thread."""
+        if self._pins:
+            batch = pin_batch(batch, None)
         return Arrival(self.stage, self.stage.run(batch))
 
     def join(self, deadline: float) -> bool:
@@ -189,8 +197,10 @@ class Running:
             crew.start()
 
     def _reader_of(self, place: int) -> Backend | None:
-        """What reads a stage's results out of their slots: the device, if that comes next."""
-        following = self._plan.stages[place + 1 : place + 2]
+        """What reads a stage's results out of slots: the device, if that comes next."""
+        first, *following = self._plan.stages[place : place + 2]
+        if not isinstance(first, Pipe) or first.where is not Where.PROCESSES:
+            return None
         for pipe in following:
             if isinstance(pipe, Pipe) and pipe.where is Where.DEVICE:
                 return self._backend(place + 1, pipe)
@@ -232,7 +242,10 @@ class Running:
                 crew = ExecutorCrew(stage.executor)
                 hands.append(crew)
             else:
-                crew = _DeviceCrew(self._backend(place, stage))
+                comes_in_slots = place > 0 and self._reader_of(place - 1) is not None
+                crew = _DeviceCrew(
+                    self._backend(place, stage), pins=not comes_in_slots and _can_pin(stage.device)
+                )
                 op = crew.copy
                 hands.append(crew)
             calls.append(Call(stage.name, op, stage.kind, crew))
@@ -254,6 +267,11 @@ class Running:
         """Raise ClosedLoaderError in a forked child."""
         if os.getpid() != self.pid:
             raise ClosedLoaderError("the pipeline belongs to the process that started it")
+
+
+def _can_pin(device: Any) -> bool:
+    """Whether torch has pinned memory for a device: CUDA and ROCm."""
+    return torch.accelerator.is_available() and getattr(device, "type", "cuda") == "cuda"
 
 
 def _join(crew: _Ending, deadline: float) -> None:
