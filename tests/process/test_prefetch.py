@@ -27,16 +27,16 @@ def test_items_are_computed_ahead_as_many_as_may_be_buffered():
 
     def note(number):
         asked.append(number)
-        if len(asked) == 5:
+        if len(asked) == 6:
             enough.set()
         return number
 
-    items = prefetch(smap(note, range(100)), 2, max_buffered=4)
+    items = prefetch(smap(note, range(100)), 2, max_buffered=5)
     assert asked == []
     assert items[0] == 0
-    assert enough.wait(SOON_S)  # 0 and the next 4
+    assert enough.wait(SOON_S)  # 0 and the next 5
     threading.Event().wait(0.05)
-    assert sorted(asked) == [0, 1, 2, 3, 4]
+    assert sorted(asked) == [0, 1, 2, 3, 4, 5]
     items.close()
 
 

@@ -307,7 +307,7 @@ def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():
         assert list(items) == list(range(1, 9))
 
 
-def test_the_interpreter_waits_neither_for_an_op_nor_for_one_that_was_abandoned():
+def test_the_interpreter_ends_quietly_and_waits_for_no_op_abandoned_or_not():
     program = Program(
         """
         import threading, time
@@ -325,6 +325,16 @@ def test_the_interpreter_waits_neither_for_an_op_nor_for_one_that_was_abandoned(
             reached.wait()
             return pipeline
 
+        async def soon(number):
+            return number
+
+        def each(number):
+            yield number
+
+        builder = PipelineBuilder().add_source(range(10**9)).pipe(soon, concurrency=4)
+        builder.pipe(abs, executor="process", concurrency=2).pipe(each).pipe(abs)
+        in_use = iter(builder.add_sink().build())
+        assert len([next(in_use) for _ in range(9)]) == 9
         pipeline = start_one()
         start_one().stop()
         print("the end", flush=True)
