@@ -37,7 +37,14 @@ def test_items_are_computed_ahead_as_many_as_may_be_buffered():
     assert enough.wait(SOON_S)  # 0 and the next 5
     threading.Event().wait(0.05)
     assert sorted(asked) == [0, 1, 2, 3, 4, 5]
+    assert [items[index] for index in range(1, 20)] == list(range(1, 20))
+    assert len(asked) == len(set(asked))  # nobody begins anew while the reader reads on
     items.close()
+
+
+def test_a_jump_keeps_the_worker():
+    items = prefetch(smap(lambda _: os.getpid(), range(30)), 1, "process")
+    assert len({items[index] for index in (0, 1, 20, 5, 5, 6)}) == 1
 
 
 def test_reading_on_goes_on_and_another_item_begins_anew(method):
