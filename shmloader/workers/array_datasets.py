@@ -45,8 +45,6 @@ def find_columns(dataset: Any) -> Columns | None:
         return _subset(dataset)
     if kind is StackDataset:
         return _side_by_side(dataset.datasets, len(dataset))
-    if any(type(part) is not torch.Tensor for part in dataset.tensors):
-        return None
     return _side_by_side(dataset.tensors, len(dataset))
 
 

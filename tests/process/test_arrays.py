@@ -135,6 +135,17 @@ class Own(TensorDataset):
         return tuple(-tensor[index] for tensor in self.tensors)
 
 
+class Made(TensorDataset):
+    """Its tensors are made when they are asked for."""
+
+    @property
+    def tensors(self) -> Any:
+        return (torch.arange(LENGTH),)
+
+    @tensors.setter
+    def tensors(self, _: Any) -> None: ...
+
+
 class OwnArray(np.ndarray):
     def __getitem__(self, index: Any) -> Any:
         return np.asarray(self)[index] * 2
@@ -153,6 +164,7 @@ def with_getitems() -> TensorDataset:
 
 OTHERS: dict[str, Callable[[], Any]] = {
     "a subclass": lambda: Own(torch.arange(LENGTH)),
+    "a subclass with torch's methods": lambda: Made(torch.arange(LENGTH)),
     "an array of a subclass": lambda: np.arange(LENGTH).view(OwnArray),
     "a subclass below a subset": lambda: Subset(Own(torch.arange(LENGTH)), range(LENGTH)),
     "methods of its own": with_getitems,
@@ -326,3 +338,44 @@ def test_where_more_is_asked_of_a_worker_it_is_done():
     assert_same(list(shuffled), list(expected))
     with pytest.raises(IndexError, match="Caught IndexError in DataLoader worker process 0"):
         list(loader(TensorDataset(rows), sampler=[5, 9], **options))
+
+
+class Table:
+    """Takes lists of indices alone, and gives a dict of columns, as tables of other libraries."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = np.arange(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Any]:
+        assert type(indices) is list
+        return {"row": self.rows[indices], "text": [f"row {index}" for index in indices]}
+
+
+class ByLists(Table):
+    """Has __getitems__, which gives samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [{"row": torch.tensor(index)} for index in super().__getitem__(indices)["row"]]
+
+
+def test_a_dataset_that_takes_lists_of_indices_gives_whole_batches():
+    def make() -> dict[str, Any]:
+        batches = BatchSampler(RandomSampler(range(50)), 8, False)
+        return {
+            "dataset": Table(50), "batch_size": None, "sampler": batches, "num_workers": 2,
+            "multiprocessing_context": "fork",
+        }  # fmt: skip
+
+    batches = run_both(make, epochs=1)
+    assert sorted(int(row) for batch in batches for row in batch["row"]) == list(range(50))
+
+
+def test_getitems_is_asked_for_all_of_a_batch():
+    def make() -> dict[str, Any]:
+        fixed = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": "fork"}
+        return {"dataset": ByLists(50), "shuffle": True, **fixed}
+
+    run_both(make, epochs=1)
