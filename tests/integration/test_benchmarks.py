@@ -94,3 +94,21 @@ def test_what_statistics_cost_is_measured_alone_and_on_the_whole():
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\| the difference \| -?[\d.]+ \(", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_benchmark_of_arrays_compares_with_torch_and_a_ceiling():
+    done = run("arrays.py", "--smallest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for loader in ("torch", "shmloader", "ceiling"):
+        row = rf"^\| {loader}, shuffled \| [\d,]+ \([\d,]+–[\d,]+\) \| "
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^content hash, shuffled: [0-9a-f]{16}$", done.stdout, re.MULTILINE)
+
+
+def test_the_benchmark_of_memory_prints_its_table():
+    done = run("memory.py", "--smallest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for loader in ("plain", "share"):
+        row = rf"^\| {loader}, fork \| [\d,]+ \| -?[\d,]+ \| "
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    assert "\ncontent: the same for all loaders\n" in done.stdout

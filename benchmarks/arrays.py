@@ -1,0 +1,246 @@
+"""How fast is a loader over data that is an array already?
+
+A ``TensorDataset`` of rows and labels, shuffled and in order, with the default collate: torch's
+loader, ours, and a ceiling: as many processes that do nothing but ``index_select`` into a resident
+buffer, with the indices at hand. Each run is a fresh process and times whole epochs, from
+``iter()`` to the last batch, after a first one; kinds take turns within a round, and ratios are of
+one round. CPU time is that of all processes: it tells more than the clock where others use the
+machine.
+
+``--memory-map`` measures instead what a memory-mapped file of so many bytes costs each worker.
+
+Exit code: 0; 2 if a run failed; 3 if the loaders' batches differ. No figure is a pass or a fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from _fresh import run_anew
+from _machine import describe_machine
+
+import shmloader
+
+_RUN_LIMIT_S = 600.0
+_BATCH_SIZE = 1_024
+_WIDTH = 32
+_HASHED = 20
+LOADERS = {"torch": torch.utils.data.DataLoader, "shmloader": shmloader.DataLoader}
+KINDS = [
+    *(f"{name}, {order}" for order in ("shuffled", "in order") for name in LOADERS),
+    "ceiling, shuffled",
+]
+
+
+def make_dataset(samples: int) -> torch.utils.data.TensorDataset:
+    """Rows and labels, the same whenever they are made."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(samples, _WIDTH, generator=generator)
+    return torch.utils.data.TensorDataset(rows, torch.arange(samples))
+
+
+def _cpu_s() -> float:
+    workers = (child.cpu_times() for child in psutil.Process().children())
+    return time.process_time() + sum(times.user + times.system for times in workers)
+
+
+def run_loader(kind: str, samples: int, epochs: int, workers: int) -> dict[str, Any]:
+    """Time some epochs of a loader; µs a batch."""
+    name, _, order = kind.partition(", ")
+    torch.manual_seed(0)
+    loader = LOADERS[name](
+        make_dataset(samples), _BATCH_SIZE, order == "shuffled", num_workers=workers,
+        persistent_workers=True, multiprocessing_context="fork",
+    )  # fmt: skip
+    content = hashlib.blake2b(digest_size=8)
+    for number, batch in enumerate(loader):
+        if number < _HASHED or number == len(loader) - 1:
+            for tensor in batch:
+                content.update(tensor.numpy().tobytes())
+    expected = samples * (samples - 1) // 2
+    began_s, cpu_s = time.perf_counter(), _cpu_s()
+    for _ in range(epochs):
+        total = 0
+        for rows, labels in loader:
+            total += int(labels.sum())
+            rows[::16, 0].sum()  # a word of every page
+        if total != expected:
+            raise RuntimeError("the loader gave other samples")
+    batches = epochs * len(loader)
+    return {
+        "wall_us": (time.perf_counter() - began_s) / batches * 1e6,
+        "cpu_us": (_cpu_s() - cpu_s) / batches * 1e6,
+        "content": content.hexdigest(),
+    }
+
+
+def _gather(
+    samples: int, worker: int, workers: int, batches: int, start: Any, channel: Any
+) -> None:
+    torch.set_num_threads(1)
+    dataset = make_dataset(samples)
+    order = torch.randperm(samples)
+    indices = list(order.split(_BATCH_SIZE))[worker::workers]
+    out = [
+        torch.empty((_BATCH_SIZE, *rows.shape[1:]), dtype=rows.dtype) for rows in dataset.tensors
+    ]
+    indices = [one for one in indices if len(one) == _BATCH_SIZE]
+    start.wait()
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    for number in range(batches // workers):
+        for rows, place in zip(dataset.tensors, out, strict=True):
+            torch.index_select(rows, 0, indices[number % len(indices)], out=place)
+    channel.send((time.perf_counter() - began_s, time.process_time() - cpu_s))
+
+
+def run_ceiling(samples: int, workers: int) -> dict[str, Any]:
+    """Time bare processes that gather; µs a batch of all of them together."""
+    batches = 4 * (samples // _BATCH_SIZE)
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(workers)
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [
+        context.Process(
+            target=_gather, args=(samples, worker, workers, batches, start, sender), daemon=True
+        )
+        for worker, (_, sender) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    found = [receiver.recv() for receiver, _ in pipes]
+    for process in processes:
+        process.join()
+    done = batches // workers * workers
+    return {
+        "wall_us": max(wall_s for wall_s, _ in found) / done * 1e6,
+        "cpu_us": sum(cpu_s for _, cpu_s in found) / done * 1e6,
+        "content": "",
+    }
+
+
+def run_memory_map(nbytes: int, method: str, workers: int) -> dict[str, Any]:
+    """Load a memory-mapped file, shuffled; the most that a worker has of its own, in bytes."""
+    row = 512
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        count = nbytes // (4 * row)
+        with path.open("wb") as file:
+            for start in range(0, count, 4_096):
+                stop = min(count, start + 4_096)
+                block = np.arange(start, stop, dtype=np.float32)[:, None]
+                file.write(np.broadcast_to(block, (stop - start, row)).tobytes())
+        rows = np.memmap(path, np.float32, "r", shape=(count, row))
+        loader = shmloader.DataLoader(
+            rows, _BATCH_SIZE, shuffle=True, num_workers=workers, multiprocessing_context=method
+        )
+        with loader:
+            batches, total, most = iter(loader), 0.0, 0
+            children = psutil.Process().children()
+            for number, batch in enumerate(batches):
+                total += float(batch[:, 0].double().sum())
+                if number % 100 == 99 or number == len(loader) - 2:
+                    most = max(most, *map(_own_bytes, children))
+        if total != float(np.arange(count, dtype=np.float32).astype(np.float64).sum()):
+            raise RuntimeError("the loader gave other samples")
+    return {"own_mb": most / 1e6}
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """What was written; pages that were read of a file the kernel may drop at any time."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = {line.split()[0]: int(line.split()[1]) << 10 for line in lines}
+    return fields["Private_Dirty:"]
+
+
+def _with_spread(values: Sequence[float], digits: int = 0) -> str:
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
+
+
+def _compare(options: argparse.Namespace) -> int:
+    kinds = [kind for kind in KINDS if not options.smallest or kind.endswith("shuffled")]
+    figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    common = [f"--samples={options.samples}", f"--workers={options.workers}"]
+    for round_ in range(options.rounds):
+        turn = round_ % len(kinds)
+        for kind in (*kinds[turn:], *kinds[:turn]):
+            epochs = 1 if kind.startswith("torch") else options.epochs
+            found: Any = run_anew(
+                __file__, [f"--run={kind}", f"--epochs={epochs}", *common], _RUN_LIMIT_S
+            )
+            figures[kind].append(found)
+            print(f"round {round_ + 1} {kind}: {found}", file=sys.stderr)
+    print("| loader | µs a batch | of CPU time | speed to torch | by CPU time | to the ceiling |")
+    print("|---|---|---|---|---|---|")
+    for kind, runs in figures.items():
+        order = kind.partition(", ")[2]
+        cells = [_with_spread([run[unit] for run in runs]) for unit in ("wall_us", "cpu_us")]
+        for other, units in ((f"torch, {order}", ("wall_us", "cpu_us")), (KINDS[-1], ("wall_us",))):
+            for unit in units:
+                ratios = [
+                    peer[unit] / run[unit] for peer, run in zip(figures[other], runs, strict=True)
+                ]
+                is_asked = other != kind and order in other
+                cells.append(_with_spread(ratios, 2) if is_asked else "")
+        print(f"| {kind} | {' | '.join(cells)} |")
+    for order in ("shuffled", "in order"):
+        hashes = {run["content"] for name in LOADERS for run in figures.get(f"{name}, {order}", ())}
+        print(f"content hash, {order}: {' and '.join(sorted(hashes))}")
+        if len(hashes) > 1:
+            return 3
+    return 0
+
+
+def main() -> int:
+    """Compare, or do one run for a comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--epochs", type=int, default=3, help="of ours; one of torch's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--memory-map", type=int, metavar="BYTES", help="such as 2000000000")
+    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.smallest:
+        options.rounds, options.epochs, options.samples = 1, 1, 10 * _BATCH_SIZE
+    if options.run in {"fork", "spawn"}:
+        found = run_memory_map(options.memory_map, options.run, options.workers)
+    elif options.run == "ceiling, shuffled":
+        found = run_ceiling(options.samples, options.workers)
+    elif options.run:
+        found = run_loader(options.run, options.samples, options.epochs, options.workers)
+    else:
+        print(describe_machine())
+        if options.memory_map:
+            for method in ("fork", "spawn"):
+                arguments = [f"--run={method}", f"--memory-map={options.memory_map}"]
+                run: Any = run_anew(__file__, arguments, _RUN_LIMIT_S)
+                print(f"{options.memory_map / 1e9:.1f} GB mapped, {method}: "
+                      f"{run['own_mb']:.0f} MB of a worker's own at most")  # fmt: skip
+            return 0
+        print(f"{options.samples:,} × {_WIDTH} float32 and labels, batch {_BATCH_SIZE:,}, "
+              f"{options.workers} workers, {options.rounds} rounds\n")  # fmt: skip
+        return _compare(options)
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
