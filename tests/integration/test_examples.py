@@ -172,3 +172,27 @@ def test_http_images_loads_the_same_images_in_both_ways(tmp_path):
 def test_http_images_refuses_a_wrong_argument_in_one_line(capsys, monkeypatch):
     words = ["--images", "'0'", "from 1 up"]
     assert_refused(capsys, monkeypatch, "http_images.py", "--images", "0", words=words)
+
+
+def test_text_corpus_shows_memory_with_and_without_share_and_loads_the_same():
+    result = run_example("text_corpus.py", "--lines", "5000", "--epochs", "1", "--num-workers", "1")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("5,000 lines, ")
+    for name in ("plain list", "shared list"):
+        assert any(re.fullmatch(rf"{name}: epoch 0, batch 5/5: [\d,]+ MB", line) for line in lines)
+    assert re.fullmatch(
+        r"Grown by -?[\d,]+ MB with the plain list, by -?[\d,]+ MB with the shared one\.", lines[-1]
+    )
+
+
+def test_text_corpus_refuses_bad_arguments(capsys, monkeypatch):
+    words = ["--lines", "from 1 up"]
+    assert_refused(capsys, monkeypatch, "text_corpus.py", "--lines", "0", words=words)
+
+
+def test_a_hugging_face_dataset_is_loaded_by_whole_batches():
+    pytest.importorskip("datasets")
+    result = run_example("hugging_face.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "40 batches, 10,000 of 10,000 rows seen"
