@@ -4,6 +4,7 @@
 
 The layers; imports run downward only::
 
+    commands    the command line
     sequence    lazy sequences, and one that is computed ahead by a loader
     fronts      what users see: loaders and their iterators, and pipelines
     stages      what happens to a batch after the engine, on a thread: pinning, copying to a device

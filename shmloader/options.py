@@ -81,6 +81,27 @@ def check_worker_restarts(value: object, num_workers: int) -> None:
         raise ValueError("worker_restarts option needs num_workers > 0")
 
 
+def check_auto(num_workers: str, *, is_iterable: bool, thread_pool: bool) -> None:
+    """Check ``num_workers`` where it is a text.
+
+    Raises:
+        ValueError: If it is not "auto", or goes with a dataset or workers that it is not for.
+    """
+    if num_workers != "auto":
+        raise ValueError(
+            f"num_workers option should be a number or 'auto', but got num_workers={num_workers!r}"
+        )
+    if is_iterable:
+        raise ValueError(
+            "num_workers option can not be 'auto' for an IterableDataset or a data pipe: each "
+            "worker has a stream of its own there, so the batches depend on how many there are"
+        )
+    if thread_pool:
+        raise ValueError(
+            "num_workers option can not be 'auto' with thread_pool=True: name the number of threads"
+        )
+
+
 def check_thread_pool(
     thread_pool: object, num_workers: int, *, is_iterable: bool, given: dict[str, bool]
 ) -> None:

@@ -36,6 +36,11 @@ on until the window is full of batches that wait for it. Somebody has to send th
 the user trains: the engine has a thread of its own here even without a stage. It builds one batch
 ahead, which counts as lent.
 
+With ``num_workers="auto"`` the engine has room for the most workers that there may be. Those that
+are not there are *away*: no ticket goes to them. The iterator says how many it wants; one that
+comes is started by the user's thread, as a replaced one is; one that goes ends when it has answered
+what it has.
+
 With ``thread_pool=True`` workers are threads of the main process. There are no slots then and no
 messages: the engine (``threaded``) puts tickets into a queue, from which an idle thread takes the
 oldest; the thread makes the batch, sets it as the ticket's answer and rings a bell
@@ -67,7 +72,8 @@ gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena``
 themselves, in the main process, and their page locks), ``answers`` (what may come back),
 ``streams`` (how far an iterable dataset's streams have come in the workers, pure),
 ``stream_states`` (the same, as the user has been given of them: what is saved of a loader),
-``failures`` (bad samples, counted and listed), ``wording`` (texts of errors), ``inbox`` (tickets
-from another thread), ``lateness`` (what a timeout says), ``base`` (where tickets come from, and how
-an engine ends), ``engine`` (the only one that acts on processes) and ``threaded`` (on threads).
+``adapting`` (how many workers there should be, pure), ``failures`` (bad samples, counted and
+listed), ``wording`` (texts of errors), ``inbox`` (tickets from another thread), ``lateness`` (what
+a timeout says), ``base`` (where tickets come from, and how an engine ends), ``engine`` (the only
+one that acts on processes) and ``threaded`` (on threads).
 """

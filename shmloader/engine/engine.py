@@ -96,6 +96,8 @@ class Engine(EngineBase):
         locker: Locks the pages of slots, where a device reads them.
         demand: What it may ask of memory; None: nobody asks whether it is there.
         watch: Notes bad samples; None if they are raised.
+        present: Workers that are there at first; the others come by :meth:`want_workers`. None: all
+            are, and stay. With ``any_worker`` only.
     """
 
     def __init__(
@@ -115,10 +117,17 @@ class Engine(EngineBase):
         locker: PageLocker | None = None,
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
+        present: int | None = None,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
         self._worker_count = worker_count
+        # How many workers there should be; those that are to go when they have done their tasks.
+        self._wanted = worker_count if present is None else present
+        self._leaving: set[int] = set()
+        # Tickets that were asked for in this epoch, or drawn at its beginning.
+        self._ticket_share = window // worker_count
+        self._tickets_asked = self._wanted * self._ticket_share
         self._restart_limit = worker_restarts
         self._streams = None if streams is None else StreamBook(streams, in_order=in_order)
         # A state that did not fit is told once.
@@ -135,6 +144,7 @@ class Engine(EngineBase):
             ended=() if streams is None else [place.has_ended for place in streams.places],
             any_worker=any_worker,
         )
+        self._scheduler.away.update(range(self._wanted, worker_count))
         self._pace = Pace()
         # For each worker, when it could begin what it is at; None until it has answered once,
         # since at first it gets ready.
@@ -204,14 +214,20 @@ class Engine(EngineBase):
     def _finish_epoch(self) -> None:
         for slot_id in self._scheduler.end_epoch():
             self._sender.retire(slot_id)
+        # Those that were about to go stay for now, since they have to be waited for.
+        self._scheduler.away -= self._leaving
+        self._leaving.clear()
+        self._wanted = self.present_workers
+        self._tickets_asked = self._wanted * self._ticket_share
+        here = [one for one in range(self._worker_count) if one not in self._scheduler.away]
         if self._streams is not None:
             self._streams.leave()
         self._ready_workers.clear()
         message = pack(StartEpoch(self._scheduler.epoch + 1))
-        for worker_id in range(self._worker_count):
+        for worker_id in here:
             self._pool.send(worker_id, message)
         self._replace_workers()
-        while len(self._ready_workers) < self._worker_count:
+        while len(self._ready_workers) < len(here):
             for worker_id, death in enumerate(self._scheduler.deaths):
                 if isinstance(death, Death):
                     self._fail(WorkerDiedError(describe_death(worker_id, death, None)))
@@ -261,6 +277,7 @@ class Engine(EngineBase):
             if FAULTS is not None:
                 FAULTS.reach("main.next")
             self._replace_workers()
+            self._adapt()
             self._receive_any(deadline)
             self._pause()
             self.check_open()
@@ -472,7 +489,9 @@ class Engine(EngineBase):
         return [
             worker_id
             for worker_id, death in enumerate(deaths)
-            if death is None and worker_id not in self._to_replace
+            if death is None
+            and worker_id not in self._to_replace
+            and (worker_id not in self._scheduler.away or worker_id in self._leaving)
         ]
 
     def _lose(self, worker_id: int) -> None:
@@ -529,6 +548,69 @@ class Engine(EngineBase):
         del self._to_replace[worker_id]
         self._layouts.forget(worker_id)
         self._sender.forget(worker_id)
+
+    # More workers, or fewer ---------------------------------------------------------------
+
+    @property
+    def present_workers(self) -> int:
+        """Workers that are given tasks. Asked by any thread."""
+        return self._worker_count - len(self._scheduler.away)
+
+    def want_workers(self, count: int) -> None:
+        """Have so many workers from now on. From any thread."""
+        self._wanted = count
+        self.wake()
+
+    def _adapt(self) -> None:
+        """Have as many workers as are wanted: start some, or let some go when they are done."""
+        away = self._scheduler.away
+        while self.present_workers > self._wanted:
+            last = max(one for one in range(self._worker_count) if one not in away)
+            away.add(last)
+            self._leaving.add(last)
+        while self.present_workers < self._wanted:
+            first = min(self._leaving or away)
+            if first not in self._leaving and not self._add_worker(first):
+                break
+            self._leaving.discard(first)
+            away.discard(first)
+            wanted_tickets = self.present_workers * self._ticket_share
+            for _ in range(wanted_tickets - self._tickets_asked):
+                self._replace_ticket()
+            self._tickets_asked = max(self._tickets_asked, wanted_tickets)
+            self._assign()
+        for worker_id in list(self._leaving):
+            if self._scheduler.task_count(worker_id) == 0 and worker_id not in self._to_replace:
+                self._leaving.discard(worker_id)
+                self._pool.retire(worker_id)
+                self._layouts.forget(worker_id)
+                self._sender.forget(worker_id)
+
+    def _add_worker(self, worker_id: int) -> bool:
+        """Start a worker; whether there is one now."""
+        try:
+            self._have_done(functools.partial(self._start_worker, worker_id))
+        except OSError as error:
+            _log.warning("num_workers stays at %d: %s", self.present_workers, error)
+            self._wanted = self.present_workers
+            return False
+        # It knows nothing of an epoch before.
+        self._ready_workers.add(worker_id)
+        self._since[worker_id] = None
+        self._is_amid = False
+        return True
+
+    def _start_worker(self, worker_id: int) -> None:
+        """Start a worker, on the user's thread."""
+        self._is_amid = True
+        try:
+            self._pool.start(worker_id)
+        except ClosedLoaderError:
+            self.check_open()
+            raise
+        except OSError:
+            self._is_amid = False
+            raise
 
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""

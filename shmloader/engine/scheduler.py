@@ -79,6 +79,7 @@ class Scheduler:
         any_worker: Whether a ticket waits until a worker has room for it, and any will do; else
             each has its worker, and its slot, from the start.
         task_limit: Most tasks of a worker, where any will do.
+        away: Workers that are not to be given anything, and need not be there; where any will do.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Scheduler:
         self.epoch = 0
         self.any_worker = any_worker
         self.task_limit = 1
+        self.away: set[int] = set()
         self.slots = SlotTable(window + lend_limit)
         self._window = window
         self._lend_limit = lend_limit
@@ -177,7 +179,7 @@ class Scheduler:
         while self._waiting:
             if self._untold:
                 worker_id: int | None = self._untold.popleft()
-            elif None not in self._deaths:
+            elif not self._has_any_left():
                 worker_id = 0  # nobody is left: as if it had been given to one of them
             else:
                 worker_id = pick_idle(self._present(), self._in_flight, self.task_limit)
@@ -191,12 +193,18 @@ class Scheduler:
             self._answer(ticket, self._deaths[worker_id])
         return None
 
+    def _has_any_left(self) -> bool:
+        return any(
+            death is None and worker_id not in self.away
+            for worker_id, death in enumerate(self._deaths)
+        )
+
     def _present(self) -> list[int]:
         """The workers that can take a task now."""
         return [
             worker_id
             for worker_id, death in enumerate(self._deaths)
-            if death is None and worker_id not in self._absent
+            if death is None and worker_id not in self._absent and worker_id not in self.away
         ]
 
     def task_count(self, worker_id: int) -> int:

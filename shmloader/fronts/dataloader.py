@@ -5,8 +5,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sized
 from fractions import Fraction
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 import torch.utils.data
@@ -20,6 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _DatasetKind
 
+from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.in_process import InProcessIterator
@@ -32,6 +34,7 @@ from shmloader.options import (
     DEVICE_PREFETCH,
     LastBatch,
     Options,
+    check_auto,
     check_device_options,
     check_fetch_concurrency,
     check_last_batch,
@@ -54,9 +57,17 @@ from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.steps import Cut, Tail
 from shmloader.stages.target import parse_device
 from shmloader.stats.record import Statistics
+from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import OnError
+from shmloader.workers.plain_data import only_hands_out
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+_AUTO_WARNING = (
+    "num_workers='auto' gives a batch to whichever worker is there: what samples draw from random "
+    "streams depends on who loads them, and so on the machine's speed. Give seed=, and it does "
+    "not; if samples draw nothing, there is nothing to heed."
+)
 
 
 class DataLoader(MeasuredLoader[_T_co]):
@@ -73,7 +84,13 @@ class DataLoader(MeasuredLoader[_T_co]):
         shuffle: Whether each epoch has an order of its own.
         sampler: Gives the indices.
         batch_sampler: Gives lists of indices.
-        num_workers: Worker processes; 0 loads in this process.
+        num_workers: Worker processes; 0 loads in this process. "auto" begins with half of the cores
+            and changes their number while it runs: one more as long as batches come faster for it,
+            one fewer where none is missed, up to twice the cores. The attribute is the present
+            number, and ``get_worker_info().num_workers`` the most there may be. The batches are
+            the same where samples do not depend on their worker: with ``seed``, or a dataset that
+            draws no random numbers; without ``seed``, a warning says so. Map-style datasets and
+            processes only.
         collate_fn: Makes a batch of samples. ``default_collate``, called from here or from a
             function of one's own, writes straight into the slot, and so does what writes into
             :func:`shmloader.empty`.
@@ -167,7 +184,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -194,6 +211,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         fetch_concurrency: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
+        if isinstance(num_workers, str):
+            num_workers = self._take_auto(num_workers, dataset, is_seeded=seed is not None)
         if seed is not None:
             seed = whole_number(seed, "seed", minimum=0)
         check_seed(
@@ -277,6 +296,19 @@ class DataLoader(MeasuredLoader[_T_co]):
         self._has_counted_objects = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    def _take_auto(self, num_workers: str, dataset: object, *, is_seeded: bool) -> int:
+        """The number of workers to begin with; called by the constructor."""
+        check_auto(
+            num_workers,
+            is_iterable=isinstance(dataset, IterableDataset | MapDataPipe),
+            thread_pool=self.thread_pool,
+        )
+        if not (is_seeded or self._may_shard or only_hands_out(dataset)):
+            warnings.warn(_AUTO_WARNING, stacklevel=3)
+        cores = usable_cores(Path("/"))
+        self._adapter = Adapter(max(1, cores // 2), 2 * cores)
+        return self._adapter.count
+
     def _get_iterator(self) -> Any:
         """An iterator over a new epoch; torch's ``__iter__`` calls it."""
         self._check_thread_pool()  # attributes may have been set since
@@ -327,10 +359,14 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _any_worker_will_do(self) -> bool:
         """Whether a batch need not come from a certain worker, and there are several."""
         may = not self.in_order or self._sample_seed is not None
-        return may and self.num_workers > 1 and self._dataset_kind == _DatasetKind.Map
+        may = (may and self.num_workers > 1) or self._adapter is not None
+        return may and self._dataset_kind == _DatasetKind.Map
 
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False
+
+    #: Decides how many workers there are, with ``num_workers="auto"``.
+    _adapter: Adapter | None = None
 
     def _make_plan(
         self,
@@ -435,3 +471,5 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.__dict__["_open_iterators"] = weakref.WeakSet()
         self.__dict__["failures"] = FailureList()
         self.__dict__["_statistics"] = Statistics()
+        if self._adapter is not None:
+            self.__dict__["_adapter"] = Adapter(self.num_workers, self._adapter.most)

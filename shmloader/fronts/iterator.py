@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import (
     _DatasetKind,
 )
 
+from shmloader.engine.adapting import Adapter
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
@@ -123,6 +124,8 @@ class EngineIterator(_BaseDataLoaderIter):
         if stage is None and self._pin_memory:
             index = torch.accelerator.current_device_index()
             stage = PinStage(self._pin_memory_device, index)
+        self._adapter: Adapter | None = loader._adapter
+        self._loader = weakref.ref(loader)
         window = options.window or loader.num_workers * loader.prefetch_factor
         try:
             self._open(loader, options, window, locker)
@@ -171,6 +174,9 @@ class EngineIterator(_BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
         self._begin_record(loader, time.monotonic_ns())
+        is_free = loader._window_wanted() is None
+        if self._adapter is not None and is_free and isinstance(self._source, StageThread):
+            self._source.set_window(loader.num_workers * loader.prefetch_factor)
         super()._reset(loader, first_iter)
         self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
         self._progress = loader._progress
@@ -194,6 +200,8 @@ class EngineIterator(_BaseDataLoaderIter):
             begin_ns=begin_ns,
         )
         loader._statistics.begin(self._record, self)
+        if self._adapter is not None:
+            self._adapter.begin()
 
     def _next_data(self) -> Any:
         if not self._is_exhausted:
@@ -261,8 +269,14 @@ class EngineIterator(_BaseDataLoaderIter):
         receipt = source.receipt
         if receipt is not None and receipt.times is not None:
             self._record.handed(receipt.times, began_ns, ended_ns, source.staged)
+            if self._adapter is not None:
+                busy_ns = sum(receipt.times.work[1:4])
+                self._adapt(self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns))
         else:
             self._record.waited(began_ns, ended_ns)
+
+    def _adapt(self, wanted: int) -> None:
+        """Have so many workers, and say how many there are (``num_workers="auto"``)."""
 
     def _note_no_batch(self, began_ns: int, *, is_end: bool) -> None:
         record = self._record
@@ -318,18 +332,25 @@ class WorkerIterator(EngineIterator):
         )
         plan, watch = plan_and_watch(self, loader)
         warn_of_many_objects(loader)
+        present = most = loader.num_workers
+        if self._adapter is not None:
+            most = max(present, self._adapter.most)
+            if options.window is None:
+                window = most * loader.prefetch_factor
+        self._wanted = present
         self._pool = ProcessPool(
             loader.multiprocessing_context,
-            loader.num_workers,
+            most,
             (loader.dataset, loader.collate_fn, loader.worker_init_fn, loader.on_error),
             plan,
             int(self._base_seed),
             demand,
-            may_replace=options.worker_restarts > 0,
+            may_replace=options.worker_restarts > 0 or self._adapter is not None,
+            started=present,
         )
         self._engine = Engine(
             self._pool,
-            worker_count=loader.num_workers,
+            worker_count=most,
             window=window,
             lend_limit=lent,
             slot_bytes=slot_bytes,
@@ -342,6 +363,7 @@ class WorkerIterator(EngineIterator):
             locker=locker,
             demand=demand,
             watch=watch,
+            present=present,
         )
         if options.shm_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes
@@ -356,6 +378,14 @@ class WorkerIterator(EngineIterator):
 
     def _make_end(self) -> Callable[[], None]:
         return functools.partial(_end, self._pool, self._engine.arena)
+
+    def _adapt(self, wanted: int) -> None:
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._engine.want_workers(wanted)
+        loader, present = self._loader(), self._engine.present_workers
+        if loader is not None and loader.num_workers != present:
+            loader.num_workers = self._record.worker_count = present
 
     @property
     def _workers(self) -> list[Any]:

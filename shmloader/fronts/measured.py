@@ -28,7 +28,8 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
         """Where the time goes, up to now. At any time, on any thread, also after ``close()``.
 
-        Takes some milliseconds for each worker that lives, to measure its memory.
+        Takes some milliseconds for each worker that lives, to measure its memory. Of what torch's
+        own iterator loads (data pipes, say) nothing is known.
 
         Args:
             of: "epoch": the newest epoch, running or done. "total": all since the loader was made,

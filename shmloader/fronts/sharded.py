@@ -42,7 +42,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             its own: such a step is a **list** of batches, all in one slot. Both kinds may mix.
             They are dealt whole: step s of rank r is what it gives at ``s * world_size + r``.
         collate_fn: Makes a batch of samples.
-        num_workers: Worker processes; 0 loads in this process.
+        num_workers: Worker processes; 0 loads in this process; "auto" as with :class:`DataLoader`.
         pin_memory: Whether tensors are copied into page-locked memory.
         prefetch: Steps in flight; ``2 * num_workers`` if None.
         thread_pool: Whether workers are threads.
@@ -88,7 +88,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         last_batch: LastBatch | None = None,
         batch_sampler: Sampler[Any] | Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         pin_memory: bool = False,
         prefetch: int | None = None,
         thread_pool: bool = False,
@@ -213,7 +213,7 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
             )
 
 
-def _check_prefetch(prefetch: object, num_workers: int, options: dict[str, Any]) -> None:
+def _check_prefetch(prefetch: object, num_workers: int | str, options: dict[str, Any]) -> None:
     if prefetch is None:
         return
     whole_number(prefetch, "prefetch", minimum=1)

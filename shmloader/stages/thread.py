@@ -326,6 +326,10 @@ class StageThread:
                 self.close()
                 raise
 
+    def set_window(self, window: int) -> None:
+        """Draw so many tickets at the next epoch's start."""
+        self._window = window
+
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers; see :meth:`EngineBase.restart`."""
         self._check_process()

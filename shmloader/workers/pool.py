@@ -42,6 +42,12 @@ class Pool(Protocol):
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of a lost one."""
 
+    def start(self, worker_id: int) -> None:
+        """Start a worker that was not there yet, or was retired."""
+
+    def retire(self, worker_id: int) -> None:
+        """End a worker that has nothing to do."""
+
     def oom_kills(self, worker_id: int) -> int:
         """Processes that the kernel killed for want of memory, if a lost worker may be one."""
 

@@ -121,6 +121,7 @@ class ProcessPool:
         *,
         may_replace: bool = False,
         grace_s: float = _GRACE_S,
+        started: int | None = None,
     ) -> None:
         """Start the workers.
 
@@ -132,6 +133,7 @@ class ProcessPool:
             base_seed: For the workers' random streams.
             may_replace: Whether ``replace`` will be called; keeps what it takes to start a worker.
             grace_s: How long ``close`` waits for workers to end by themselves.
+            started: How many are started now; the others by ``start``. None: all.
             demand: What the workers may ask of memory.
 
         Raises:
@@ -177,6 +179,7 @@ class ProcessPool:
                     is_debugging(),
                 )  # fmt: skip
                 self._starts.append(start)
+            for worker_id in range(worker_count if started is None else started):
                 self._workers.append(self._start_worker(worker_id))
         except BaseException as error:
             self.close()
@@ -277,6 +280,47 @@ class ProcessPool:
             new.hang_up()
             end_all([new], 0)
             raise
+
+    def start(self, worker_id: int) -> None:
+        """Start a worker that was not there yet, or was retired.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+            ClosedLoaderError: If another thread closes the pool meanwhile.
+        """
+        if worker_id < len(self._workers):
+            self.replace(worker_id)
+            return
+        assert worker_id == len(self._workers)
+        self._check_open()
+        try:
+            new = self._start_worker(worker_id)
+        except OSError as error:
+            self._check_open(error)
+            _raise_what_lacks(error)
+            raise
+        self._workers.append(new)
+        # Whoever closes may not have seen it.
+        try:
+            self._check_open()
+        except ClosedLoaderError:
+            new.hang_up()
+            end_all([new], 0)
+            raise
+
+    def retire(self, worker_id: int) -> None:
+        """End a worker that has nothing to do, and reap it; ``start`` starts another one."""
+        worker = self._workers[worker_id]
+        if worker.is_lost or self._is_closed:
+            return
+        worker.is_lost = True
+        for fd in (worker.channel.fileno(), worker.pidfd):
+            self._by_fd.pop(fd, None)
+            with contextlib.suppress(KeyError, ValueError):
+                self._poll.unregister(fd)
+        worker.outbox.clear()
+        worker.hang_up()
+        end_all([worker], self._grace_s)
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:
