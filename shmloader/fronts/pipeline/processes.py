@@ -45,8 +45,9 @@ from shmloader.workers.finishing import finish
 from shmloader.workers.parking import Parkable, may_wait_here
 from shmloader.workers.processes import ProcessPool
 
-# How long workers may take to come out of their ops before they are killed.
-_GRACE_S = 0.2
+# How long the workers of all stages, one after the other, may take to come out of their ops before
+# they are killed.
+_GRACE_S = 0.3
 
 
 class OpItems:
@@ -222,9 +223,12 @@ class ProcessCrew:
         pipe: The stage.
         lent: Most results that lie in their slots at once; beyond, they are copied out.
         backend: What reads results out of their slots, if a device does.
+        sibling_count: How many such crews the pipeline has.
     """
 
-    def __init__(self, pipe: Pipe, lent: int, backend: Backend | None) -> None:
+    def __init__(
+        self, pipe: Pipe, lent: int, backend: Backend | None, sibling_count: int = 1
+    ) -> None:
         """Start the workers.
 
         Raises:
@@ -247,7 +251,7 @@ class ProcessCrew:
             FetchPlan(is_iterable=False, auto_collation=False, drop_last=False),
             torch.initial_seed() % 2**63,
             demand,
-            grace_s=_GRACE_S,
+            grace_s=_GRACE_S / sibling_count,
         )
         self._engine = Engine(
             self._pool,
@@ -299,7 +303,7 @@ class ProcessCrew:
 
         Args:
             deadline: Until when to wait for the thread, as ``time.monotonic()`` has it; workers
-                have a fifth of a second more.
+                have a moment more.
         """
         finish(functools.partial(self._join, deadline))
 

@@ -178,9 +178,12 @@ class Running:
     def _make_processes(self) -> None:
         """Start workers where there are none, before any thread of the pipeline's."""
         plan, started = self._plan, []
-        for place, pipe in enumerate(plan.stages):
-            if isinstance(pipe, Group) or pipe.where is not Where.PROCESSES:
-                continue
+        wanted = {
+            place: stage
+            for place, stage in enumerate(plan.stages)
+            if isinstance(stage, Pipe) and stage.where is Where.PROCESSES
+        }
+        for place, pipe in wanted.items():
             known = self._processes.get(place)
             if known is not None and known.is_broken:
                 del self._processes[place]
@@ -190,7 +193,8 @@ class Running:
             if known is None:
                 # Calls of another crew's are no use any more.
                 self.leave_epoch("its workers were ended")
-                crew = ProcessCrew(pipe, plan.lent_after(place), self._reader_of(place))
+                lent, reader = plan.lent_after(place), self._reader_of(place)
+                crew = ProcessCrew(pipe, lent, reader, len(wanted))
                 self._processes[place] = crew
                 started.append(crew)
         for crew in started:

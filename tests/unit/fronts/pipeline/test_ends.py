@@ -16,7 +16,7 @@ import weakref
 import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
-from tests.process.support import Program
+from tests.process.support import Program, wait_until
 from tests.unit.fronts.pipeline.support import SOON_S, Gate, Squares, chain
 
 # Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
@@ -257,15 +257,14 @@ def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
 
     def interrupt():
         stuck.gate.wait_until_reached()
-        while not pipeline._running.epoch.only_waits:
-            time.sleep(0.001)
+        wait_until(lambda: pipeline._running.epoch.only_waits)
         signal.pthread_kill(main, signal.SIGINT)
 
     with pipeline.auto_stop():
         other = threading.Thread(target=interrupt)
         other.start()
         with pytest.raises(KeyboardInterrupt):
-            pipeline.get_item()
+            pipeline.get_item(SOON_S)
         other.join(SOON_S)
         stuck.gate.open()
         assert list(pipeline) == [0, 1, 2]
