@@ -31,8 +31,9 @@ from tests.simulated import installed, pinning
 
 pytestmark = pytest.mark.timeout(120)
 
-# Long beside what a busy machine takes to wake somebody.
 LONG_S = 0.03
+# Long beside what a busy machine takes to wake somebody, which is told as a want of cores.
+LONGER_S = 0.1
 
 needs_schedstat = pytest.mark.skipif(
     stalled_here() is None, reason="the kernel does not tell how long a thread waits for a core"
@@ -40,7 +41,7 @@ needs_schedstat = pytest.mark.skipif(
 
 
 def slow(index: int) -> int:
-    time.sleep(LONG_S)
+    time.sleep(LONGER_S)
     return index
 
 
@@ -83,7 +84,7 @@ def burn(index: int) -> int:
 
 
 def test_too_few_workers() -> None:
-    stats = second_epoch(DataLoader(Calls(slow, 16), num_workers=1, persistent_workers=True))
+    stats = second_epoch(DataLoader(Calls(slow, 8), num_workers=1, persistent_workers=True))
     check(stats, Finding.TOO_FEW_WORKERS, "__getitem__", "The consumer waited ")
     more = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=16))
     assert more.verdict.endswith("add workers (1 of 16 cores are used).")
@@ -114,14 +115,14 @@ def test_cores_that_others_take() -> None:
 
 
 def slow_collate(samples: list[int]) -> torch.Tensor:
-    time.sleep(LONG_S)
+    time.sleep(LONGER_S)
     return torch.tensor(samples)
 
 
 def test_slow_collate() -> None:
     stats = second_epoch(
         DataLoader(
-            Calls(quick, 16), num_workers=1, persistent_workers=True, collate_fn=slow_collate
+            Calls(quick, 8), num_workers=1, persistent_workers=True, collate_fn=slow_collate
         )
     )
     check(stats, Finding.SLOW_COLLATE, "in collate_fn")
