@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -132,7 +133,7 @@ def run_ceiling(samples: int, workers: int) -> dict[str, Any]:
 
 
 def run_memory_map(nbytes: int, method: str, workers: int) -> dict[str, Any]:
-    """Load a memory-mapped file, shuffled; the most that a worker has of its own, in bytes."""
+    """Load a memory-mapped file, shuffled; the most that a worker has of its own."""
     row = 512
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
@@ -142,6 +143,9 @@ def run_memory_map(nbytes: int, method: str, workers: int) -> dict[str, Any]:
                 stop = min(count, start + 4_096)
                 block = np.arange(start, stop, dtype=np.float32)[:, None]
                 file.write(np.broadcast_to(block, (stop - start, row)).tobytes())
+            # A page that waits to be written to disk would count as the reader's.
+            file.flush()
+            os.fsync(file.fileno())
         rows = np.memmap(path, np.float32, "r", shape=(count, row))
         loader = shmloader.DataLoader(
             rows, _BATCH_SIZE, shuffle=True, num_workers=workers, multiprocessing_context=method
@@ -149,13 +153,15 @@ def run_memory_map(nbytes: int, method: str, workers: int) -> dict[str, Any]:
         with loader:
             batches, total, most = iter(loader), 0.0, 0
             children = psutil.Process().children()
+            first = 0
             for number, batch in enumerate(batches):
                 total += float(batch[:, 0].double().sum())
+                first = first or max(map(_own_bytes, children))
                 if number % 100 == 99 or number == len(loader) - 2:
                     most = max(most, *map(_own_bytes, children))
         if total != float(np.arange(count, dtype=np.float32).astype(np.float64).sum()):
             raise RuntimeError("the loader gave other samples")
-    return {"own_mb": most / 1e6}
+    return {"own_mb": most / 1e6, "first_mb": first / 1e6}
 
 
 def _own_bytes(process: psutil.Process) -> int:
@@ -233,7 +239,8 @@ def main() -> int:
                 arguments = [f"--run={method}", f"--memory-map={options.memory_map}"]
                 run: Any = run_anew(__file__, arguments, _RUN_LIMIT_S)
                 print(f"{options.memory_map / 1e9:.1f} GB mapped, {method}: "
-                      f"{run['own_mb']:.0f} MB of a worker's own at most")  # fmt: skip
+                      f"{run['own_mb']:.0f} MB of a worker's own at most, "
+                    f"{run['first_mb']:.0f} MB after the first batch")  # fmt: skip
             return 0
         print(f"{options.samples:,} × {_WIDTH} float32 and labels, batch {_BATCH_SIZE:,}, "
               f"{options.workers} workers, {options.rounds} rounds\n")  # fmt: skip
