@@ -1,5 +1,6 @@
 """What every iterator reads of its loader: how batches are made, seeded, and transformed."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,9 @@ def warn_of_many_objects(loader: Any) -> None:
     if loader._has_counted_objects:
         return
     loader._has_counted_objects = True
-    text = describe_many(estimate_objects(loader.dataset), loader.num_workers)
+    text = None
+    with contextlib.suppress(Exception):  # of the user's objects: another thread changes them, say
+        text = describe_many(estimate_objects(loader.dataset), loader.num_workers)
     if text is not None:
         warnings.warn(text, stacklevel=2)
 

@@ -75,3 +75,17 @@ def test_a_loader_says_it_once(monkeypatch):
     with pytest.warns(UserWarning, match=r"0\.0 million Python objects .*share\(dataset\)"):
         assert len(list(loader)) == 2
     assert len(list(loader)) == 2  # where a further warning would be an error
+
+
+class Unmeasured:
+    def __sizeof__(self) -> int:
+        raise RuntimeError("no size")
+
+
+def test_an_object_that_cannot_be_looked_at_breaks_no_loader():
+    dataset = Calls(TEXTS.__getitem__, 20)
+    dataset.odd = Unmeasured()
+    with shmloader.DataLoader(
+        dataset, batch_size=10, num_workers=1, multiprocessing_context="fork"
+    ) as loader:
+        assert len(list(loader)) == 2
