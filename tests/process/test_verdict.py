@@ -121,9 +121,7 @@ def slow_collate(samples: list[int]) -> torch.Tensor:
 
 def test_slow_collate() -> None:
     stats = second_epoch(
-        DataLoader(
-            Calls(quick, 8), num_workers=1, persistent_workers=True, collate_fn=slow_collate
-        )
+        DataLoader(Calls(quick, 8), num_workers=1, persistent_workers=True, collate_fn=slow_collate)
     )
     check(stats, Finding.SLOW_COLLATE, "in collate_fn")
 
