@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
@@ -228,6 +228,8 @@ def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, na
 
 
 @settings(max_examples=60)
+@example([4, 9, 6, 7], "tensors")  # begins and ends as a run does
+@example([3, 1, 5], "subset of a dict")
 @given(
     st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=40),
     st.sampled_from(["tensors", "dict", "subset of a dict", "numpy f4", "tensor, turned"]),
