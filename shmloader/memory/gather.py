@@ -80,7 +80,7 @@ def _make_source(column: Column) -> _Source:
     return _Source(rows, array, column.mapping, row_bytes)
 
 
-class Gatherer:
+class RowGatherer:
     """Gathers batches of one dataset into the slot of the task in work. One in each worker."""
 
     def __init__(self, columns: Columns, writer: SlotWriter) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from shmloader.memory.flat import FlatLayout
-from shmloader.memory.gather import Gatherer
+from shmloader.memory.gather import RowGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.index_arrays import IndexArray, as_list
 from shmloader.sampling.plan import is_sharded
@@ -35,7 +35,7 @@ class ArrayFetcher:
     """
 
     def __init__(
-        self, gatherer: Gatherer, plain: Any, note: Callable[[int], None], *, may_shard: bool
+        self, gatherer: RowGatherer, plain: Any, note: Callable[[int], None], *, may_shard: bool
     ) -> None:
         self._gatherer = gatherer
         self._plain = plain
@@ -96,4 +96,4 @@ def fetcher_of_arrays(
     columns = find_columns(dataset)
     if columns is None:
         return AnyIndexFetcher(plain)
-    return ArrayFetcher(Gatherer(columns, writer), plain, note, may_shard=may_shard)
+    return ArrayFetcher(RowGatherer(columns, writer), plain, note, may_shard=may_shard)
