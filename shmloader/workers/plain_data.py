@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-_ARRAYS = (torch.Tensor, np.ndarray, np.memmap)
+from shmloader.shared.arrays import SharedArray
+
+_ARRAYS = (torch.Tensor, np.ndarray, np.memmap, SharedArray)
 _SEQUENCES = (list, tuple, range)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
+from shmloader import share
 from shmloader.workers.plain_data import only_hands_out
 
 
@@ -38,6 +39,7 @@ TENSORS = TensorDataset(torch.arange(3))
     [
         torch.arange(3),
         np.arange(3),
+        share(np.arange(3)),
         [1, 2, 3],
         (1, 2, 3),
         range(3),
