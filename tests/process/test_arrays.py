@@ -59,7 +59,7 @@ def slot():
 def fetched(dataset: Any, indices: Any, slot: Slot) -> tuple[Any, bool]:
     """What a worker's fetcher makes of a batch, and whether it was gathered."""
     writer, plain = SlotWriter(), Plain(dataset)
-    fetcher = fetcher_of_arrays(dataset, writer, plain, may_shard=False)
+    fetcher = fetcher_of_arrays(dataset, writer, plain, [].append, may_shard=False)
     writer.open(slot)
     batch = fetcher.fetch(indices)
     if isinstance(batch, FlatLayout):
