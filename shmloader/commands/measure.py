@@ -7,7 +7,7 @@ from typing import Any
 
 from shmloader.commands.target import UsageError
 from shmloader.fronts.dataloader import DataLoader
-from shmloader.stats.record import Record
+from shmloader.stats.record import Record, Statistics
 from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
 from shmloader.workers.cores import usable_cores
 
@@ -27,7 +27,7 @@ class Run:
     def __init__(self, loader: Any, step_s: float = 0.0) -> None:
         self._loader = loader
         self._step_s = step_s
-        self._record = Record(None, "other", getattr(loader, "num_workers", 0))
+        self._statistics = Statistics()
         self.taken = 0
         self.epochs = 0
 
@@ -52,11 +52,12 @@ class Run:
         before_s = time.monotonic()
         while True:
             self.epochs += 1
-            began_ns = time.monotonic_ns()
+            record = Record(self.epochs, "other", getattr(self._loader, "num_workers", 0))
+            self._statistics.begin(record, self)
             iterator = iter(self._loader)
-            self._record.iter_ns += time.monotonic_ns() - began_ns
+            record.begun()
             count = 0
-            for _ in self._take(iterator):
+            for _ in self._take(iterator, record):
                 count += 1
                 self.taken += 1
                 if self._step_s:
@@ -67,8 +68,7 @@ class Run:
             if count == 0:
                 raise UsageError("the loader gives no batch")
 
-    def _take(self, iterator: Iterator[Any]) -> Iterator[None]:
-        record = self._record
+    def _take(self, iterator: Iterator[Any], record: Record) -> Iterator[None]:
         while True:
             began_ns = time.monotonic_ns()
             batch = next(iterator, self)
@@ -84,7 +84,7 @@ class Run:
         """What there is to say of it, by our own loader where it is one."""
         if isinstance(self._loader, DataLoader) and self._loader.stats("total").batches:
             return self._loader.stats("total")
-        record = self._record.copy()
+        record = self._statistics.total()
         return snapshot(record, self.epochs, Machine(usable_cores(Path("/"))))
 
 

@@ -128,8 +128,8 @@ def _who_is_to_blame(seen: Evidence) -> tuple[Finding, str]:
     if seen.workers and seen.startup_s > STARTUP_SHARE * seen.waited_s:
         return Finding.START_UP, (
             f"{seen.startup_s:.2g} s of {seen.waited_s:.2g} s of waiting was for the first batches "
-            "of epochs: keep the workers (persistent_workers=True), or make the dataset lighter to "
-            "start with."
+            "of epochs: persistent_workers=True spares that of all but the first epoch, and a "
+            "dataset that is lighter to start with spares more."
         )
     if seen.kind == "other":
         return Finding.OTHER_LOADER, (

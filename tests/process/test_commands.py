@@ -271,18 +271,18 @@ def test_a_loader_like_another_has_its_arguments() -> None:
         like([1])
 
 
-def test_the_command_line_runs_as_a_module() -> None:
+def test_the_command_line_runs_as_a_module_on_the_example_of_the_readme() -> None:
     import subprocess
 
     from tests.process.support import ROOT
 
     done = subprocess.run(
-        [sys.executable, "-m", "shmloader", "bench", "loaders_of_mine:make", "--batches", "4"],
+        [sys.executable, "-m", "shmloader", "bench", "examples.loaders:make_loader", "--batches=4"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    assert "4 batches, 16 samples" in done.stdout
+    assert "4 batches, 64 samples" in done.stdout
