@@ -17,6 +17,8 @@ KEPT_BY_OTHERS = re.compile(
     r"|^/dev/nvidia"  # the CUDA driver
 )
 
+_MEMFDS = re.compile(r"^.*memfd:.*shmloader.*$", re.MULTILINE)
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -44,14 +46,29 @@ class Holdings:
 
 def _processes() -> dict[object, str]:
     found: dict[object, str] = {}
-    for child in psutil.Process().children(recursive=True):
+    for pid in _descendants(os.getpid()):
         try:
+            child = psutil.Process(pid)
             words = f"{child.pid} ({child.status()}, parent {child.ppid()}): {child.cmdline()}"
         except psutil.ZombieProcess:
             words = f"{child.pid} (ended, not reaped)"
         except psutil.NoSuchProcess:
             continue
         found[child] = words
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    """All of them. The kernel's own lists: psutil looks at each process of the machine."""
+    found = []
+    try:
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:
+        if Path(f"/proc/{pid}").exists():
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return []
+    for child in map(int, " ".join(lists).split()):
+        found += [child, *_descendants(child)]
     return found
 
 
@@ -76,10 +93,9 @@ def _descriptors() -> dict[object, str]:
 def _mappings() -> dict[object, str]:
     """Mappings of our memfds, by name and inode: a changed length or flag splits their lines."""
     found: dict[object, str] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:" in line and "shmloader" in line:
-            span, _flags, _offset, _device, inode, name = line.split(maxsplit=5)
-            found[name, inode] = f"{name} at {span}"
+    for line in _MEMFDS.findall(Path("/proc/self/maps").read_text()):
+        span, _flags, _offset, _device, inode, name = line.split(maxsplit=5)
+        found[name, inode] = f"{name} at {span}"
     return found
 
 
