@@ -11,14 +11,14 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check bench bench-smallest sample faults chaos clean
+.PHONY: help demo test test-all test-integration check bench sample faults chaos clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
-	@echo "make test    run the tests"
-	@echo "make test-all  the same with every cell of tests/resume; hours"
+	@echo "make test    run the tests, but for:"
+	@echo "make test-integration  the examples, torchrun, and each benchmark at its smallest size"
+	@echo "make test-all  both, with every cell of tests/resume; hours"
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
-	@echo "make bench-smallest  run each benchmark at its smallest size (CI does)"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make sample  a sample of the faults that covers their kinds pairwise (3 minutes; CI runs it)"
 	@echo "make faults  every fault at every point (tests/faults); hours, --help lists the options"
@@ -30,10 +30,10 @@ demo: $(STAMP)-examples
 	@$(BIN)/python examples/train_digits.py $(ARGS)
 
 test: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=3 -m "not benchmark" $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=3 --ignore=tests/integration $(ARGS)
 
-bench-smallest: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=3 -m benchmark $(ARGS)
+test-integration: $(STAMP)-test
+	@$(BIN)/python -m pytest --numprocesses=3 tests/integration $(ARGS)
 
 test-all: $(STAMP)-test
 	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=3 $(ARGS)

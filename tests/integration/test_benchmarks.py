@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEADLINE_S = 170
