@@ -81,16 +81,12 @@ def check_worker_restarts(value: object, num_workers: int) -> None:
         raise ValueError("worker_restarts option needs num_workers > 0")
 
 
-def check_auto(num_workers: str, *, is_iterable: bool, thread_pool: bool) -> None:
-    """Check ``num_workers`` where it is a text.
+def check_auto(*, is_iterable: bool, thread_pool: bool) -> None:
+    """Check ``num_workers="auto"``.
 
     Raises:
-        ValueError: If it is not "auto", or goes with a dataset or workers that it is not for.
+        ValueError: If it goes with a dataset or workers that it is not for.
     """
-    if num_workers != "auto":
-        raise ValueError(
-            f"num_workers option should be a number or 'auto', but got num_workers={num_workers!r}"
-        )
     if is_iterable:
         raise ValueError(
             "num_workers option can not be 'auto' for an IterableDataset or a data pipe: each "

@@ -211,8 +211,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         fetch_concurrency: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
-        if isinstance(num_workers, str):
-            num_workers = self._take_auto(num_workers, dataset, is_seeded=seed is not None)
+        if num_workers == "auto":
+            num_workers = self._take_auto(dataset, is_seeded=seed is not None)
         if seed is not None:
             seed = whole_number(seed, "seed", minimum=0)
         check_seed(
@@ -296,10 +296,9 @@ class DataLoader(MeasuredLoader[_T_co]):
         self._has_counted_objects = False
         self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def _take_auto(self, num_workers: str, dataset: object, *, is_seeded: bool) -> int:
+    def _take_auto(self, dataset: object, *, is_seeded: bool) -> int:
         """The number of workers to begin with; called by the constructor."""
         check_auto(
-            num_workers,
             is_iterable=isinstance(dataset, IterableDataset | MapDataPipe),
             thread_pool=self.thread_pool,
         )

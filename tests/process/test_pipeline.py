@@ -175,7 +175,7 @@ def test_failed_items_are_left_out_up_to_the_limit():
 
     pipeline = on_processes(op, range(9), max_failures=2, output_order="input")
     assert list(pipeline) == [0, 1, 3, 5, 6, 7, 8]
-    assert [failed.item for failed in pipeline.failures] == [2, 4]
+    assert {failed.item for failed in pipeline.failures} == {2, 4}  # either may come first
     with pytest.raises(TooManyFailures) as caught:
         list(on_processes(op, range(9), max_failures=1))
     assert type(caught.value.__cause__) is Bad
