@@ -276,6 +276,7 @@ def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
     """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: pip install 'shmloader[report]'") from error
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
@@ -307,7 +308,7 @@ def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
         )
         axes.set(xlabel="num_workers", ylabel="batches/s", title="shmloader tune")
         axes.set_ylim(bottom=0)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path)
