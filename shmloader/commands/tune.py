@@ -276,7 +276,7 @@ def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
     """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: pip install 'shmloader[report]'") from error
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
