@@ -65,49 +65,61 @@ class ControlGroup:
     Attributes:
         name: Its path in its hierarchy, as far as this process sees it.
         path: Its directory.
-        files: What its files are called.
+        is_v2: Whether it is of the unified hierarchy, whose files have other names.
     """
 
     name: str
     path: Path
-    files: _Files
+    is_v2: bool
+
+    @property
+    def files(self) -> _Files:
+        """What its files of memory are called."""
+        return _V2 if self.is_v2 else _V1
 
 
-def control_groups(root: Path) -> tuple[ControlGroup, ...]:
-    """The groups that may limit this process's memory, from its own one outwards.
+def control_groups(root: Path, controller: str = "memory") -> tuple[ControlGroup, ...]:
+    """The groups that may limit this process, from its own one outwards.
 
     Args:
         root: Where ``proc`` and the mount points are: ``/``.
+        controller: What they are to limit, as version 1 names it: "memory", "cpu".
     """
     own: dict[bool, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             own[False] = path
         elif number == "0" and not controllers:
             own[True] = path
     groups: list[ControlGroup] = []
     for is_v2, path in own.items():
-        groups += _groups_of(root, path, is_v2=is_v2)
+        groups += _groups_of(root, path, None if is_v2 else controller)
     return tuple(groups)
 
 
-def _groups_of(root: Path, path: str, *, is_v2: bool) -> Iterator[ControlGroup]:
-    """A process's group in one hierarchy, and those around it, as far as they are mounted."""
-    found = _find_mount(root, path, is_v2=is_v2)
+def _groups_of(root: Path, path: str, controller: str | None) -> Iterator[ControlGroup]:
+    """A process's group in one hierarchy, and those around it, as far as they are mounted.
+
+    Args:
+        root: As above.
+        path: The group's.
+        controller: Of a hierarchy of version 1; None: the unified one.
+    """
+    found = _find_mount(root, path, controller)
     if found is None:
         return
     point, below = found
     while True:
         name = f"/{below}" if below.parts else "/"
-        yield ControlGroup(name, point / below, _V2 if is_v2 else _V1)
+        yield ControlGroup(name, point / below, is_v2=controller is None)
         if not below.parts:
             return
         below = below.parent
 
 
-def _find_mount(root: Path, path: str, *, is_v2: bool) -> tuple[Path, PurePosixPath] | None:
+def _find_mount(root: Path, path: str, controller: str | None) -> tuple[Path, PurePosixPath] | None:
     """Where a hierarchy is mounted, and the group's path below that.
 
     In a container the mount often shows but the container's own groups, while the process's path
@@ -119,10 +131,10 @@ def _find_mount(root: Path, path: str, *, is_v2: bool) -> tuple[Path, PurePosixP
         mount, kind = before.split(), after.split()
         if len(mount) <= _MOUNT_POINT or len(kind) <= _OPTIONS:
             continue
-        if is_v2:
+        if controller is None:
             is_it = kind[_KIND] == "cgroup2"
         else:
-            is_it = kind[_KIND] == "cgroup" and "memory" in kind[_OPTIONS].split(",")
+            is_it = kind[_KIND] == "cgroup" and controller in kind[_OPTIONS].split(",")
         if not is_it:
             continue
         point = root / mount[_MOUNT_POINT].lstrip("/")

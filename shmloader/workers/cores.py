@@ -4,7 +4,7 @@ import math
 import os
 from pathlib import Path
 
-_MICROSECOND_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+from shmloader.memory.limits import ControlGroup, control_groups
 
 
 def usable_cores(root: Path) -> int:
@@ -27,38 +27,18 @@ def affinity() -> int:
 
 def core_quota(root: Path) -> float | None:
     """Cores' worth of time that the process's control groups grant; None without a quota."""
-    quotas = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            points = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified")
-        elif "cpu" in controllers.split(","):
-            points = (root / "sys/fs/cgroup/cpu", root / "sys/fs/cgroup" / controllers)
-        else:
-            continue
-        # In a container the path is often told from outside, and the mount shows what is inside.
-        for point in points:
-            group = Path(path.lstrip("/"))
-            for place in (point / group, *(point / parent for parent in group.parents)):
-                quota = _quota_of(place)
-                if quota is not None:
-                    quotas.append(quota)
-    return min(quotas, default=None)
+    quotas = map(_quota_of, control_groups(root, "cpu"))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _quota_of(group: Path) -> float | None:
-    v2 = _read(group / "cpu.max").split()
-    quota, period = v2 if len(v2) > 1 else (_read(group / name) for name in _MICROSECOND_FILES)
+def _quota_of(group: ControlGroup) -> float | None:
     try:
+        if group.is_v2:
+            quota, period = (group.path / "cpu.max").read_text().split()
+        else:
+            quota = (group.path / "cpu.cfs_quota_us").read_text()
+            period = (group.path / "cpu.cfs_period_us").read_text()
         granted = int(quota) / int(period)
-    except (ValueError, ZeroDivisionError):  # "max", or no such file
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
         return None
     return granted if granted > 0 else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
