@@ -68,6 +68,19 @@ class Workload:
     goal_to_ceiling: float | None = None
 
 
+class Nothing:
+    """Samples that take no time."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 def _uint8_image(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 256, (3, 224, 224), dtype=torch.uint8, generator=generator)
 

@@ -27,6 +27,7 @@ import psutil
 import torch
 from _fresh import run_anew
 from _machine import describe_machine
+from _workloads import Nothing
 
 import shmloader
 
@@ -66,19 +67,6 @@ LOADERS = {
     "plain, 1 worker": {"num_workers": 1, "multiprocessing_context": "fork"},
     "seed=0, 1 worker": {"num_workers": 1, "multiprocessing_context": "fork", "seed": 0},
 }
-
-
-class Nothing:
-    """Samples that take no time."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def run_parts(times: int) -> dict[str, float]:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from _fresh import run_anew
 from _machine import describe_machine
+from _workloads import Nothing
 
 import shmloader
 from shmloader.engine.engine import Engine
@@ -33,19 +34,6 @@ from shmloader.stats.times import BatchTimes
 
 _RUN_LIMIT_S = 180.0
 _SHORT, _SHORT_RUNS = 300, 400
-
-
-class Nothing:
-    """Samples that take no time."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def run_alone() -> dict[str, float]:

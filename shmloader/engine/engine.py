@@ -563,6 +563,8 @@ class Engine(EngineBase):
 
     def _adapt(self) -> None:
         """Have as many workers as are wanted: start some, or let some go when they are done."""
+        if not self._leaving and self.present_workers == self._wanted:
+            return
         away = self._scheduler.away
         while self.present_workers > self._wanted:
             last = max(one for one in range(self._worker_count) if one not in away)

@@ -273,13 +273,7 @@ class ProcessPool:
             if isinstance(error, OSError):
                 _raise_what_lacks(error)
             raise
-        # Whoever closes may not have seen it.
-        try:
-            self._check_open()
-        except ClosedLoaderError:
-            new.hang_up()
-            end_all([new], 0)
-            raise
+        self._end_if_closed(new)
 
     def start(self, worker_id: int) -> None:
         """Start a worker that was not there yet, or was retired.
@@ -300,7 +294,10 @@ class ProcessPool:
             _raise_what_lacks(error)
             raise
         self._workers.append(new)
-        # Whoever closes may not have seen it.
+        self._end_if_closed(new)
+
+    def _end_if_closed(self, new: WorkerHandle) -> None:
+        """Whoever closes may not have seen a worker that has come meanwhile."""
         try:
             self._check_open()
         except ClosedLoaderError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,3 +54,14 @@ def kind(request) -> Iterator[Kind]:
         with installed(SimulatedDevice(seed=1)) as device:
             yield Kind({"device": "sim"}, device.to_host, "shmloader_device", 2)
         assert device.faults == []
+
+
+@pytest.fixture(scope="session")
+def _fonts() -> None:
+    """matplotlib opens its fonts once, and keeps them open."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.add_subplot().set_title("text")
+    figure.savefig(io.BytesIO())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -160,17 +159,6 @@ def test_doctor_tells_of_each_thing(capsys) -> None:
         assert f"  {name}" in said
     assert "not known" not in said
     assert f"{len(os.sched_getaffinity(0))} by affinity" in said
-
-
-@pytest.fixture(scope="session")
-def _fonts() -> None:
-    """matplotlib opens its fonts once, and keeps them open."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    figure.add_subplot().set_title("text")
-    figure.savefig(io.BytesIO())
 
 
 @pytest.mark.usefixtures("_fonts")

@@ -288,6 +288,16 @@ def test_a_pipeline_that_becomes_garbage_on_a_thread_of_another_ends_all_the_sam
         wait_for_end(pid, SOON_S)
 
 
+class FiveAnEpoch:
+    """A source of five numbers, each with its epoch's."""
+
+    epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([(self.epoch, number) for number in range(5)])
+
+
 def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
     gate, reached = Gate(), Gate()
 
@@ -298,14 +308,7 @@ def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
             gate.pass_through()
         return item
 
-    class Source:
-        epoch = -1
-
-        def __iter__(self):
-            self.epoch += 1
-            return iter([(self.epoch, number) for number in range(5)])
-
-    with on_processes(op, Source(), concurrency=1).auto_stop() as pipeline:
+    with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
         for item in pipeline:
             assert item == (0, 0)
             reached.wait_until_open()
@@ -329,14 +332,7 @@ def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
             gate.pass_through()
         return item
 
-    class Source:
-        epoch = -1
-
-        def __iter__(self):
-            self.epoch += 1
-            return iter([(self.epoch, number) for number in range(5)])
-
-    with on_processes(op, Source(), concurrency=1).auto_stop() as pipeline:
+    with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
         items = iter(pipeline)
         reached.wait_until_open()
         for _ in range(2):

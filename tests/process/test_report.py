@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -16,7 +15,8 @@ import torch
 
 from shmloader import DataLoader
 from shmloader.commands.main import main
-from shmloader.commands.report.data import PARTS, read_trace
+from shmloader.commands.report.data import read_trace
+from shmloader.stats.times import STAGES
 from tests.process.support import Calls
 from tests.simulated import pinning
 
@@ -61,17 +61,6 @@ def record(path: Path, *, is_bound: bool, **options: Any) -> Path:
         for _ in loader:
             time.sleep(0.0 if is_bound else 0.02)
     return path
-
-
-@pytest.fixture(scope="session")
-def _fonts() -> None:
-    """matplotlib opens its fonts once, and keeps them open."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    figure.add_subplot().set_title("text")
-    figure.savefig(io.BytesIO())
 
 
 def browse(page: Path, width: int) -> str:
@@ -142,7 +131,7 @@ def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
         batches = read_trace(trace).batches
         assert len(batches) == BATCHES
         for batch in batches:
-            assert set(batch.parts) <= set(PARTS)
+            assert set(batch.parts) <= set(STAGES)
             assert batch.parts["fetch"] >= 20
             spent = sum(batch.parts.values())
             since = batch.began if batch.worker is None else batch.sent - batch.parts["slot"]

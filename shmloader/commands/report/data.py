@@ -7,21 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.commands.target import UsageError
-
-#: Where a batch may spend its time, in order.
-PARTS = (
-    "slot",
-    "queue",
-    "fetch",
-    "collate",
-    "encode",
-    "transport",
-    "reorder",
-    "ready",
-    "build",
-    "pin",
-    "device",
-)
+from shmloader.stats.times import STAGES
 
 _TAKEN = re.compile(r"next\(\) → batch (\d+)")
 _LOADED = re.compile(r"batch (\d+)")
@@ -47,7 +33,7 @@ class BatchOfTrace:
         stage_began: When the thread of a stage began with it.
         samples: In it.
         nbytes: In it.
-        parts: How long each of :data:`PARTS` took.
+        parts: How long each of :data:`~shmloader.stats.times.STAGES` took.
         lent: Slots that were lent when it was handed over.
     """
 
@@ -123,7 +109,7 @@ def _read_events(
     last: BatchOfTrace | None = None
     for event in slices:
         began, took = event["ts"] / 1e3, event["dur"] / 1e3
-        if event["name"] in PARTS:
+        if event["name"] in STAGES:
             # It follows the slice that it is a part of.
             if last is not None:
                 last.parts[event["name"]] = took

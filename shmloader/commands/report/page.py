@@ -6,7 +6,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shmloader.commands.report.data import PARTS, BatchOfTrace, RunOfTrace
+from shmloader.commands.report.data import BatchOfTrace, RunOfTrace
+from shmloader.stats.times import STAGES
 from shmloader.stats.units import seconds
 
 # A screen has some thousand columns: of more batches, each bar is a mean anyway, and the page
@@ -32,7 +33,7 @@ def write_page(run: RunOfTrace, path: Path) -> None:
 def _data_of(run: RunOfTrace) -> dict[str, Any]:
     batches = run.batches[:_MOST_BATCHES]
     return {
-        "parts": PARTS,
+        "parts": STAGES,
         "left_out": len(run.batches) - len(batches),
         "batches": [_row(batch) for batch in batches],
         "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MOST_BATCHES]],
@@ -41,7 +42,7 @@ def _data_of(run: RunOfTrace) -> dict[str, Any]:
 
 
 def _row(batch: BatchOfTrace) -> dict[str, Any]:
-    parts = [round(batch.parts.get(name, 0.0), 4) for name in PARTS]
+    parts = [round(batch.parts.get(name, 0.0), 4) for name in STAGES]
     return {
         "n": batch.number,
         "e": batch.epoch,

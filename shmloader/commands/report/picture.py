@@ -5,9 +5,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from shmloader.commands.report.data import PARTS, RunOfTrace
+from shmloader.commands.report.data import RunOfTrace
 from shmloader.commands.report.page import figures_of
 from shmloader.commands.target import UsageError
+from shmloader.stats.times import STAGES
 
 _COLOURS = {
     "slot": "#c3c9d2",
@@ -107,7 +108,7 @@ def _draw_stack(axes: Any, run: RunOfTrace) -> None:
     places = [group[0].number for group in groups]
     wide = len(run.batches) / count
     below = [0.0] * count
-    for name in PARTS:
+    for name in STAGES:
         means = [sum(b.parts.get(name, 0.0) for b in group) / len(group) for group in groups]
         if any(means):
             axes.bar(places, means, wide, below, align="edge", color=_COLOURS[name], label=name)
