@@ -4,7 +4,14 @@ Holds no lock of Python's own while it is rung, since the garbage collector may 
 anywhere.
 """
 
+import math
 import threading
+import time
+
+#: Seconds that a wait sleeps at most before it looks for signals. Python's handlers run between
+#: two instructions of Python: a Ctrl-C that comes after the last one and before the system call
+#: interrupts nothing, and would be heard only when the wait is over.
+SIGNAL_S = 0.5
 
 
 class Bell:
@@ -23,7 +30,9 @@ class Bell:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has rung, or for a time."""
-        if timeout_s is None:
-            self._silence.acquire()
-        else:
-            self._silence.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        left_s = math.inf if timeout_s is None else timeout_s
+        deadline = time.monotonic() + left_s
+        while not self._silence.acquire(timeout=max(0.0, min(left_s, SIGNAL_S))):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return

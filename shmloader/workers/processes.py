@@ -42,6 +42,7 @@ from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.stats.record import Readings, Vitals
+from shmloader.workers.bell import SIGNAL_S
 from shmloader.workers.board import AtWork, Board, measure_memory
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
@@ -361,19 +362,21 @@ class ProcessPool:
         """Wait until something has happened.
 
         Args:
-            timeout_s: At most so long; None for ever.
+            timeout_s: At most so long; None: no such limit.
 
         Returns:
             Pairs of a worker's number and its message; None instead of a message: the worker
-            is dead, and reaped. Empty when the time is over.
+            is dead, and reaped. Empty when the time is over, and now and then before: for
+            signals.
         """
         waker = self._waker  # stays open for as long as we look at it
         if self._is_closed:
             return []
         self.is_waiting = True
+        left_s = SIGNAL_S if timeout_s is None else min(timeout_s, SIGNAL_S)
         if self._is_woken:
-            timeout_s = 0
-        events = self._poll.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000)))
+            left_s = 0
+        events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
         self.is_waiting = self._is_woken = False
         if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
