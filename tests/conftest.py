@@ -5,6 +5,7 @@ remains. `nothing_remains` compares what the test process holds before and after
 """
 
 import gc
+import os
 import time
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -13,6 +14,10 @@ import pytest
 from hypothesis import settings
 
 from tests.holdings import Holdings
+
+# Read when torch is imported. OpenMP's threads spin while they wait, on cores that the workers
+# under test need: a test that computes with large tensors takes seven times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Processes are reaped and threads end a little after what they served.
 GRACE_S = 5.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -45,21 +47,54 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
+# ---------------------------------------------------------------- many cases in one epoch
+
+
+def dozens(cases: Iterable[str]) -> list[Any]:
+    """Parameters: a dozen cases each, since workers take longer to start than to load them."""
+    names = list(cases)
+    parts = [names[at : at + 12] for at in range(0, len(names), 12)]
+    return [pytest.param(part, id=f"{part[0]} to {part[-1]}") for part in parts]
+
+
+def samples_of(makes: dict[str, Callable[[int], Any]], cases: list[str], each: int) -> Made:
+    """So many samples of each case, one case after the other."""
+    return Made(lambda n: makes[cases[n // each]](n % each), each * len(cases))
+
+
+def naming(
+    cases: list[str], each: int, same: Callable[[Any, Any], None] = assert_same
+) -> Callable[[Any, Any], None]:
+    """``same`` for one batch after the other, which says whose batch is not."""
+    names = itertools.chain.from_iterable([case] * each for case in cases)
+
+    def compare(ours: Any, theirs: Any) -> None:
+        case = next(names)
+        try:
+            same(ours, theirs)
+        except BaseException as error:
+            error.add_note(f"the case: {case}")
+            raise
+
+    return compare
+
+
 # ---------------------------------------------------------------- a custom collate's batches
 
 
-@pytest.mark.parametrize("case", WHOLE)
-def test_a_batch_can_be(case: str) -> None:
+@pytest.mark.parametrize("cases", dozens(WHOLE))
+def test_a_batch_can_be(cases: list[str]) -> None:
     """One sample makes a batch, which the collate_fn returns as it is."""
     batches = run_both(
         lambda: {
-            "dataset": Made(WHOLE[case], 5),
+            "dataset": samples_of(WHOLE, cases, 5),
             "collate_fn": only,
             "num_workers": 2,
         },
         epochs=1,
+        same=naming(cases, 5),
     )
-    assert len(batches) == 5
+    assert len(batches) == 5 * len(cases)
 
 
 IN_PLAIN_PROCESS = ["nested containers", "a tensor that requires grad", "overlapping arrays"]
@@ -149,16 +184,20 @@ def views(n: int, size: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2}], ids=["in-process", "two"])
-@pytest.mark.parametrize("case", SAMPLES)
-def test_default_collate_makes_the_same_of(case: str, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cases", dozens(SAMPLES))
+def test_default_collate_makes_the_same_of(cases: list[str], way: dict[str, Any]) -> None:
     def same(ours: Any, theirs: Any) -> None:
         assert_same(ours, theirs)
         assert_private_tensors(ours)
 
+    parts = ((0, 1), (2, 3), (4,))
+    order = [[5 * n + k for k in part] for n in range(len(cases)) for part in parts]
     batches = run_both(
-        lambda: {"dataset": Made(SAMPLES[case], 5), "batch_size": 2, **way}, epochs=1, same=same
+        lambda: {"dataset": samples_of(SAMPLES, cases, 5), "batch_sampler": order, **way},
+        epochs=1,
+        same=naming(cases, 3, same),
     )
-    assert len(batches) == 3
+    assert len(batches) == 3 * len(cases)
 
 
 @pytest.mark.parametrize("case", IN_PROCESS_ONLY)
@@ -287,11 +326,14 @@ def test_a_type_added_to_torchs_collate_map_is_collated_by_its_function(workers:
 
 
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 1}], ids=["in-process", "one"])
-@pytest.mark.parametrize("case", CONVERTED)
-def test_default_convert_makes_the_same_of(case: str, way: dict[str, Any]) -> None:
-    assert run_both(
-        lambda: {"dataset": Made(CONVERTED[case], 3), "batch_size": None, **way}, epochs=1
+@pytest.mark.parametrize("cases", dozens(CONVERTED))
+def test_default_convert_makes_the_same_of(cases: list[str], way: dict[str, Any]) -> None:
+    batches = run_both(
+        lambda: {"dataset": samples_of(CONVERTED, cases, 3), "batch_size": None, **way},
+        epochs=1,
+        same=naming(cases, 3),
     )
+    assert len(batches) == 3 * len(cases)
 
 
 # ---------------------------------------------------------------- sizes
