@@ -5,10 +5,11 @@ a batch half added.
 """
 
 import dataclasses
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shmloader.stats.histogram import Histogram
 from shmloader.stats.times import STAGES, BatchTimes, WorkTimes
@@ -153,6 +154,8 @@ class Record:
         epoch: Its number; None for several.
         kind: What loads: "processes", "threads" or "in-process".
         worker_count: How many workers.
+        keeps_workers: Whether they live on for the next epoch.
+        lane: Which of the iterators that are at work at a time: 0, where there is but one.
         is_over: Whether the epoch has been given up or come to its end.
         trace: What every batch is told, while a trace is recorded.
     """
@@ -163,6 +166,7 @@ class Record:
         kind: str,
         worker_count: int,
         *,
+        keeps_workers: bool = False,
         in_order: bool = True,
         counts: Counts | None = None,
         readings: Readings | None = None,
@@ -172,6 +176,8 @@ class Record:
         self.epoch = epoch
         self.kind = kind
         self.worker_count = worker_count
+        self.keeps_workers = keeps_workers
+        self.lane = 0
         self.is_over = False
         self.trace: Trace | None = None
         self._in_order = in_order
@@ -186,7 +192,7 @@ class Record:
         self.first_ns = self.last_ns = time.monotonic_ns() if begin_ns is None else begin_ns
         #: Until the iterator was there.
         self.iter_ns = 0
-        #: Until the first batch was there.
+        #: That, and the wait for the first batch.
         self.startup_ns = 0
         self.batches = self.samples = self.nbytes = 0
         #: Batches that raised, and samples that failed of an epoch that is over.
@@ -207,14 +213,14 @@ class Record:
     def waited(self, began_ns: int, ended_ns: int) -> None:
         """``next()`` has given no batch that is noted by itself."""
         if self.trace is not None:
-            self.trace.note(Traced(self.epoch, began_ns, ended_ns))
+            self.trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
         self._waited(began_ns, ended_ns)
 
     def _waited(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
         self.waits.note(ended_ns - began_ns)
-        if not self.startup_ns:
-            self.startup_ns = ended_ns - self.first_ns
+        if self.waits.count == 1:
+            self.startup_ns = self.iter_ns + ended_ns - began_ns
 
     def handed(
         self,
@@ -273,7 +279,7 @@ class Record:
         worker.collate_ns += collate_ns
         self._waited(asked_ns, taken_ns)
         if self.trace is not None:
-            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage))
+            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
 
     def loaded_here(
         self, work: WorkTimes, asked_ns: int, taken_ns: int, nbytes: int, stage: str
@@ -282,7 +288,7 @@ class Record:
         self._waited(asked_ns, taken_ns)
         if self.trace is not None:
             here = (work, stage)
-            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here))
+            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
         self.stages["fetch"] += work.fetch_ns
         self.stages["collate"] += work.collate_ns
         self.stages[stage] += work.encode_ns
@@ -296,28 +302,30 @@ class Record:
         if not self.is_over:
             self.is_over = True
             self._final = self.counted(), self._vitals(thoroughly=False)
-            self.failures = self.failed()
-            self.counts = self._readings = self._failed = None
+            failed, self._failed = self.failed(), None
+            self.failures = failed
+            self.counts = self._readings = None
 
     # On any thread ---------------------------------------------------------------------------
 
     def failed(self) -> int:
         """Samples that failed, and batches that raised."""
-        failed = self._failed
-        return self.failures + (0 if failed is None else failed.total - self._failed_before)
+        failures, failed = self.failures, self._failed
+        return failures + (0 if failed is None else failed.total - self._failed_before)
 
     def counted(self) -> Counts | None:
         """What the engine has counted in this epoch."""
+        counts = self.counts  # before: it goes when the epoch ends, on another thread
         if self._final is not None:
             return self._final[0]
-        if self.counts is None or self._counts_begun is None:
+        if counts is None or self._counts_begun is None:
             return None
-        return self.counts.since(self._counts_begun)
+        return counts.since(self._counts_begun)
 
     def _vitals(self, *, thoroughly: bool) -> Sequence[Vitals]:
+        readings = self._readings
         if self._final is not None:
             return self._final[1]
-        readings = self._readings
         return () if readings is None else readings.read(thoroughly=thoroughly)
 
     def copy(self) -> "Record":
@@ -326,6 +334,7 @@ class Record:
             self.epoch,
             self.kind,
             self.worker_count,
+            keeps_workers=self.keeps_workers,
             in_order=self._in_order,
             begin_ns=self.first_ns,
         )
@@ -375,6 +384,7 @@ class Record:
         """Add a further epoch, a copy."""
         self._add_sums(later)
         self.kind, self.worker_count = later.kind, later.worker_count
+        self.keeps_workers = later.keeps_workers
         # Of the time between two epochs nobody knows whether the loader was to blame.
         self.last_ns += later.last_ns - later.first_ns
         ours, theirs = self.counted(), later.counted()
@@ -382,27 +392,36 @@ class Record:
         self._final = both, ()
 
 
+class _State(NamedTuple):
+    """Epochs that are over, summed up, and those that may not be, with their iterators."""
+
+    past: Record | None
+    open: tuple[tuple[Record, weakref.ref[Any]], ...]
+
+
 class Statistics:
     """All epochs of a loader. The consumer's thread begins them, and any thread may ask."""
 
     def __init__(self) -> None:
         self._newest: Record | None = None
-        self._open: list[tuple[Record, weakref.ref[Any]]] = []
-        self._past: Record | None = None
+        # All in one, so that who asks meanwhile counts no epoch twice, and none not at all.
+        self._state = _State(None, ())
         self.epochs = 0
         #: What every batch is told; see :attr:`Record.trace`.
         self.trace: Trace | None = None
 
     def begin(self, record: Record, iterator: object) -> None:
         """An epoch has begun."""
-        still_open = []
-        for other, owner in self._open:
+        past, still_open = self._state.past, []
+        for other, owner in self._state.open:
             if other.is_over or owner() is None or owner() is iterator:
                 other.end()
-                self._past = _sum(self._past, other)
+                past = _sum(past, other)
             else:
                 still_open.append((other, owner))
-        self._open = [*still_open, (record, weakref.ref(iterator))]
+        taken = {other.lane for other, _ in still_open}
+        record.lane = next(lane for lane in itertools.count() if lane not in taken)
+        self._state = _State(past, (*still_open, (record, weakref.ref(iterator))))
         record.trace = self.trace
         self._newest = record
         self.epochs += 1
@@ -410,20 +429,28 @@ class Statistics:
     def trace_with(self, trace: Trace | None) -> None:
         """Tell a trace of every batch from now on, or, with None, none any more."""
         self.trace = trace
-        for record, _ in self._open:
+        for record, _ in self._state.open:
             record.trace = trace
 
     def newest(self) -> Record | None:
         """The newest epoch, as it is now; None before the first."""
+        self._end_what_is_gone()
         newest = self._newest
         return None if newest is None else newest.copy()
 
     def total(self) -> Record | None:
         """All epochs; None before the first."""
-        total = self._past
-        for record, _ in list(self._open):
+        self._end_what_is_gone()
+        total, still_open = self._state
+        for record, _ in still_open:
             total = _sum(total, record)
         return total
+
+    def _end_what_is_gone(self) -> None:
+        """An epoch whose iterator is garbage was given up."""
+        for record, owner in self._state.open:
+            if owner() is None:
+                record.end()
 
 
 def _sum(past: Record | None, record: Record) -> Record:

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
 from shmloader import CachedBatches, DataLoader, LoaderStats, ShardedDataLoader
+from shmloader.stats.record import Record
 from tests.process.support import Calls, Numbers, Streams
 from tests.simulated import installed, pinning
 
@@ -121,7 +123,9 @@ def test_persistent_workers_are_the_same_over_all_epochs() -> None:
         total = loader.stats("total")
         for _ in range(3):
             next(iter(loader))  # an epoch that is left
-        assert len(loader._statistics._open) == 1, "epochs that are past are kept by themselves"
+        assert len(loader._statistics._state.open) == 1, (
+            "epochs that are past are kept by themselves"
+        )
         assert loader.stats("total").batches == 21
     assert total.batches == 18
     assert total.slots.lent + total.slots.copied == 18
@@ -142,20 +146,14 @@ def test_memory_of_live_workers_is_their_share_of_it() -> None:
 
 def test_cpu_time_is_known_after_the_workers_have_ended() -> None:
     def burn(index: int) -> int:
-        until = threading_cpu() + 0.02
-        while threading_cpu() < until:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
             pass
         return index
 
     with DataLoader(Calls(burn, 8), num_workers=2) as loader:
         assert len(list(loader)) == 8
     assert sum(worker.cpu_s for worker in loader.stats().workers) > 8 * 0.02
-
-
-def threading_cpu() -> float:
-    import time
-
-    return time.thread_time()
 
 
 def test_slots_that_the_consumer_holds_are_copied_out() -> None:
@@ -198,6 +196,50 @@ def test_pinning_is_a_stage(options) -> None:
     stages = loader.stats().stages
     assert stages.pin.total_s > 0
     assert stages.device.total_s == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_up_is_a_part_of_the_wait(kind) -> None:
+    """What the consumer does between ``iter()`` and its first ``next()`` is its own."""
+    with loader_of(**KINDS[kind]) as loader:
+        batches = iter(loader)
+        time.sleep(0.3)
+        next(batches)
+        wait = loader.stats().wait
+        assert 0 < wait.startup_s == pytest.approx(wait.total_s)
+        list(batches)
+        assert loader.stats().wait.startup_s == wait.startup_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_that_was_given_up_is_over(kind) -> None:
+    with loader_of(**KINDS[kind]) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert not loader.stats().is_over
+        del batches
+        assert loader.stats().is_over
+        assert loader.stats("total").batches == 1
+
+
+def test_who_asks_while_an_epoch_begins_counts_each_epoch_once(monkeypatch) -> None:
+    asked = []
+    end = Record.end
+
+    def end_and_ask(record: Record) -> None:
+        asked.append(record)
+        if len(asked) == 2:  # the first of the two is summed up already
+            monkeypatch.setattr(Record, "end", end)
+            asked.append(loader.stats("total").batches)
+        end(record)
+
+    with loader_of() as loader:
+        for _, _ in zip(loader, loader, strict=True):
+            pass
+        monkeypatch.setattr(Record, "end", end_and_ask)
+        batches = iter(loader)
+        assert asked[2:] == [12]
+        del batches
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from shmloader import DataLoader
+from shmloader.stats.times import BatchTimes
+from shmloader.stats.trace import Trace, Traced
 from tests.process.support import Bad, Calls, Numbers
 from tests.simulated import installed, pinning
 
@@ -40,8 +43,11 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         for phase in "stf"
     },
 }
-# Of a microsecond: times are floats of these.
-ROUNDING = 0.002
+
+
+def ns(event: dict[str, Any], field: str) -> int:
+    """A time in nanoseconds; the format has microseconds."""
+    return round(event[field] * 1000)
 
 
 def check_format(path: Path) -> list[dict[str, Any]]:
@@ -69,12 +75,12 @@ def slices(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 def check_nesting(events: list[dict[str, Any]]) -> None:
     """On a track, two slices lie apart, or one in the other."""
     for track in slices(events).values():
-        open_until: list[float] = []
+        open_until: list[int] = []
         for event in sorted(track, key=lambda one: (one["ts"], -one["dur"])):
-            end = event["ts"] + event["dur"]
-            while open_until and open_until[-1] <= event["ts"] + ROUNDING:
+            end = ns(event, "ts") + ns(event, "dur")
+            while open_until and open_until[-1] <= ns(event, "ts"):
                 open_until.pop()
-            assert not open_until or end <= open_until[-1] + ROUNDING, event
+            assert not open_until or end <= open_until[-1], event
             open_until.append(end)
 
 
@@ -92,7 +98,7 @@ def check_arrows(events: list[dict[str, Any]]) -> None:
         assert stops[-1]["bp"] == "e"
         for stop in stops:
             assert any(
-                one["ts"] - ROUNDING <= stop["ts"] <= one["ts"] + one["dur"] + ROUNDING
+                ns(one, "ts") <= ns(stop, "ts") < ns(one, "ts") + ns(one, "dur")
                 for one in tracks[stop["tid"]]
             ), stop
 
@@ -157,6 +163,48 @@ def test_only_the_block_is_traced(tmp_path) -> None:
                 pass
         events = check_format(path)
         assert sum(event["name"].startswith("next() →") for event in events) == 10
+
+
+def test_slices_of_what_is_sent_at_nearly_the_same_time_do_not_cross(tmp_path) -> None:
+    trace = Trace()
+    for number, (sent, handed, taken) in enumerate([(100, 5_000, 9_000), (700, 9_400, 9_900)]):
+        times = BatchTimes(0, 50, sent, (2_000 + number * 1_000, 400, 0, 0, 1), 0, 4_000, handed, 8)
+        trace.note(Traced(0, handed - 10, taken, times))
+    # Sent just before the batch above is built, and just before it is.
+    for sent in (8_900, 9_350):
+        times = BatchTimes(0, 50, sent, (20_000 + sent, 400, 0, 0, 1), 0, 40_000, 50_000 + sent, 8)
+        trace.note(Traced(0, 50_000 + sent, 50_100 + sent, times))
+    trace.write(tmp_path / "run.json", {})
+    check_format(tmp_path / "run.json")
+
+
+def test_iterators_at_the_same_time_have_tracks_of_their_own(tmp_path) -> None:
+    path = tmp_path / "run.json"
+    with DataLoader(Calls(slow, 6), num_workers=1) as loader, loader.trace(path):
+        for _, _ in zip(loader, loader, strict=True):
+            pass
+        for _ in loader:  # and one after these has the first ones
+            break
+    names = names_of(check_format(path))
+    of_one = {"worker 0", "engine", "consumer"}
+    assert names == of_one | {f"{name} (iterator 2)" for name in of_one}
+
+
+def slow(index: int) -> int:
+    time.sleep(0.01)
+    return index
+
+
+def test_batches_are_numbered_without_a_gap_between_epochs(tmp_path) -> None:
+    path = tmp_path / "run.json"
+    with loader_of(8) as loader, loader.trace(path):
+        for _ in range(2):
+            for _ in loader:
+                pass
+    takes = [
+        event["name"] for event in check_format(path) if event["name"].startswith("next() → batch")
+    ]
+    assert takes == [f"next() → batch {number}" for number in range(4)]
 
 
 def test_a_block_that_raises_leaves_a_trace(tmp_path) -> None:
