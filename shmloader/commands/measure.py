@@ -52,7 +52,12 @@ class Run:
         before_s = time.monotonic()
         while True:
             self.epochs += 1
-            record = Record(self.epochs, "other", getattr(self._loader, "num_workers", 0))
+            record = Record(
+                self.epochs,
+                "other",
+                getattr(self._loader, "num_workers", 0),
+                keeps_workers=getattr(self._loader, "persistent_workers", False),
+            )
             self._statistics.begin(record, self)
             iterator = iter(self._loader)
             record.begun()

@@ -193,6 +193,7 @@ class EngineIterator(_BaseDataLoaderIter):
             loader._epoch,
             "threads" if loader.thread_pool else "processes",
             loader.num_workers,
+            keeps_workers=self._persistent_workers,
             in_order=self._in_order,
             counts=self._engine.counts,
             readings=self._pool.readings,

@@ -21,7 +21,7 @@ class WaitStats:
         p90_s: Likewise nine in ten.
         p99_s: Likewise 99 in 100.
         max_s: The longest.
-        startup_s: From ``iter()`` until the first batch was there; of all epochs together.
+        startup_s: Of ``total_s``, in ``iter()`` and the first ``next()``; of all epochs together.
     """
 
     total_s: float = 0.0
@@ -129,7 +129,8 @@ class Stages(NamedTuple):
         transport: The answer is under way, and somebody waits for it.
         reorder: Waiting for an earlier batch.
         ready: Waiting for the consumer.
-        build: Tensors are made of the slot, and the next task is sent.
+        build: Tensors are made of the slot, and the next task is drawn and sent; with
+            ``device="cpu"``, in ``transform``.
         pin: On the pinning thread.
         device: On the thread that copies to a device and calls ``transform``: until the copy is
             begun, and there is room for a further one.
@@ -158,6 +159,7 @@ class LoaderStats:
         is_over: Whether the epoch has come to its end, or was given up.
         kind: What loads: "processes", "threads", "in-process"; "" before the first epoch.
         num_workers: How many of these.
+        persistent_workers: Whether they live on for the next epoch.
         batches: Handed over.
         samples: In these.
         nbytes: In these: of slots, or of tensors and arrays.
@@ -179,6 +181,7 @@ class LoaderStats:
     is_over: bool = False
     kind: str = ""
     num_workers: int = 0
+    persistent_workers: bool = False
     batches: int = 0
     samples: int = 0
     nbytes: int = 0
@@ -223,6 +226,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
         is_over=record.is_over,
         kind=record.kind,
         num_workers=record.worker_count,
+        persistent_workers=record.keeps_workers,
         batches=record.batches,
         samples=record.samples,
         nbytes=record.nbytes,
@@ -291,9 +295,11 @@ def _evidence(stats: LoaderStats) -> Evidence:
         waited_s=stats.wait.total_s,
         startup_s=stats.wait.startup_s,
         workers=stats.num_workers,
+        are_kept=stats.persistent_workers,
         cores=stats.machine.cores,
         busy_s=sum(worker.busy_s for worker in working),
         busy_share=sum(worker.busy_share for worker in working) / max(1, len(working)),
+        cpu_s=sum(worker.cpu_s for worker in stats.workers),
         stalled_s=sum(stalled),
         stages=seconds,
         load_p50_s=stats.load_p50_s,

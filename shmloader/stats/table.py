@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shmloader.stats.units import seconds, size
+from shmloader.stats.units import counted, seconds, size
 
 # Of the longest bar, in characters.
 _BAR = 20
@@ -16,7 +16,7 @@ _EXPLAINED = {
     "transport": "the answer under way",
     "reorder": "waiting for an earlier batch",
     "ready": "waiting for the consumer",
-    "build": "making tensors of it, sending the next task",
+    "build": "making tensors of it, drawing and sending the next task",
     "pin": "pinning",
     "device": "copying to the device, transform",
 }
@@ -59,12 +59,12 @@ def _headline(stats: Any) -> str:
     what = many if stats.epoch is None else f"epoch {stats.epoch}"
     state = "" if stats.is_over or stats.epoch is None else ", running"
     how = {
-        "processes": f"{stats.num_workers} worker processes",
-        "threads": f"{stats.num_workers} worker threads",
+        "processes": counted(stats.num_workers, "worker process", "worker processes"),
+        "threads": counted(stats.num_workers, "worker thread"),
         "in-process": "loaded in-process",
-        "other": f"another loader, {stats.num_workers} workers",
+        "other": f"another loader, {counted(stats.num_workers, 'worker')}",
     }[stats.kind]
-    cores = f", {stats.machine.cores} cores" if stats.machine.cores else ""
+    cores = f", {counted(stats.machine.cores, 'core')}" if stats.machine.cores else ""
     return f"shmloader: {what}{state}, {how}{cores}"
 
 
@@ -72,7 +72,8 @@ def _overview(stats: Any) -> list[tuple[str, str]]:
     wait, slots = stats.wait, stats.slots
     nbytes = f", {size(stats.nbytes)}" if stats.nbytes else ""
     given = (
-        f"{stats.batches:,} batches, {stats.samples:,} samples{nbytes} in "
+        f"{counted(stats.batches, 'batch', 'batches')}, {counted(stats.samples, 'sample')}"
+        f"{nbytes} in "
         f"{seconds(stats.elapsed_s)}: {stats.samples_per_s:,.0f} samples/s"
     )
     waited = (
@@ -88,7 +89,12 @@ def _overview(stats: Any) -> list[tuple[str, str]]:
         )
         rows.append(("slots", used))
     if stats.restarts or stats.failures:
-        rows.append(("trouble", f"{stats.restarts} restarts, {stats.failures} failures"))
+        rows.append(
+            (
+                "trouble",
+                f"{counted(stats.restarts, 'restart')}, {counted(stats.failures, 'failure')}",
+            )
+        )
     return rows
 
 

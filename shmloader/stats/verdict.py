@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shmloader.stats.units import seconds, size
+from shmloader.stats.units import counted, seconds, size
 
 #: A consumer that waits for less of its time than this would gain nothing.
 IDLE_SHARE = 0.05
@@ -27,6 +27,8 @@ HELD_SHARE = 0.5
 COLLATE_SHARE = 0.5
 #: Copying batches out is to blame where it is more than this of the wait.
 COPY_SHARE = 0.3
+#: Workers that compute, or wait for a core, for less than this of their time wait for something.
+COMPUTING_SHARE = 0.5
 #: Memory is near its limit where less than this is left of what the loader has and may have.
 FREE_SHARE = 0.1
 
@@ -45,6 +47,7 @@ class Finding(enum.Enum):
     TOO_MANY_WORKERS = "too many workers"
     STRAGGLERS = "stragglers"
     CORES_TAKEN = "cores taken by others"
+    BURSTS = "wanted in bursts"
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
     HANDING_OVER = "handing over"
@@ -61,9 +64,11 @@ class Evidence:
     waited_s: float
     startup_s: float
     workers: int
+    are_kept: bool
     cores: int
     busy_s: float
     busy_share: float
+    cpu_s: float
     stalled_s: float
     stages: Mapping[str, float]
     load_p50_s: float
@@ -126,19 +131,26 @@ def _nothing_to_gain(seen: Evidence) -> tuple[Finding, str] | None:
 
 def _who_is_to_blame(seen: Evidence) -> tuple[Finding, str]:
     if seen.workers and seen.startup_s > STARTUP_SHARE * seen.waited_s:
+        remedy = "persistent_workers=True spares that of all epochs but the first, and"
+        if seen.are_kept:
+            remedy = "later epochs find their workers ready;"
         return Finding.START_UP, (
-            f"{seen.startup_s:.2g} s of {seen.waited_s:.2g} s of waiting was for the first batches "
-            "of epochs: persistent_workers=True spares that of all but the first epoch, and a "
-            "dataset that is lighter to start with spares more."
+            f"{seconds(seen.startup_s)} of {seconds(seen.waited_s)} of waiting was for first "
+            f"batches: {remedy} a dataset that is lighter to start with spares more."
         )
     if seen.kind == "other":
         return Finding.OTHER_LOADER, (
             "what it does meanwhile is not known: it is none of shmloader's, which would say."
         )
     if seen.kind == "in-process":
+        busiest = _busiest(seen)
+        remedy = (
+            f"give the loader workers (num_workers=; this process may use {_cores(seen.cores)})"
+        )
+        if busiest in ("build", "pin", "device"):  # workers would not do that
+            remedy = "make that cheaper, or raise batch_size"
         return Finding.IN_PROCESS, (
-            f"it loads the data itself, mostly in {_busiest(seen)}: give the loader workers "
-            f"(num_workers=; there are {seen.cores} cores)."
+            f"it loads the data itself, mostly in {_NAMES[busiest]}: {remedy}."
         )
     return _of_the_main_process(seen) or _of_the_workers(seen)
 
@@ -190,8 +202,14 @@ def _of_the_workers(seen: Evidence) -> tuple[Finding, str]:
     between_s = seen.stage("transport") + seen.stage("build")
     if is_idle and between_s > HELD_SHARE * seen.waited_s:
         return Finding.HANDING_OVER, (
-            f"{busy} with batches of {seconds(seen.load_p50_s)}, and the rest is handing them "
-            "over: raise batch_size, so that there are fewer."
+            f"{busy} with batches of {seconds(seen.load_p50_s)}, and the rest is drawing and "
+            "handing them over: raise batch_size, so that there are fewer, or make the sampler "
+            "(or a transform= on the CPU) cheaper."
+        )
+    if is_idle and seen.stage("ready") > HELD_SHARE * seen.waited_s:
+        return Finding.BURSTS, (
+            f"{busy}, since batches are wanted in bursts, and too few are made ahead: raise "
+            "prefetch_factor."
         )
     if is_stalled:
         return Finding.CORES_TAKEN, (
@@ -206,19 +224,39 @@ def _of_their_work(seen: Evidence, busy: str) -> tuple[Finding, str]:
             f"{busy}, {_share(seen.stage('collate'), seen.busy_s)} of it in collate_fn: move work "
             "from there into the dataset, or have it write into shmloader.empty()."
         )
-    where = f"{busy}, mostly in {_busiest(seen)}"
+    where = f"{busy}, mostly in {_NAMES[_busiest(seen)]}"
+    turns = ""
+    if seen.kind == "threads":
+        turns = " Threads take turns at Python code: for that, leave out thread_pool=True."
     if seen.workers < seen.cores:
         return Finding.TOO_FEW_WORKERS, (
-            f"{where}: add workers ({seen.workers} of {_cores(seen.cores)} are used)."
+            f"{where}: add workers ({seen.workers} of {_cores(seen.cores)} are used).{turns}"
+        )
+    if seen.cpu_s + seen.stalled_s < COMPUTING_SHARE * seen.busy_s:
+        return Finding.TOO_FEW_WORKERS, (
+            f"{where}, where they wait more than they compute: add workers, also more than the "
+            f"{_cores(seen.cores)}."
         )
     return Finding.TOO_FEW_WORKERS, (
-        f"{where}, on all of {_cores(seen.cores)}: make that cheaper, or use more cores."
+        f"{where}, on all of {_cores(seen.cores)}: make that cheaper, or use more cores.{turns}"
     )
 
 
+_NAMES = {
+    "fetch": "`__getitem__`",
+    "collate": "`collate_fn`",
+    "encode": "encoding",
+    # Of a loader without workers:
+    "build": "handing batches over (and `transform`)",
+    "pin": "pinning",
+    "device": "copying to the device and `transform`",
+}
+
+
 def _busiest(seen: Evidence) -> str:
-    names = {"fetch": "`__getitem__`", "collate": "`collate_fn`", "encode": "encoding"}
-    return names[max(names, key=seen.stage)]
+    """The stage that takes most of who loads."""
+    of_workers = ("fetch", "collate", "encode")
+    return max(_NAMES if seen.kind == "in-process" else of_workers, key=seen.stage)
 
 
 def _share(part: float, whole: float) -> str:
@@ -226,4 +264,4 @@ def _share(part: float, whole: float) -> str:
 
 
 def _cores(count: int) -> str:
-    return f"{count} core" if count == 1 else f"{count} cores"
+    return counted(count, "core")

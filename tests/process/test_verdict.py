@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 
 import shmloader
 from shmloader import DataLoader, LoaderStats
@@ -88,6 +90,34 @@ def test_too_few_workers() -> None:
     check(stats, Finding.TOO_FEW_WORKERS, "__getitem__", "The consumer waited ")
     more = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=16))
     assert more.verdict.endswith("add workers (1 of 16 cores are used).")
+    # These workers sleep, and leave the cores alone.
+    fewer = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=1))
+    assert fewer.verdict.endswith(
+        "wait more than they compute: add workers, also more than the 1 core."
+    )
+
+
+def test_threads_are_told_that_they_take_turns() -> None:
+    stats = second_epoch(
+        DataLoader(Calls(brief, 8), num_workers=1, persistent_workers=True, thread_pool=True)
+    )
+    more = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=16))
+    check(more, Finding.TOO_FEW_WORKERS, "(1 of 16 cores are used)", "leave out thread_pool=True")
+
+
+def brief(index: int) -> int:
+    time.sleep(LONG_S)
+    return index
+
+
+def test_bursts() -> None:
+    """Workers could keep up, if they were not held up while the consumer works."""
+    taken = itertools.count()
+    stats = second_epoch(
+        DataLoader(Calls(brief, 12), num_workers=2, persistent_workers=True),
+        lambda _: time.sleep(12 * LONG_S if next(taken) % 12 == 5 else 0),
+    )
+    check(stats, Finding.BURSTS, "raise prefetch_factor")
 
 
 @needs_schedstat
@@ -203,7 +233,21 @@ def test_start_up() -> None:
     ) as loader:
         for _ in loader:
             pass
-    check(loader.stats(), Finding.START_UP, "persistent_workers=True")
+    check(loader.stats(), Finding.START_UP, "persistent_workers=True", "for first batches")
+
+
+def test_start_up_of_workers_that_are_kept() -> None:
+    with DataLoader(
+        Calls(quick, 8),
+        num_workers=1,
+        worker_init_fn=lambda _: time.sleep(0.3),
+        persistent_workers=True,
+    ) as loader:
+        for _ in loader:
+            pass
+        stats = loader.stats()
+    check(stats, Finding.START_UP, "later epochs find their workers ready")
+    assert "persistent_workers=" not in stats.verdict
 
 
 def test_memory_near_the_cap() -> None:
@@ -239,6 +283,20 @@ def test_no_workers() -> None:
     check(stats, Finding.IN_PROCESS, "num_workers=", "__getitem__")
 
 
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"device": "cpu", "transform": Heavy.pin_memory}, "`transform`"),
+        ({"pin_memory": True}, "pinning"),
+    ],
+)
+def test_no_workers_where_these_would_not_do_it(options, where) -> None:
+    with pinning():
+        stats = second_epoch(DataLoader(Calls(quick, 4), collate_fn=Heavy, **options))
+    check(stats, Finding.IN_PROCESS, where, "make that cheaper")
+    assert "num_workers" not in stats.verdict
+
+
 class Rebuilt:
     """Takes its time to be unpickled."""
 
@@ -256,6 +314,28 @@ def test_handing_over() -> None:
         )
     )
     check(stats, Finding.HANDING_OVER, "raise batch_size")
+
+
+def test_handing_over_what_is_drawn_slowly() -> None:
+    def draw() -> Iterator[int]:
+        for index in range(16):
+            time.sleep(LONG_S)
+            yield index
+
+    stats = second_epoch(
+        DataLoader(Calls(quick, 16), sampler=Drawn(draw), num_workers=2, persistent_workers=True)
+    )
+    check(stats, Finding.HANDING_OVER, "make the sampler")
+
+
+class Drawn(Sampler[int]):
+    """Indices that a function gives."""
+
+    def __init__(self, draw: Callable[[], Iterator[int]]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        return self._draw()
 
 
 def test_nothing_yet() -> None:
