@@ -7,7 +7,8 @@ from typing import Any
 
 from shmloader.commands.measure import Run
 from shmloader.commands.progress import Progress
-from shmloader.commands.target import find, like, make_loader
+from shmloader.commands.target import UsageError, find, like, make_loader
+from shmloader.fronts.dataloader import DataLoader
 from shmloader.stats.snapshot import LoaderStats
 from shmloader.stats.units import seconds
 
@@ -16,12 +17,14 @@ def bench(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: If the arguments name no loader.
+        UsageError: If the arguments name no loader, or none to compare.
         KeyboardInterrupt: After a Ctrl-C, and after what was measured so far.
     """
     make = find(options.target)
     loader = make_loader(make, options.target)
     other = like(loader, of_torch=True) if options.vs else None
+    if other is not None and not isinstance(loader, DataLoader):
+        raise UsageError(f"--vs: {options.target}() gives a loader of torch's already")
     interrupted: KeyboardInterrupt | None = None
     measured: list[LoaderStats] = []
     for name, each in (("bench" if other is None else "shmloader", loader), ("torch", other)):
@@ -43,14 +46,16 @@ def _run(
 ) -> tuple[LoaderStats, KeyboardInterrupt | None]:
     interrupted = None
     with Run(loader, options.step_ms / 1e3) as run:
+        batches = run.batches()  # with it goes the iterator: its workers are asked for below
         try:
             with Progress(name, options.batches, "batches") as progress:
-                for _ in itertools.islice(run.batches(), options.batches):
+                for _ in itertools.islice(batches, options.batches):
                     progress.step()
         except KeyboardInterrupt as error:
             interrupted = error
             print(f"interrupted after {run.taken} of {options.batches} batches")
         stats = run.stats()
+        batches.close()
     return stats, interrupted
 
 

@@ -1,10 +1,12 @@
 """Arguments of the command line, and its exit codes.
 
-0: done; 1: the user's own code raised, as Python has it; 2: bad arguments, told in one line;
-130: Ctrl-C, after what was measured so far.
+0: done; 1: the user's dataset raised, as Python has it; 2: bad arguments, told in one line, and a
+module or function that they name and that raises; 130: Ctrl-C, after what was measured so far.
 """
 
 import argparse
+import io
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -33,7 +35,7 @@ def _number(minimum: float, kind: Callable[[str], float], name: str) -> Callable
             value = kind(text)
         except ValueError:
             value = minimum - 1
-        if not value >= minimum:
+        if not minimum <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} is not {name} from {minimum:g} up")
         return value
 
@@ -91,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As `python -m` does: modules of the directory where one is can be named.
     if os.getcwd() not in sys.path:  # noqa: PTH109 - a text, as sys.path has
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of bars and µ, where it cannot write these
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     try:

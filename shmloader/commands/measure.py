@@ -1,7 +1,7 @@
 """Runs a loader of any kind, and measures what its consumer sees."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,13 @@ class Run:
         elif getattr(self._loader, "_iterator", None) is not None:
             self._loader._iterator = None  # torch's persistent workers
 
-    def batches(self) -> Iterator[float]:
+    def batches(self) -> Generator[float]:
         """Take batches for ever; gives the seconds from one to the next.
 
+        What can be iterated but once, a generator say, ends it.
+
         Raises:
-            UsageError: If an epoch gives none.
+            UsageError: If there is none at all.
         """
         before_s = time.monotonic()
         while True:
@@ -70,8 +72,10 @@ class Run:
                 now_s = time.monotonic()
                 yield now_s - before_s
                 before_s = now_s
-            if count == 0:
+            if not self.taken:
                 raise UsageError("the loader gives no batch")
+            if count == 0:
+                return
 
     def _take(self, iterator: Iterator[Any], record: Record) -> Iterator[None]:
         while True:

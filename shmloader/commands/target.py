@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def find(name: str) -> Callable[..., Any]:
     """The function that ``pkg.module:function`` names.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: If there is none, or its module raises.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -57,8 +58,10 @@ def find(name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not (module_name + ".").startswith(error.name + "."):
-            raise  # of the user's module
+            raise _raised(module_name, error) from error
         raise UsageError(f"there is no module {error.name!r} here") from error
+    except Exception as error:
+        raise _raised(module_name, error) from error
     for part in path.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{module_name} has no {path!r}")
@@ -73,12 +76,25 @@ def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
     """What the user's function makes.
 
     Raises:
-        UsageError: If that cannot be iterated.
+        UsageError: If that cannot be iterated, or the function raises, for want of arguments say.
     """
-    loader = make(**options)
+    try:
+        loader = make(**options)
+    except Exception as error:
+        raise _raised(f"{name}()", error) from error
     if not hasattr(loader, "__iter__"):
         raise UsageError(f"{name}() gave a {type(loader).__name__}, which is no loader")
     return loader
+
+
+def _raised(name: str, error: Exception) -> UsageError:
+    """One line on what the user's code raised, and on where in it."""
+    what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    if not isinstance(error, SyntaxError):  # which says so itself
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith((__file__, importlib.__file__, "<frozen ")):
+                return UsageError(f"{what} ({frame.filename}, line {frame.lineno})")
+    return UsageError(what)
 
 
 def takes_settings(make: Callable[..., Any]) -> bool:

@@ -138,7 +138,8 @@ def tune(options: argparse.Namespace) -> None:
                 progress.step(f"best: {found[0]}, {found[1].rate:,.1f} batches/s")
     except KeyboardInterrupt as error:
         interrupted = error
-        print("interrupted; of what was measured so far:")
+        so_far = "of what was measured so far:" if tuner.known else "nothing was measured yet"
+        print(f"interrupted; {so_far}")
     tuner.print_all()
     if found is not None:
         print(f"\nbest: {found[1].rate:,.1f} batches/s with\n")

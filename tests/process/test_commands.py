@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from shmloader.commands.main import main
 from shmloader.commands.target import UsageError, like
 from shmloader.commands.tune import Setting, Speed, climb
 from shmloader.sampling import BucketBatchSampler
+from tests.process.support import ROOT
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,6 +67,15 @@ def make_list():
 def make_nothing():
     return 7
 
+def make_once():
+    yield from [torch.zeros(4)] * 3
+
+def make_with_one(argument):
+    return []
+
+def make_and_raise():
+    raise ValueError("of mine\\nand more")
+
 number = 7
 """
 
@@ -72,6 +84,8 @@ number = 7
 def here(tmp_path, monkeypatch) -> Path:
     """A directory with a module of loaders, as a user has it."""
     (tmp_path / "loaders_of_mine.py").write_text(LOADERS)
+    (tmp_path / "broken.py").write_text("def make(:")
+    (tmp_path / "imports.py").write_text("import absent")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("loaders_of_mine", None)
@@ -96,6 +110,16 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine:number"), "is no function that makes a loader, but a int"),
         (("bench", "loaders_of_mine:make_nothing"), "gave a int, which is no loader"),
         (("bench", "loaders_of_mine:make_list"), "the loader gives no batch"),
+        (("bench", "loaders_of_mine:make_with_one"), "missing 1 required positional argument"),
+        (
+            ("tune", "loaders_of_mine:make_and_raise"),
+            "raised ValueError: of mine ({here}/loaders_of_mine.py, line ",
+        ),
+        (("bench", "broken:make"), "broken raised SyntaxError: "),
+        (("bench", "imports:make"), "imports raised ModuleNotFoundError: No module named 'absent'"),
+        (("bench", ".relative:make"), ".relative raised TypeError: "),
+        (("bench", "loaders_of_mine:make_in_process", "--vs", "torch"), "of torch's already"),
+        (("bench", "loaders_of_mine:make", "--step-ms", "inf"), "'inf' is not a number from 0 up"),
         (("bench", "loaders_of_mine:make", "--batches", "0"), "'0' is not a whole number from 1"),
         (("bench", "loaders_of_mine:make", "--step-ms", "-1"), "'-1' is not a number from 0 up"),
         (("bench", "loaders_of_mine:make", "--vs", "gluon"), "invalid choice: 'gluon'"),
@@ -104,10 +128,10 @@ def run(*arguments: str) -> int:
         (("report", "no.json"), "no.json"),
     ],
 )
-def test_bad_arguments_are_told_in_one_line(capsys, arguments, text) -> None:
+def test_bad_arguments_are_told_in_one_line(capsys, here, arguments, text) -> None:
     assert run(*arguments) == 2
     said = capsys.readouterr()
-    assert text in said.err
+    assert text.format(here=here) in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
 
@@ -126,6 +150,28 @@ def test_bench_measures_loaders_of_others(capsys) -> None:
     said = capsys.readouterr().out
     assert "3 batches, 12 samples" in said
     assert "none of shmloader's" in said
+
+
+def test_bench_tells_of_what_can_be_iterated_but_once(capsys) -> None:
+    assert run("bench", "loaders_of_mine:make_once", "--batches", "30") == 0
+    assert "3 batches, 12 samples" in capsys.readouterr().out
+
+
+def test_bench_tells_the_memory_of_workers(capsys) -> None:
+    assert run("bench", "loaders_of_mine:make", "--batches", "8") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (heads,) = (row for row in rows if row[:1] == ["worker"])
+    assert heads[-1] == "memory"
+    workers = [row for row in rows if row[:1] in (["0"], ["1"])]
+    assert len(workers) == 2
+    assert all(row[-1] == "MB" for row in workers)
+
+
+def test_a_terminal_without_these_letters_gets_others(monkeypatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    assert run("bench", "loaders_of_mine:make", "--batches", "3") == 0
+    assert b"3 batches, 12 samples" in written.getvalue()
 
 
 def test_bench_against_torch_prints_ratios(capsys) -> None:
@@ -260,10 +306,6 @@ def test_a_loader_like_another_has_its_arguments() -> None:
 
 
 def test_the_command_line_runs_as_a_module_on_the_example_of_the_readme() -> None:
-    import subprocess
-
-    from tests.process.support import ROOT
-
     done = subprocess.run(
         [sys.executable, "-m", "shmloader", "bench", "examples.loaders:make_loader", "--batches=4"],
         capture_output=True,

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.timeout(170)
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 BATCHES = 12
+# A trace, but for its events.
+ABOUT = """{"traceEvents": [%s], "otherData":
+{"producer": "shmloader", "verdict": "", "table": "", "stats": {}}}"""
 
 # Run in the page after its own script: what a test cannot see in a picture.
 PROBE = """
@@ -155,7 +158,11 @@ def test_a_picture_of_the_same(tmp_path, capsys) -> None:
         ("no json", "is no trace"),
         ('{"traceEvents": []}', "is no trace of loader.trace()"),
         ("[1]", "is no trace of loader.trace()"),
-        ('{"traceEvents": [], "otherData": {"producer": "shmloader"}}', "there is no batch in"),
+        ('{"otherData": null}', "is no trace of loader.trace()"),
+        ('{"otherData": {"producer": "shmloader"}}', "is no trace of loader.trace()"),
+        (ABOUT % '{"ph": "X", "name": "next()"}', "is no trace of loader.trace()"),
+        ("[" * 100_000, "is no trace"),
+        (ABOUT % "", "there is no batch in"),
     ],
 )
 def test_what_is_no_trace_is_told_in_one_line(tmp_path, capsys, content, text) -> None:
@@ -165,3 +172,16 @@ def test_what_is_no_trace_is_told_in_one_line(tmp_path, capsys, content, text) -
     said = capsys.readouterr().err
     assert text in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [("run.json", "run.json is the trace"), ("page.png", "page.png is where the picture goes")],
+)
+def test_nothing_is_written_over_by_something_else(tmp_path, capsys, output, text) -> None:
+    trace = record(tmp_path / "run.json", is_bound=False)
+    before = trace.read_bytes()
+    assert main(["report", str(trace), "--png", "-o", str(tmp_path / output)]) == 2
+    assert text in capsys.readouterr().err
+    assert trace.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

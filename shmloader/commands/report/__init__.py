@@ -23,12 +23,16 @@ def report(options: argparse.Namespace) -> None:
     if options.png:
         find_matplotlib()
     page = options.output or options.trace.with_suffix(".html")
+    picture = page.with_suffix(".png")
+    if page.absolute() == options.trace.absolute():
+        raise UsageError(f"{page} is the trace: name another file for the page (-o)")
+    if options.png and page.absolute() == picture.absolute():
+        raise UsageError(f"{page} is where the picture goes: name a page.html (-o)")
     run = read_trace(options.trace)
     try:
         write_page(run, page)
         print(f"page: {page}")
         if options.png:
-            picture = page.with_suffix(".png")
             write_picture(run, picture)
             print(f"picture: {picture}")
     except OSError as error:

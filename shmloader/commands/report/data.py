@@ -80,17 +80,20 @@ def read_trace(path: Path) -> RunOfTrace:
     """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
+        about = trace["otherData"]
+        if about["producer"] != "shmloader":
+            raise UsageError(f"{path} is no trace of loader.trace()")
+        batches, waits = _read_events(trace["traceEvents"])
+        run = RunOfTrace(batches, waits, about["verdict"], about["table"], about["stats"])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no trace: {error}") from error
-    about = trace.get("otherData", {}) if isinstance(trace, dict) else {}
-    if about.get("producer") != "shmloader":
-        raise UsageError(f"{path} is no trace of loader.trace()")
-    batches, waits = _read_events(trace["traceEvents"])
+    except (LookupError, TypeError) as error:
+        raise UsageError(f"{path} is no trace of loader.trace()") from error
     if not batches:
         raise UsageError(f"there is no batch in {path}: nothing was taken while it was recorded")
-    return RunOfTrace(batches, waits, about["verdict"], about["table"], about["stats"])
+    return run
 
 
 def _read_events(
