@@ -117,15 +117,19 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
 
 
 def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
-    trace = record(tmp_path / "run.json", is_bound=True)
+    trace = record(tmp_path / "run.json", is_bound=True, num_workers=0)
     assert main(["report", str(trace)]) == 0
     assert "page: " in capsys.readouterr().out
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert not re.search(r"https?://|src=|@import", page)
     assert "{{" not in page
     run = read_trace(trace)
-    assert f"<h1>{run.verdict}</h1>" in page.replace("&#x27;", "'")
+    assert "`__getitem__`" in run.verdict
+    said = run.verdict.replace("`__getitem__`", "<code>__getitem__</code>")
+    assert f"<h1>{said}</h1>" in page
+    assert page.count("The consumer waited") == 1
     assert "12 batches, 12 samples" in page
+    assert "verdict and figures of epoch 0" in page
 
 
 def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ def write_page(run: RunOfTrace, path: Path) -> None:
     data = json.dumps(_data_of(run), separators=(",", ":"))
     # "</script>" would end the script that it stands in.
     page = template.replace("{{data}}", data.replace("</", "<\\/"))
-    page = page.replace("{{verdict}}", html.escape(run.verdict))
-    page = page.replace("{{table}}", html.escape(run.table))
+    page = page.replace("{{epoch}}", html.escape(epoch_of(run)))
+    verdict = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict))
+    page = page.replace("{{verdict}}", verdict)
+    # The table ends in the verdict, which stands at the top.
+    table = run.table.removesuffix(run.verdict).rstrip()
+    page = page.replace("{{table}}", html.escape(table))
     path.write_text(page, encoding="utf-8")
 
 
@@ -58,19 +63,24 @@ def _row(batch: BatchOfTrace) -> dict[str, Any]:
     }
 
 
+def epoch_of(run: RunOfTrace) -> str:
+    """What the verdict and the figures are of: there may be other epochs in the trace."""
+    return f"epoch {run.stats['epoch']}"
+
+
 def figures_of(run: RunOfTrace) -> list[tuple[str, str]]:
     """The figures that stand at the top: a name and a value."""
     stats = run.stats
     wait = stats["wait"]
     figures = [
-        ("waited for data", f"{wait['share']:.0%}"),
-        ("samples a second", f"{stats['samples_per_s']:,.0f}"),
-        ("a call of next(), median", seconds(wait["p50_s"])),
-        ("one call in a hundred", f"over {seconds(wait['p99_s'])}"),
+        ("waited for data", f"{wait['share']:.0%}, {seconds(wait['total_s'])}"),
+        ("of that, first batch", seconds(wait["startup_s"])),
+        ("next(), median", seconds(wait["p50_s"])),
+        ("next(), 99 % within", seconds(wait["p99_s"])),
     ]
     workers = [worker for worker in stats["workers"] if worker["batches"]]
     if workers:
         busy = sum(worker["busy_share"] for worker in workers) / len(workers)
         figures.append(("workers busy", f"{busy:.0%} of {len(workers)}"))
-    figures.append(("until the first batch", seconds(wait["startup_s"])))
+    figures.append(("samples a second", f"{stats['samples_per_s']:,.0f}"))
     return figures

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.commands.report.data import RunOfTrace
-from shmloader.commands.report.page import figures_of
+from shmloader.commands.report.page import epoch_of, figures_of
 from shmloader.commands.target import UsageError
 from shmloader.stats.times import STAGES
 
@@ -25,6 +25,7 @@ _COLOURS = {
     "wait": "#d8432f",
     "use": "#b9c3d0",
 }
+_CONSUMER = {"wait": "consumer waits in next()", "use": "consumer works"}
 _MOST_BARS = 400
 
 
@@ -51,14 +52,15 @@ def write_picture(run: RunOfTrace, path: Path) -> None:
     rows = len({batch.worker for batch in run.batches}) + 2
     figure = find_matplotlib()(figsize=(11, 10 + 0.25 * rows), dpi=120, layout="constrained")
     heights = [1.2 + 0.35 * rows, 3.5, 2, 2.2]
-    timeline, stack, waits, stock = figure.subplots(4, 1, height_ratios=heights)
-    figures = "   ·   ".join(f"{name}: {value}" for name, value in figures_of(run))
-    figure.suptitle(
-        textwrap.fill(run.verdict, 130) + "\n" + textwrap.fill(figures, 130),
-        fontsize=10,
-        x=0.01,
-        ha="left",
-    )
+    has_workers = any(batch.worker is not None for batch in run.batches)
+    if not has_workers:  # one batch is never ahead of another
+        heights.pop()
+    panels = figure.subplots(len(heights), 1, height_ratios=heights)
+    timeline, stack, waits = panels[:3]
+    figures = [f"{name}:\N{NO-BREAK SPACE}{value}" for name, value in figures_of(run)]
+    lines = [*textwrap.wrap(run.verdict, 130), f"(verdict and figures of {epoch_of(run)})", ""]
+    lines += ["   ·   ".join(some) for some in (figures[:3], figures[3:])]
+    figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left")
     _draw_timeline(timeline, run)
     _draw_stack(stack, run)
     waits.set_title("How long next() took", loc="left", fontsize=10)
@@ -66,8 +68,11 @@ def write_picture(run: RunOfTrace, path: Path) -> None:
         [at + took for at, took in run.waits], 0, [took for _, took in run.waits], _COLOURS["wait"]
     )
     waits.set(ylabel="ms", xlabel="ms")
-    _draw_stock(stock, run)
-    for axes in (timeline, stack, waits, stock):
+    if has_workers:
+        _draw_stock(panels[3], run)
+    for axes in panels[2:]:
+        axes.sharex(timeline)
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
@@ -93,8 +98,12 @@ def _draw_timeline(axes: Any, run: RunOfTrace) -> None:
         if following is not None and following.epoch == batch.epoch:
             span = (batch.taken, following.asked - batch.taken)
             spans.setdefault((last, "use"), []).append(span)
+    names_shown = set()
     for (row, name), found in spans.items():
-        axes.broken_barh(found, (row - 0.38, 0.76), facecolors=_COLOURS[name])
+        label = None if name in names_shown else _CONSUMER.get(name, name)
+        names_shown.add(name)
+        axes.broken_barh(found, (row - 0.38, 0.76), facecolors=_COLOURS[name], label=label)
+    axes.legend(ncols=7, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_title("Timeline", loc="left", fontsize=10)
@@ -138,4 +147,5 @@ def _draw_stock(axes: Any, run: RunOfTrace) -> None:
     axes.step(taken, lent, where="post", color="black", lw=1, label="slots lent")
     axes.set_title("Batches on their way", loc="left", fontsize=10)
     axes.set(ylabel="batches", xlabel="ms")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.25))
