@@ -62,7 +62,7 @@ def _memory() -> Finding:
     total = size(psutil.virtual_memory().total)
     if free is None:
         return "memory", f"{total}; what is free is not known", "Nothing is looked at before use."
-    value = f"{size(free.nbytes)} free, by the {free.limit}; the machine has {total}"
+    value = f"{size(free.nbytes)} free ({free.limit}); the machine has {total}"
     return "memory", value, "A batch that would not fit raises SharedMemoryError before it is made."
 
 
@@ -104,7 +104,7 @@ def _start_method() -> Finding:
 
 def _gpus() -> Finding:
     if not torch.accelerator.is_available():
-        return "GPUs", "none that this torch can use", "device= and pin_memory=True have no effect."
+        return "GPUs", "none that this torch can use", "pin_memory=True has no effect."
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)

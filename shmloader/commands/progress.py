@@ -40,7 +40,8 @@ class Progress:
         elif time.monotonic() - self._told_s > _EVERY_S:
             self._told_s = time.monotonic()
             of = "" if self._total is None else f" of {self._total}"
-            print(f"{self._name}: {self._count}{of} {self._unit} {note}".rstrip(), file=sys.stderr)
+            note = note and f"; {note}"
+            print(f"{self._name}: {self._count}{of} {self._unit}{note}", file=sys.stderr)
 
     def __enter__(self) -> Self:
         """Itself."""

@@ -350,8 +350,11 @@ class DataLoader(MeasuredLoader[_T_co]):
         check_thread_pool(self.thread_pool, self.num_workers, is_iterable=is_iterable, given=given)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more worker processes than cores, as torch does; threads may be many."""
-        if not self.thread_pool:
+        """Warn of more worker processes than cores, as torch does.
+
+        Threads may be many, and "auto" has found out that these help.
+        """
+        if not self.thread_pool and self._adapter is None:
             super().check_worker_number_rationality()
 
     @property

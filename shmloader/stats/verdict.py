@@ -191,7 +191,7 @@ def _of_the_workers(seen: Evidence) -> tuple[Finding, str]:
             "num_workers."
         )
     is_idle = seen.busy_share < BUSY_SHARE
-    is_uneven = seen.load_p99_s > STRAGGLER_FACTOR * seen.load_p50_s
+    is_uneven = seen.load_p99_s > STRAGGLER_FACTOR * seen.load_p50_s > 0
     # Where workers had to stand still for a slow one, batches behind it were done and waited.
     if is_idle and is_uneven and seen.stage("reorder") > HELD_SHARE * seen.waited_s:
         return Finding.STRAGGLERS, (
@@ -213,7 +213,7 @@ def _of_the_workers(seen: Evidence) -> tuple[Finding, str]:
         )
     if is_stalled:
         return Finding.CORES_TAKEN, (
-            f"{stalled}: something else runs on these {_cores(seen.cores)}; end it, or use others."
+            f"{stalled}: something else runs there ({_cores(seen.cores)}); end it, or use others."
         )
     return _of_their_work(seen, busy)
 

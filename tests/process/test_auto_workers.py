@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import random
 import time
 import warnings
@@ -114,6 +115,13 @@ def test_it_goes_up_for_slow_samples_and_says_so(monkeypatch) -> None:
         wait_until(has_more, 30)
         assert loader.stats().num_workers == loader.num_workers
         assert given == list(range(len(given)))
+
+
+def test_a_number_that_it_has_found_is_not_warned_of(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with auto(persistent_workers=True) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iter(loader)
 
 
 def test_it_goes_down_where_workers_are_idle(monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import signal
@@ -18,6 +19,7 @@ from shmloader.commands import tune as tuning
 from shmloader.commands.main import main
 from shmloader.commands.target import UsageError, like
 from shmloader.commands.tune import Setting, Speed, climb
+from shmloader.memory.limits import Free
 from shmloader.sampling import BucketBatchSampler
 from tests.process.support import ROOT
 
@@ -280,6 +282,37 @@ def test_a_setting_that_takes_less_need_not_be_faster() -> None:
 
     *_, (best, _) = climb(Setting(4, 4), measure, lambda _: True)
     assert best == Setting(0, 4) or best.num_workers == 0
+
+
+def test_tune_keeps_to_the_memory_there_is(monkeypatch) -> None:
+    monkeypatch.setattr(tuning, "usable_cores", lambda _: 8)
+    monkeypatch.setattr(tuning, "free_memory", lambda *_: Free(200, "made up"))
+    options = argparse.Namespace(target="m:make", step_ms=0.0, seconds=1.0)
+    tuner = tuning._Tuner(lambda num_workers, prefetch_factor: [], options)
+    assert tuner.may_try(Setting(8, 16)), "nothing is known yet"
+    tuner.known[Setting(2, 2)] = Speed(1.0, 0.0, 1, nbytes=100)
+    assert tuner.may_try(Setting(3, 2))  # 150 of the 160 that may be expected to be taken
+    assert not tuner.may_try(Setting(4, 2))
+    assert not tuner.may_try(Setting(2, 4))
+    assert not tuner.may_try(Setting(9, 1)), "more than the cores"
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "spans"),
+    [
+        ((100.0,) * 50, None, 4),  # steady: soon known
+        ((50.0, 150.0) * 25, None, 50),  # never: as long as may be
+        ((50.0, 150.0) * 25, Speed(500.0, 1.0, 100), 4),  # but hopeless
+    ],
+)
+def test_a_setting_is_measured_only_as_long_as_needed(rates, best, spans) -> None:
+    noted = tuning._Spans(4.95, best)
+    taken = 0
+    for rate in rates:
+        taken += 1
+        if any(noted.note(1 / rate) for _ in range(round(rate / 10))):
+            break
+    assert taken == pytest.approx(spans, abs=1)
 
 
 def test_a_loader_like_another_has_its_arguments() -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import Sampler
 
 import shmloader
 from shmloader import DataLoader, LoaderStats
+from shmloader.stats import Stages, StageStats, WaitStats
 from shmloader.stats.verdict import Finding
 from shmloader.workers.board import stalled_here
 from tests.made_up import System
@@ -141,7 +142,7 @@ def test_cores_that_others_take() -> None:
             for other in others:
                 other.kill()
                 other.wait()
-    check(stats, Finding.CORES_TAKEN, "something else runs on these 1 core")
+    check(stats, Finding.CORES_TAKEN, "something else runs there (1 core)")
 
 
 def slow_collate(samples: list[int]) -> torch.Tensor:
@@ -336,6 +337,19 @@ class Drawn(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return self._draw()
+
+
+def test_batches_of_which_half_took_no_time() -> None:
+    stats = LoaderStats(
+        kind="processes",
+        num_workers=2,
+        batches=9,
+        elapsed_s=1.0,
+        wait=WaitStats(total_s=1.0, share=1.0),
+        stages=Stages(reorder=StageStats(1.0, 0.1)),
+        load_p99_s=0.1,
+    )
+    check(stats, Finding.TOO_FEW_WORKERS, "The consumer waited 100%")
 
 
 def test_nothing_yet() -> None:
