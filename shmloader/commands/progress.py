@@ -28,6 +28,7 @@ class Progress:
         self._told_s = time.monotonic()
         self._bar: Any = None
         if tqdm is not None and sys.stderr.isatty():
+            tqdm.monitor_interval = 0  # no thread beside the one that forks the workers
             self._bar = tqdm(desc=name, total=total, unit=unit, leave=False)
 
     def step(self, note: str = "") -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shmloader
+from shmloader.commands import progress
 from shmloader.commands import tune as tuning
 from shmloader.commands.main import main
 from shmloader.commands.target import UsageError, like
@@ -167,6 +168,27 @@ def test_bench_tells_the_memory_of_workers(capsys) -> None:
     workers = [row for row in rows if row[:1] in (["0"], ["1"])]
     assert len(workers) == 2
     assert all(row[-1] == "MB" for row in workers)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch) -> None:
+    pytest.importorskip("tqdm")
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(progress, "_EVERY_S", -1.0)
+        with progress.Progress("bench", 3, "batches") as shown:
+            shown.step()
+            shown.step("as well")
+        if stream.isatty():
+            assert "0/3" in stream.getvalue()
+            assert "\n" not in stream.getvalue()
+        else:
+            lines = ["bench: 1 of 3 batches", "bench: 2 of 3 batches; as well"]
+            assert stream.getvalue().splitlines() == lines
 
 
 def test_a_terminal_without_these_letters_gets_others(monkeypatch) -> None:
