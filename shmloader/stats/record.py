@@ -209,6 +209,9 @@ class Record:
         """The iterator is there."""
         self.last_ns = time.monotonic_ns()
         self.iter_ns = self.last_ns - self.first_ns
+        if self.trace is not None:
+            begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
+            self.trace.note(begun)
 
     def waited(self, began_ns: int, ended_ns: int) -> None:
         """``next()`` has given no batch that is noted by itself."""

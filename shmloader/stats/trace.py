@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 class Traced(NamedTuple):
-    """One call of ``next()``.
+    """One call of ``next()``, or of ``iter()``.
 
     Attributes:
         epoch: Number of the epoch.
@@ -39,6 +39,7 @@ class Traced(NamedTuple):
         stage: As in :meth:`~shmloader.stats.record.Record.handed`.
         here: Of a batch that the consumer's thread has loaded: its clock, and the stage after it.
         lane: As in :class:`~shmloader.stats.record.Record`.
+        name: Of what was called.
     """
 
     epoch: int | None
@@ -48,6 +49,7 @@ class Traced(NamedTuple):
     stage: tuple[str, int, int] | None = None
     here: tuple[WorkTimes, str] | None = None
     lane: int = 0
+    name: str = "next()"
 
     @property
     def is_batch(self) -> bool:
@@ -175,7 +177,7 @@ def _events_of(
 ) -> Iterator[Event]:
     """The slices of one call, its arrows, and its counters; times in ns."""
     about: dict[str, Any] = {"epoch": call.epoch}
-    name = "next()"
+    name = call.name
     if call.is_batch:
         about["batch"], name = number, f"next() → batch {number}"
     yield _slice(_CONSUMER, name, call.asked_ns, call.taken_ns, **about)

@@ -130,6 +130,8 @@ def test_a_trace_is_in_the_format_and_has_a_track_for_each(tmp_path, options, tr
     assert names_of(events) <= tracks
     takes = [event for event in events if event["name"].startswith("next() → batch")]
     assert len(takes) == 10
+    (begun,) = (event for event in events if event["name"] == "iter()")
+    assert begun["ts"] + begun["dur"] <= takes[0]["ts"]
     arrows = [event for event in events if event["ph"] == "s"]
     assert len(arrows) == (10 if options else 0)
 

@@ -59,13 +59,15 @@ class RunOfTrace:
 
     Attributes:
         batches: In the order in which they were taken.
-        waits: All calls of ``next()``: when, and for how long; ms.
+        begins: All calls of ``iter()``: when, and for how long; ms.
+        waits: Likewise of ``next()``.
         verdict: The sentence.
         table: The statistics as they print.
         stats: The same as fields of ``LoaderStats``.
     """
 
     batches: list[BatchOfTrace]
+    begins: list[tuple[float, float]]
     waits: list[tuple[float, float]]
     verdict: str
     table: str
@@ -83,8 +85,10 @@ def read_trace(path: Path) -> RunOfTrace:
         about = trace["otherData"]
         if about["producer"] != "shmloader":
             raise UsageError(f"{path} is no trace of loader.trace()")
-        batches, waits = _read_events(trace["traceEvents"])
-        run = RunOfTrace(batches, waits, about["verdict"], about["table"], about["stats"])
+        events = trace["traceEvents"]
+        batches = _read_batches(events)
+        begins, waits = _read_calls(events, "iter()"), _read_calls(events, "next()")
+        run = RunOfTrace(batches, begins, waits, about["verdict"], about["table"], about["stats"])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -96,15 +100,18 @@ def read_trace(path: Path) -> RunOfTrace:
     return run
 
 
-def _read_events(
-    events: list[dict[str, Any]],
-) -> tuple[list[BatchOfTrace], list[tuple[float, float]]]:
+def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [
+        (event["ts"] / 1e3, event["dur"] / 1e3)
+        for event in events
+        if event["ph"] == "X" and event["name"].startswith(name)
+    ]
+
+
+def _read_batches(events: list[dict[str, Any]]) -> list[BatchOfTrace]:
     slices = [event for event in events if event["ph"] == "X"]
     batches: dict[int, BatchOfTrace] = {}
-    waits = []
     for event in slices:
-        if event["name"].startswith("next()"):
-            waits.append((event["ts"] / 1e3, event["dur"] / 1e3))
         if found := _TAKEN.fullmatch(event["name"]):
             number, asked = int(found[1]), event["ts"] / 1e3
             taken = asked + event["dur"] / 1e3
@@ -133,7 +140,7 @@ def _read_events(
     lent = {event["ts"] / 1e3: event["args"]["lent"] for event in events if event["ph"] == "C"}
     ordered = [batches[number] for number in sorted(batches)]
     _derive(ordered, lent)
-    return ordered, waits
+    return ordered
 
 
 def _note_loaded(batch: BatchOfTrace, began: float, took: float, about: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ def _data_of(run: RunOfTrace) -> dict[str, Any]:
         "parts": STAGES,
         "left_out": len(run.batches) - len(batches),
         "batches": [_row(batch) for batch in batches],
+        "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins],
         "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MOST_BATCHES]],
         "figures": figures_of(run),
     }

@@ -25,7 +25,7 @@ _COLOURS = {
     "wait": "#d8432f",
     "use": "#b9c3d0",
 }
-_CONSUMER = {"wait": "consumer waits in next()", "use": "consumer works"}
+_CONSUMER = {"wait": "consumer waits in iter(), next()", "use": "consumer works"}
 _MOST_BARS = 400
 
 
@@ -84,6 +84,7 @@ def _draw_timeline(axes: Any, run: RunOfTrace) -> None:
     names += [*(stages if workers else []), "consumer"]
     spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
     last = len(names) - 1
+    spans[last, "wait"] = list(run.begins)
     for batch, following in zip(run.batches, [*run.batches[1:], None], strict=True):
         at = batch.began
         row = last if batch.worker is None else workers.index(batch.worker)
