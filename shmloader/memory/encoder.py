@@ -113,7 +113,7 @@ def reduce_data(value: Any, parts: Parts) -> Any:
     """The reduction of a CPU tensor, storage or array; NotImplemented for the rest."""
     kind = type(value)
     if kind in _TENSOR_TYPES:
-        if _is_plain(value):
+        if is_plain(value):
             return _reduce_tensor(value, parts)
         if value.layout in _SPARSE and value.device.type == "cpu":
             return _reduce_sparse(value)
@@ -184,7 +184,8 @@ def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
     return rebuild_array, (copy,)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dtype, shape and strides over memory of the CPU, and nothing else."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu
@@ -192,6 +193,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )
 
 

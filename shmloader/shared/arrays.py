@@ -10,6 +10,7 @@ torch's for tensors that lie in a segment. (By plain ``pickle``, a tensor is its
 """
 
 import functools
+import multiprocessing.context
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from shmloader.memory.codec import Part, rebuild_tensor
+from shmloader.memory.encoder import is_plain
 from shmloader.memory.outside import address_of, storage_at
 from shmloader.memory.segment import Segment, find_segment
 
@@ -74,8 +76,14 @@ class SharedArray(np.ndarray):
         return ordinary[()] if return_scalar else ordinary
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a handle; the data, if it is a copy, or of a dtype that pickle cannot name."""
-        segment = None if self.size == 0 else find_segment(*address_of(self))
+        """Pickle a handle; the data, if it is a copy.
+
+        The data, too, of an array that may be written to, but for a process that is started with
+        it: what this process wrote is not in the memory that the others see.
+        """
+        is_starting = multiprocessing.context.get_spawning_popen() is not None
+        has_handle = self.size > 0 and (is_starting or not self.flags.writeable)
+        segment = find_segment(*address_of(self)) if has_handle else None
         if segment is None:
             return np.array(self, copy=True, subok=False).__reduce_ex__(protocol)
         offset = self.__array_interface__["data"][0] - segment.address
@@ -137,11 +145,7 @@ def open_tensor(segment: Segment, start: int, nbytes: int, fields: tuple[Any, ..
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """Pickle a handle of a tensor that lies in a segment; None of any other."""
-    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested:
-        return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return None
-    if tensor.requires_grad and not tensor.is_leaf:
+    if not is_plain(tensor) or (tensor.requires_grad and not tensor.is_leaf):
         return None
     storage = tensor.untyped_storage()
     segment = find_segment(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None

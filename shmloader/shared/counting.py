@@ -5,6 +5,7 @@ reference counts, which lie in the objects, and the kernel copies each page that
 """
 
 import collections
+import random
 import sys
 import time
 import types
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.shared.attributes import attributes_of
+
 #: More objects than these are worth a word.
 MANY = 1_000_000
 
-# A container's items are judged by so many of them, evenly spaced.
+# A container's items are judged by so many of them.
 _SAMPLES = 64
 
 _LOOK_S = 0.02
@@ -50,6 +53,7 @@ class _Look:
     def __init__(self) -> None:
         self._deadline = time.monotonic() + _LOOK_S
         self._seen: set[int] = set()
+        self._draw = random.Random(0)
 
     def at(self, value: Any, depth: int) -> tuple[float, float]:
         """Objects in a value, itself one of them, and their bytes."""
@@ -62,8 +66,8 @@ class _Look:
             self._seen.add(id(value))
             count, inner = self._in_container(value, depth + 1)
             return 1 + count, nbytes + inner
-        fields = getattr(value, "__dict__", None)
-        if not fields or not isinstance(fields, dict):
+        fields = attributes_of(value)
+        if not fields:
             return 1, nbytes
         self._seen.add(id(value))
         found = [self.at(inner, depth + 1) for inner in islice(fields.values(), MANY)]
@@ -79,8 +83,11 @@ class _Look:
     def _in_items(self, items: Iterable[Any], length: int, depth: int) -> tuple[float, float]:
         """Of some of the items, and so of all. One that is there many times counts once."""
         if isinstance(items, list | tuple):
-            step = max(1, length // _SAMPLES)
-            some = [items[at] for at in range(0, length, step)][:_SAMPLES]
+            # At random: what comes round every so many items is not taken for all of them.
+            places = (
+                range(length) if length <= _SAMPLES else self._draw.sample(range(length), _SAMPLES)
+            )
+            some = [items[at] for at in places]
         else:
             some = list(islice(items, _SAMPLES))
         if not some:

@@ -2,10 +2,11 @@
 
 import functools
 import itertools
+import math
 import numbers
 import reprlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -50,12 +51,16 @@ def stable_hash(key: object) -> int | None:
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
         return zlib.crc32(key, 1)
-    if isinstance(key, numbers.Number):
+    if isinstance(key, numbers.Number | np.bool_):
         # Python's hash of a number depends on nothing else, but that of a NaN.
         return _MASK if key != key else hash(key) & _MASK  # noqa: PLR0124 - only a NaN does
     if isinstance(key, tuple):
         return _hash_of_parts([stable_hash(part) for part in key])
     return 0 if key is None else None
+
+
+def _is_nan(key: object) -> bool:
+    return isinstance(key, float) and math.isnan(key)
 
 
 def _hash_of_parts(parts: list[int | None]) -> int | None:
@@ -82,13 +87,48 @@ def write_index(hashes: list[int], writer: SegmentWriter) -> IndexPlace:
     return IndexPlace(bits, writer.append(buckets), writer.append(ordered), writer.append(order))
 
 
+class _Keys(KeysView[_K]):
+    _mapping: "SharedDict[_K, Any]"
+
+    def __reversed__(self) -> Iterator[_K]:
+        return reversed(self._mapping._keys)
+
+
+class _Values(ValuesView[_V]):
+    """Read in turn. A key is never looked up: one that is a NaN would not be found."""
+
+    _mapping: "SharedDict[Any, _V]"
+
+    def __iter__(self) -> Iterator[_V]:
+        return iter(self._mapping._values)
+
+    def __reversed__(self) -> Iterator[_V]:
+        return reversed(self._mapping._values)
+
+    def __contains__(self, value: object) -> bool:
+        return any(one is value or one == value for one in self)
+
+
+class _Items(ItemsView[_K, _V]):
+    """The same."""
+
+    _mapping: "SharedDict[_K, _V]"
+
+    def __iter__(self) -> Iterator[tuple[_K, _V]]:
+        return zip(self._mapping._keys, self._mapping._values, strict=True)
+
+    def __reversed__(self) -> Iterator[tuple[_K, _V]]:
+        return zip(reversed(self._mapping._keys), reversed(self._mapping._values), strict=True)
+
+
 class SharedDict(Mapping[_K, _V]):
     """A dict whose keys and values lie in shared memory, once for all processes.
 
     It reads as the dict does, order included, but that a value is built when it is asked for, a
     new object each time; and it cannot be changed. Pickled, it is a handle. Keys that are texts,
     bytes, numbers, None, or tuples of these are found by an index in the same memory. Where there
-    are others, each process makes an ordinary dict of all keys when it looks one up first.
+    are others, each process makes an ordinary dict of all keys when it looks one up first. A key
+    that is a NaN is found by any NaN: no key is ever the very object that the dict had.
 
     Made by :func:`shmloader.share`.
     """
@@ -135,8 +175,9 @@ class SharedDict(Mapping[_K, _V]):
         bucket = wanted >> (_HASH_BITS - self._index.bits)
         for place in range(buckets[bucket], buckets[bucket + 1]):
             if hashes[place] == wanted:
-                number = order[place]
-                if self._keys[number] == key:
+                number: int = order[place]
+                found = self._keys[number]
+                if found == key or (_is_nan(found) and _is_nan(key)):
                     return number
         return -1
 
@@ -167,7 +208,27 @@ class SharedDict(Mapping[_K, _V]):
 
     def __reversed__(self) -> Iterator[_K]:
         """The keys, the last one first."""
-        return map(self._keys.__getitem__, reversed(range(len(self))))
+        return reversed(self._keys)
+
+    def keys(self) -> KeysView[_K]:
+        """The keys, as a dict's."""
+        return _Keys(self)
+
+    def values(self) -> ValuesView[_V]:
+        """The values, as a dict's."""
+        return _Values(self)
+
+    def items(self) -> ItemsView[_K, _V]:
+        """The pairs, as a dict's."""
+        return _Items(self)
+
+    def __or__(self, other: Any) -> dict[Any, Any]:
+        """An ordinary dict of both's items, as of two dicts."""
+        return {**self, **other} if isinstance(other, Mapping) else NotImplemented
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        """The same, the other first."""
+        return {**other, **self} if isinstance(other, Mapping) else NotImplemented
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is a mapping with equal keys and values."""

@@ -67,16 +67,22 @@ class RecordsPlace(NamedTuple):
         starts: Offset of the table of their first bytes; int64.
         ends: Offset of the table of the bytes after their last ones; int64.
         kinds: Offset of the table of their kinds; uint8.
+        others: Segments that items have handles of: what was shared already. They last as long.
     """
 
     length: int
     starts: int
     ends: int
     kinds: int
+    others: tuple[Segment, ...]
 
 
 class _ItemPickler(pickle.Pickler):
-    """Standard pickle, but tensors and arrays of some size leave the stream."""
+    """Standard pickle, but tensors and arrays of some size leave the stream.
+
+    Attributes:
+        others: The segments that it comes upon, by their ids.
+    """
 
     def __init__(self, file: io.BytesIO, parts: Parts, *, writable: bool) -> None:
         stays = functools.partial(stays_inside, parts=parts)
@@ -84,8 +90,12 @@ class _ItemPickler(pickle.Pickler):
         self.dispatch_table = batch_dispatch_table()
         self._parts = parts
         self._writable = writable
+        self.others: dict[int, Segment] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is Segment:
+            self.others[id(value)] = value
+            return NotImplemented
         if type(value) is np.ndarray and value.nbytes >= BULK_BYTES and not value.dtype.hasobject:
             is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
             order: Any = "F" if is_fortran else "C"
@@ -119,6 +129,7 @@ class RecordWriter:
         self._ends = array("q")
         self._kinds = bytearray()
         self._is_dense = True
+        self._others: dict[int, Segment] = {}
 
     def add(self, item: object) -> None:
         """Write one more.
@@ -158,7 +169,9 @@ class RecordWriter:
         if kind is tuple and _SIMPLE.issuperset(map(type, item)):
             return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), Kind.PICKLE
         file, parts = io.BytesIO(), Parts()
-        _ItemPickler(file, parts, writable=self._writable).dump(item)
+        pickler = _ItemPickler(file, parts, writable=self._writable)
+        pickler.dump(item)
+        self._others |= pickler.others
         if not parts.order:
             return file.getvalue(), Kind.PICKLE
         self._flush()
@@ -179,7 +192,8 @@ class RecordWriter:
             ends = starts + self._starts.itemsize
         else:
             starts, ends = writer.append(self._starts), writer.append(self._ends)
-        return RecordsPlace(count, starts, ends, writer.append(self._kinds))
+        kinds = writer.append(self._kinds)
+        return RecordsPlace(count, starts, ends, kinds, tuple(self._others.values()))
 
 
 class Records:
@@ -226,3 +240,7 @@ class Records:
     def __iter__(self) -> Iterator[Any]:
         """All of them, in turn."""
         return map(self.__getitem__, range(self._place.length))
+
+    def __reversed__(self) -> Iterator[Any]:
+        """The same, the last one first."""
+        return map(self.__getitem__, reversed(range(self._place.length)))

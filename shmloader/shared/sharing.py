@@ -17,11 +17,12 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.memory.codec import Part, rebuild_tensor
-from shmloader.memory.encoder import Parts
+from shmloader.memory.encoder import Parts, is_plain
 from shmloader.memory.outside import Outside, storage_at, write_parts
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.memory.slot import is_supported
-from shmloader.shared.arrays import SharedArray, enable_tensor_handles, open_array, reduce_tensor
+from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
+from shmloader.shared.attributes import attributes_of
 from shmloader.shared.mappings import SharedDict, stable_hash, write_index
 from shmloader.shared.records import Records, RecordWriter
 from shmloader.shared.sequences import SharedList
@@ -32,7 +33,8 @@ _T = TypeVar("_T")
 #: what is in it is looked at.
 LONG = 1_000
 
-_SHARED = (SharedArray, SharedList, SharedDict)
+# What is never taken apart.
+_WHOLE = (SharedList, SharedDict, np.ndarray, torch.Tensor, str, bytes, type)
 
 
 def share(obj: _T, writable: bool = False) -> _T:
@@ -42,8 +44,8 @@ def share(obj: _T, writable: bool = False) -> _T:
     become a ``SharedList`` or ``SharedDict``: these read as they did, cannot be changed, and build
     an item whenever it is asked for. It is looked for in the object itself, its attributes if it is
     a dataset (torch's, or anything with ``__getitem__``) or a dataclass, and in shorter lists,
-    tuples and dicts, at any depth. All else is the very object that it was. A memory map stays: it
-    is there once already.
+    tuples and dicts, at any depth. What has no bulk in it is the very object that it was. A memory
+    map stays: it is there once already. What was shared before is not copied again.
 
     The twin may be used here, be in a dataset of a loader, and be sent to any process that
     multiprocessing starts, under fork, spawn or forkserver: what crosses is a handle. The memory
@@ -53,6 +55,8 @@ def share(obj: _T, writable: bool = False) -> _T:
         obj: What to share. It stays as it is: drop it, for its memory.
         writable: Whether arrays may be written to. What a process writes is its own, as with
             tensors, which torch has no read-only kind of: pages are copied when they are written.
+            A process that is started with such an array has it as it was shared; wherever else
+            the array is pickled, in a batch or for a queue, it goes with what was written to it.
 
     Returns:
         An object that behaves as ``obj``; ``obj`` itself if there is nothing to share. Arrays in it
@@ -80,10 +84,16 @@ def share(obj: _T, writable: bool = False) -> _T:
 
 
 class _Walk:
-    """Finds the bulk. What it has found it keeps, so that no address is used twice."""
+    """Finds the bulk. What it has found it keeps, so that no address is used twice.
+
+    Attributes:
+        changing: The ids of what has bulk in it, at any depth: all that gets a twin.
+    """
 
     def __init__(self) -> None:
-        self.seen: dict[int, Any] = {}
+        self.changing: set[int] = set()
+        self._seen: dict[int, Any] = {}
+        self._holders: dict[int, list[int]] = collections.defaultdict(list)
         self.arrays: dict[int, Any] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.lists: dict[int, Any] = {}
@@ -96,19 +106,27 @@ class _Walk:
 
     def visit(self, root: object) -> None:
         """Look at an object and all that is in it."""
-        waiting: list[Any] = [root]
+        bulk: list[int] = []
+        waiting: list[tuple[Any, int]] = [(root, 0)]
         while waiting:
-            value = waiting.pop()
-            if id(value) in self.seen:
-                continue
-            bulk = self._bulk_of(value)
-            if bulk is not None:
-                self.seen[id(value)] = bulk[id(value)] = value
-                continue
-            inner = _parts_of(value, is_root=value is root)
-            if inner is not None:
-                self.seen[id(value)] = value
-                waiting += inner
+            value, holder = waiting.pop()
+            key = id(value)
+            if key not in self._seen:
+                found = self._bulk_of(value)
+                if found is not None:
+                    found[key] = value
+                    bulk.append(key)
+                elif (inner := _parts_of(value, is_root=value is root)) is not None:
+                    waiting += [(one, key) for one in inner]
+                else:
+                    continue
+                self._seen[key] = value
+            self._holders[key].append(holder)
+        while bulk:
+            for holder in self._holders[bulk.pop()]:
+                if holder and holder not in self.changing:
+                    self.changing.add(holder)
+                    bulk.append(holder)
 
     def _bulk_of(self, value: Any) -> dict[int, Any] | None:
         """Where bulk of its kind is noted; None if it is none."""
@@ -126,12 +144,7 @@ class _Walk:
 
 def _may_share(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.strided
-        and tensor.is_cpu
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        is_plain(tensor)
         and tensor.is_leaf
         and tensor.numel() > 0
         and not tensor.is_shared()  # its user wants writes to be seen
@@ -139,35 +152,32 @@ def _may_share(tensor: torch.Tensor) -> bool:
     )
 
 
-def _fields_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of a dataset or dataclass, if a twin of it can be made."""
+def _fields_of(value: Any, *, is_root: bool) -> dict[str, Any] | None:
+    """The attributes of a dataset or dataclass, or of any root, if a twin of it can be made."""
     kind = type(value)
-    is_dataclass = dataclasses.is_dataclass(kind)
-    if isinstance(value, type) or not (
-        is_dataclass or isinstance(value, Dataset) or hasattr(kind, "__getitem__")
-    ):
+    is_looked_at = (
+        is_root
+        or dataclasses.is_dataclass(kind)
+        or isinstance(value, Dataset)
+        # Of its own, not of its metaclass, as an enum's.
+        or any("__getitem__" in vars(base) for base in kind.__mro__)
+    )
+    if not is_looked_at or isinstance(value, _WHOLE):
         return None
-    if isinstance(value, (*_SHARED, np.ndarray, torch.Tensor, str, bytes, torch.nn.Module)):
+    if isinstance(value, torch.nn.Module) and not is_root:
         return None
-    fields = dict(getattr(value, "__dict__", {}))
-    if is_dataclass:
-        for field in dataclasses.fields(kind):
-            if hasattr(value, field.name):
-                fields[field.name] = getattr(value, field.name)
-    return fields or None
+    return attributes_of(value) or None
 
 
 def _is_container(value: object) -> bool:
-    return isinstance(value, list | tuple | dict) and not isinstance(value, type)
+    return isinstance(value, list | tuple | dict)
 
 
 def _parts_of(value: Any, *, is_root: bool) -> Iterable[Any] | None:
     """What is to be looked at in a value; None if it stays what it is."""
     if _is_container(value):
         return list(value.values()) if isinstance(value, dict) else list(value)
-    fields = _fields_of(value)
-    if fields is None and is_root and hasattr(value, "__dict__") and not isinstance(value, type):
-        fields = dict(value.__dict__)
+    fields = _fields_of(value, is_root=is_root)
     return None if fields is None else list(fields.values())
 
 
@@ -250,47 +260,52 @@ def _write_items(items: Iterable[Any], writer: SegmentWriter, word: str, *, writ
 
 
 class _Twins:
-    """Copies containers, with what lies in a segment in the place of the bulk."""
+    """Copies what has bulk in it, with what lies in a segment in the place of the bulk."""
 
     def __init__(self, walk: _Walk, made: dict[int, Any]) -> None:
         self._walk = walk
         self._made = made
 
     def twin(self, value: Any) -> Any:
-        """An object's twin: always the same one. Itself, where nothing in it was looked at."""
+        """An object's twin: always the same one. Itself, where there is no bulk in it."""
         key = id(value)
         if key in self._made:
             return self._made[key]
-        if key not in self._walk.seen:
+        if key not in self._walk.changing:
             return value
         if isinstance(value, tuple):
-            made = self._twin_of_tuple(value)
-        elif isinstance(value, list | dict):
-            made = self._made[key] = copy.copy(value)
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for place, inner in pairs:
-                made[place] = self.twin(inner)
+            inner = [self.twin(one) for one in value]
+            # It may hold itself, by way of a list.
+            return self._made.setdefault(key, _tuple_like(value, inner))
+        made = self._made[key] = _copy_of(value)
+        if made is value:
+            return value
+        if isinstance(value, list):
+            for place, one in enumerate(value):
+                list.__setitem__(made, place, self.twin(one))
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                dict.__setitem__(made, name, self.twin(one))
         else:
-            made = self._made[key] = _shell(value)
-            if made is not value:
-                fields = _fields_of(value) or value.__dict__
-                for name, inner in fields.items():
-                    object.__setattr__(made, name, self.twin(inner))
-        self._made[key] = made
+            for name, one in attributes_of(value).items():
+                object.__setattr__(made, name, self.twin(one))
         return made
 
-    def _twin_of_tuple(self, value: Any) -> Any:
-        inner = [self.twin(one) for one in value]
-        if all(one is other for one, other in zip(inner, value, strict=True)):
-            return value
-        if hasattr(value, "_make"):
-            return type(value)._make(inner)
-        return type(value)(inner)
 
-
-def _shell(value: Any) -> Any:
-    """A new object of the same class, without attributes; itself, if there can be none."""
+def _tuple_like(value: Any, inner: list[Any]) -> Any:
+    """A tuple of the same class, with other items."""
     try:
-        return object.__new__(type(value))
-    except TypeError:  # a class written in C below it
+        made = tuple.__new__(type(value), inner)
+    except TypeError:  # a structseq: a class written in C that tells names from places
+        return type(value)(inner)
+    if hasattr(value, "__dict__"):
+        made.__dict__.update(value.__dict__)
+    return made
+
+
+def _copy_of(value: Any) -> Any:
+    """A new object of the same class, a container with its items; itself, if there can be none."""
+    try:
+        return copy.copy(value) if _is_container(value) else object.__new__(type(value))
+    except Exception:  # noqa: BLE001 - a class written in C below it, or a dict that refuses
         return value

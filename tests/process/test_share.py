@@ -149,6 +149,26 @@ def test_a_loader_s_workers_share_a_list_and_do_not_grow():
     assert seen[-1] - seen[0] < 12 << 20
 
 
+@pytest.mark.parametrize("kind", [shmloader.DataLoader, torch.utils.data.DataLoader])
+def test_what_a_worker_wrote_to_an_array_is_in_its_batch(kind):
+    rows = shmloader.share(np.zeros((8, 1_000)), writable=True)
+
+    def change(index: int) -> np.ndarray:
+        rows[index] += index
+        return rows[index]
+
+    loader = kind(
+        Calls(change, 8), batch_size=None, collate_fn=only_itself, num_workers=1,
+        multiprocessing_context="fork",
+    )  # fmt: skip
+    assert [batch[-1] for batch in loader] == list(range(8))
+    assert not rows.any()
+
+
+def only_itself(sample):
+    return sample
+
+
 def test_under_torch_s_own_loader_it_works_as_well():
     twin = shmloader.share(torch.arange(100))
     loader = torch.utils.data.DataLoader(

@@ -17,6 +17,13 @@ class Holder:
         self.itself = self
 
 
+class Slots:
+    __slots__ = ("left", "right")
+
+    def __init__(self, number: int) -> None:
+        self.left, self.right = str(number), -1_000_000 - number
+
+
 TEXTS = [f"line {number}" for number in range(5_000)]
 
 
@@ -29,6 +36,9 @@ TEXTS = [f"line {number}" for number in range(5_000)]
         ([{"text": text, "at": (text,)} for text in TEXTS], 20_000),
         (Holder(texts=TEXTS, other=list(TEXTS)), 10_000),
         (Holder(inner=Holder(texts=TEXTS)), 5_000),
+        ([Slots(number) for number in range(5_000)], 15_000),
+        # A step through these that meets none but the empty ones.
+        ([[[text] for _ in range(10)] if n % 78 else [] for n, text in enumerate(TEXTS)], 100_000),
         ([None] * 5_000, 1),
         ([True, False] * 5_000, 2),
         (np.zeros(10**6), 0),
@@ -36,8 +46,8 @@ TEXTS = [f"line {number}" for number in range(5_000)]
         ([], 1),
         (Holder(module=np, kind=dict), 1),
     ],
-    ids=["list", "tuple", "dict", "dicts", "attributes", "nested", "one object", "two", "array",
-         "tensor", "empty", "module"],
+    ids=["list", "tuple", "dict", "dicts", "attributes", "nested", "slots", "periodic",
+         "one object", "two", "array", "tensor", "empty", "module"],
 )  # fmt: skip
 def test_the_estimate_is_about_right(value, count):
     held = estimate_objects(value)

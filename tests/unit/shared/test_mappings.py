@@ -47,6 +47,16 @@ def check(items: dict, asked: list) -> None:
     assert list(twin.items()) == list(items.items())
     assert list(twin.values()) == list(items.values())
     assert list(reversed(twin)) == list(reversed(items))
+    assert list(reversed(twin.keys())) == list(reversed(items.keys()))
+    assert list(reversed(twin.values())) == list(reversed(items.values()))
+    assert list(reversed(twin.items())) == list(reversed(items.items()))
+    assert all(value in twin.values() for value in items.values())
+    assert all(pair in twin.items() for pair in items.items())
+    assert missing not in twin.values()
+    more = {"a": 0, 1: "another"}
+    for found, expected in ((twin | more, items | more), (more | twin, more | items)):
+        assert type(found) is dict
+        assert list(found.items()) == list(expected.items())
     assert len(twin) == len(items)
     assert twin == items
     assert items == twin
@@ -81,10 +91,23 @@ class Color(enum.IntEnum):
     RED = 1
 
 
-@pytest.mark.parametrize("key", [1, 1.0, True, np.int64(1), np.float32(1), Fraction(1), Color.RED])
+@pytest.mark.parametrize(
+    "key", [1, 1.0, True, np.True_, np.int64(1), np.float32(1), Fraction(1), Color.RED]
+)
 def test_a_number_is_found_by_any_equal_number(key):
     assert shared({1: "one", 2: "two"})[key] == "one"
     assert shared({key: "one"})[1] == "one"
+
+
+def test_a_nan_is_a_key_like_another():
+    items = {float("nan"): "none", 1: "one"}
+    twin = shared(items)
+    assert list(twin.values()) == ["none", "one"]
+    assert [value for _, value in twin.items()] == ["none", "one"]
+    assert repr(dict(twin)) == repr(items)
+    assert twin[float("nan")] == "none"
+    with pytest.raises(KeyError):
+        shared({1: "one"})[float("nan")]
 
 
 def test_a_text_is_found_by_numpy_s():

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import enum
 import pickle
 import threading
 from multiprocessing import resource_sharer
@@ -129,6 +130,127 @@ def test_bulk_is_found_in_containers_of_every_kind():
     assert twin["point"].y is twin["frozen"].tensor is shared_tensor
     assert twin["long"] == value["long"]
     assert value["list"][0] is array
+
+
+class Slots:
+    """A dataset whose attributes lie in slots, some of them private, and one without a value."""
+
+    __slots__ = ("__private", "rows", "unset")
+
+    def __init__(self) -> None:
+        self.rows = np.arange(4)
+        self.__private = [f"line {number}" for number in range(LONG)]
+
+    def __getitem__(self, index: int) -> tuple[int, str]:
+        return int(self.rows[index]), self.__private[index]
+
+
+class SlotsAndMore(Slots):
+    """With a dict of attributes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = np.arange(3)
+
+
+@pytest.mark.parametrize("kind", [Slots, SlotsAndMore])
+def test_attributes_in_slots_are_shared_as_others_are(kind):
+    dataset = kind()
+    twin = shmloader.share(dataset)
+    assert twin[3] == dataset[3] == (3, "line 3")
+    assert lies_shared(twin.rows)
+    assert isinstance(twin._Slots__private, SharedList)
+    assert not hasattr(twin, "unset")
+    assert kind is Slots or lies_shared(twin.more)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Indexed:
+    def __init__(self) -> None:
+        self.short = ["a"]
+
+    def __getitem__(self, index: int) -> str:
+        return self.short[index]
+
+
+def test_what_holds_no_bulk_stays_the_very_same_beside_what_does():
+    same = [Color.RED, Indexed(), [1, ["b"]], {"c": []}, collections.deque(), torch.nn.Linear(1, 1)]
+    same.append([same[1], same[2]])
+    holds_itself = ["d"]
+    holds_itself.append(holds_itself)
+    twin = shmloader.share({"same": [*same, holds_itself], "rows": np.arange(3)})
+    assert twin["same"] is not same
+    assert all(one is other for one, other in zip(twin["same"], [*same, holds_itself], strict=True))
+
+
+class Pair(tuple):
+    __slots__ = ()
+
+    def __new__(cls, left: Any, right: Any) -> "Pair":
+        return super().__new__(cls, (left, right))
+
+
+class Refuses(dict):
+    def __setitem__(self, name: Any, value: Any) -> None:
+        raise RuntimeError("this dict is not to be changed")
+
+
+def test_containers_with_ways_of_their_own_are_copied_or_stay():
+    rows = np.arange(3)
+    most = torch.tensor([3, 1]).sort()
+    value = {
+        "pair": Pair(rows, 1),
+        "refuses": Refuses(a=rows),
+        "sorted": most,
+    }
+    twin = shmloader.share(value)
+    assert type(twin["pair"]) is Pair
+    assert lies_shared(twin["pair"][0])
+    assert twin["refuses"] is value["refuses"]
+    assert type(twin["sorted"]) is type(most)
+    assert lies_shared(twin["sorted"].values)
+
+
+def test_a_tuple_that_holds_itself_still_does():
+    value: Any = ([], np.arange(3))
+    value[0].append(value)
+    twin = shmloader.share(value)
+    assert twin[0][0] is twin
+    assert lies_shared(twin[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: shmloader.share(np.arange(2_000)),
+        lambda: shmloader.share(np.arange(2_000), writable=True),
+        lambda: shmloader.share(torch.arange(2_000)),
+        lambda: shmloader.share(list(range(2_000))),
+    ],
+    ids=["array", "writable array", "tensor", "list"],
+)
+def test_items_that_were_shared_before_last_as_long_as_their_list(make):
+    whole = make()
+    once = shmloader.share([whole[number : number + 500] for number in range(LONG)])
+    twice = shmloader.share([once[:2], *range(LONG)])
+    tables = shmloader.share({number: whole[number:] for number in range(LONG)})
+    del whole
+    last = twice[0]
+    for part in (once[7][:2], pickle.loads(pickle.dumps(once))[7][:2], tables[7][:2]):
+        assert [int(number) for number in part] == [7, 8]
+    del once, twice, tables
+    assert [int(number) for number in last[1][:2]] == [1, 2]
+    del last, part
+    assert not segment_module._Segments.live
+
+
+def test_a_tensor_without_memory_stays():
+    zeros = torch._efficientzerotensor((3,))
+    twin = shmloader.share([zeros, np.arange(3)])
+    assert twin[0] is zeros
 
 
 def test_what_holds_no_bulk_is_the_very_same():
