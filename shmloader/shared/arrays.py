@@ -28,6 +28,8 @@ _HINT = (
     "(array.copy()), or share(..., writable=True): then each process has what it writes to itself"
 )
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
 # Methods that write, but for those that are operators or ufuncs.
 _WRITERS = ("fill", "itemset", "partition", "put", "setfield", "sort")
 
@@ -144,8 +146,10 @@ def open_tensor(segment: Segment, start: int, nbytes: int, fields: tuple[Any, ..
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Pickle a handle of a tensor that lies in a segment; None of any other."""
-    if not is_plain(tensor) or (tensor.requires_grad and not tensor.is_leaf):
+    """Pickle a handle of a tensor that lies in a segment; None of any other, or of a subclass."""
+    if type(tensor) not in _TENSORS or not is_plain(tensor):
+        return None
+    if tensor.requires_grad and not tensor.is_leaf:
         return None
     storage = tensor.untyped_storage()
     segment = find_segment(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
@@ -162,7 +166,7 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 def enable_tensor_handles() -> None:
     """Have multiprocessing pickle tensors in segments as handles, in this process."""
     registered: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    for kind in (torch.Tensor, torch.nn.Parameter):
+    for kind in _TENSORS:
         plain = registered.get(kind)
         if plain is not None and not isinstance(plain, _TensorReducer):
             ForkingPickler.register(kind, _TensorReducer(plain))

@@ -75,6 +75,17 @@ def test_views_of_one_storage_still_are():
     assert whole[15] == 15
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+def test_a_tensor_of_a_subclass_stays_one_wherever_it_lies():
+    for tensor in (torch.arange(1_000), shmloader.share(torch.arange(1_000))):
+        found = received(tensor.as_subclass(Marked))
+        assert type(found) is Marked
+        assert found.tolist() == list(range(1_000))
+
+
 def test_bulk_is_not_in_the_body_and_leaves_nothing_behind():
     array, tensor = np.zeros(BULK, np.uint8), torch.zeros(BULK, dtype=torch.uint8)
     payload = Payload([array, tensor, b"small"], "spawn")
