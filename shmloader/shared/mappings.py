@@ -172,12 +172,16 @@ class SharedDict(Mapping[_K, _V]):
             hash(key)  # raises where it cannot be a key at all
             return -1
         buckets, hashes, order = self._tables
+        true_hash = hash(key)
         bucket = wanted >> (_HASH_BITS - self._index.bits)
         for place in range(buckets[bucket], buckets[bucket + 1]):
             if hashes[place] == wanted:
                 number: int = order[place]
                 found = self._keys[number]
-                if found == key or (_is_nan(found) and _is_nan(key)):
+                # As a dict does: what is of another hash may not even be comparable.
+                if hash(found) == true_hash and found == key:
+                    return number
+                if _is_nan(found) and _is_nan(key):
                     return number
         return -1
 

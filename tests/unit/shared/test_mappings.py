@@ -110,6 +110,13 @@ def test_a_nan_is_a_key_like_another():
         shared({1: "one"})[float("nan")]
 
 
+def test_keys_that_cannot_be_compared_are_never_compared():
+    # The truth of `() == np.int16(0)` is a ValueError.
+    items = {(): "empty", np.int16(0): "zero", None: "none"}
+    twin = shared(items)
+    assert [twin[key] for key in (*items, 0)] == ["empty", "zero", "none", "zero"]
+
+
 def test_a_text_is_found_by_numpy_s():
     assert shared({"a": 1})[np.str_("a")] == 1
 
