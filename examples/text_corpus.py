@@ -47,7 +47,7 @@ def make_lines(count: int) -> list[str]:
 def held_mb() -> float:
     """Memory of this process and its workers together."""
     total = 0
-    for process in (psutil.Process(), *psutil.Process().children()):
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
             text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         except OSError:

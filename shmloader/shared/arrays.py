@@ -111,6 +111,9 @@ def _refusing(name: str) -> Callable[..., Any]:
     return write
 
 
+# torch's default_convert tells an array by these, and makes a tensor of it, or none of texts.
+SharedArray.__module__, SharedArray.__name__ = np.ndarray.__module__, np.ndarray.__name__
+
 for _name in _WRITERS:
     if hasattr(np.ndarray, _name):
         setattr(SharedArray, _name, _refusing(_name))

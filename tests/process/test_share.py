@@ -169,6 +169,28 @@ def only_itself(sample):
     return sample
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_samples_that_nothing_collates_become_what_they_were():
+    rows = {
+        "numbers": np.arange(20.0).reshape(4, 5),
+        "texts": np.array([["a"], ["b"], ["c"], ["d"]]),
+    }
+    found = []
+    for shared in (rows, shmloader.share(rows)):
+        dataset = Calls(
+            lambda index, shared=shared: [shared["numbers"][index], shared["texts"][index]], 4
+        )
+        loader = shmloader.DataLoader(
+            dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"
+        )
+        found.append(list(loader))
+    for (numbers, texts), (plain_numbers, plain_texts) in zip(*found, strict=True):
+        assert type(numbers) is torch.Tensor
+        assert torch.equal(numbers, plain_numbers)
+        assert isinstance(texts, np.ndarray)
+        assert texts.tolist() == plain_texts.tolist()
+
+
 def test_under_torch_s_own_loader_it_works_as_well():
     twin = shmloader.share(torch.arange(100))
     loader = torch.utils.data.DataLoader(
