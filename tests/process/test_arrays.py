@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -23,6 +25,7 @@ from torch.utils.data import (
 )
 
 import shmloader
+from shmloader.memory import gather as gather_module
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
@@ -77,6 +80,15 @@ TORCH_DTYPES = [
     torch.float16,
     torch.complex64,
 ]
+
+
+def memory_map(mode: str) -> Any:
+    with tempfile.NamedTemporaryFile() as file:
+        ROWS.tofile(file)
+        file.flush()
+        return np.memmap(file.name, ROWS.dtype, mode, shape=ROWS.shape)
+
+
 frozen = ROWS.copy()
 frozen.flags.writeable = False
 DATASETS: dict[str, Any] = {
@@ -90,6 +102,9 @@ DATASETS: dict[str, Any] = {
     **{f"{dtype}": TensorDataset(torch.from_numpy(ROWS).to(dtype)) for dtype in TORCH_DTYPES},
     "read-only": frozen,
     "shared": shmloader.share(ROWS),
+    **{f"memory map, {mode}": memory_map(mode) for mode in ("r", "r+", "c")},
+    "part of a memory map": memory_map("r")[:, 1:, ::2],
+    "memory map beside a tensor": StackDataset(memory_map("r"), torch.arange(LENGTH)),
     "turned": ROWS.T.copy().T,
     "every other": np.arange(LENGTH * 4).reshape(LENGTH, 4)[:, ::2],
     "broadcast": np.broadcast_to(np.arange(3), (LENGTH, 3)),
@@ -242,6 +257,38 @@ def test_any_indices_give_torch_s_batch(indices, name):
         made.close()
     assert was_gathered
     assert_same(batch, Plain(DATASETS[name]).fetch(indices))
+
+
+def test_a_run_of_indices_is_one_copy(slot, monkeypatch):
+    def unwanted(*_: Any, **__: Any) -> None:
+        raise AssertionError("taken row by row")
+
+    for module, name in ((np, "take"), (torch, "index_select"), (gather_module, "stream_rows")):
+        monkeypatch.setattr(module, name, unwanted)
+    subset = Subset(ROWS, range(3, 20))
+    for dataset, indices in ((ROWS, range(2, 9)), (ROWS.T.copy().T, [4, 5, 6]), (subset, [1, 2])):
+        batch, _ = fetched(dataset, indices, slot)
+        assert_same(batch, Plain(dataset).fetch(list(indices)))
+    with pytest.raises(AssertionError, match="row by row"):
+        fetched(ROWS, [1, 3, 2], slot)
+
+
+def test_a_worker_takes_no_memory_of_its_own_for_a_memory_map(tmp_path):
+    path, row = tmp_path / "rows", 1_024
+    with path.open("wb") as file:
+        file.truncate(96 << 20)
+    rows = np.memmap(path, np.uint8, "r", shape=(96 << 10, row))
+    loader = shmloader.DataLoader(
+        rows, batch_size=1_024, shuffle=True, num_workers=1, multiprocessing_context="fork"
+    )
+    with loader:
+        batches = iter(loader)
+        process = psutil.Process(batches._workers[0].pid)
+        for number, batch in enumerate(batches):
+            assert batch.shape == (1_024, row)
+            if number == len(loader) - 2:
+                own = sum(part.private_dirty for part in process.memory_maps())
+    assert own < 48 << 20
 
 
 def test_large_rows_are_streamed_and_the_same(slot):

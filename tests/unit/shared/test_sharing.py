@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import mmap
 import pickle
 import threading
 from multiprocessing import resource_sharer
@@ -233,6 +234,7 @@ def test_a_tuple_that_holds_itself_still_does():
     ids=["array", "writable array", "tensor", "list"],
 )
 def test_items_that_were_shared_before_last_as_long_as_their_list(make):
+    others = set(segment_module._Segments.live)
     whole = make()
     once = shmloader.share([whole[number : number + 500] for number in range(LONG)])
     twice = shmloader.share([once[:2], *range(LONG)])
@@ -244,7 +246,7 @@ def test_items_that_were_shared_before_last_as_long_as_their_list(make):
     del once, twice, tables
     assert [int(number) for number in last[1][:2]] == [1, 2]
     del last, part
-    assert not segment_module._Segments.live
+    assert set(segment_module._Segments.live) == others
 
 
 def test_a_tensor_without_memory_stays():
@@ -438,6 +440,21 @@ def test_the_memory_is_gone_with_its_last_user():
     assert token not in segment_module._Segments.live
     with pytest.raises(OSError, match="Bad file descriptor"):
         segment_module.os.fstat(fd)
+
+
+def test_the_memory_can_be_changed_by_nobody_not_even_by_its_maker():
+    twin = shmloader.share(np.arange(1_000))
+    segment = find_segment(twin.ctypes.data, 8)
+    with open(f"/proc/self/fd/{segment._fd}", "r+b", buffering=0) as file:  # noqa: PTH123
+        for change in (
+            lambda: file.write(b"x"),
+            lambda: file.truncate(8),
+            lambda: file.truncate(1 << 20),
+            lambda: mmap.mmap(file.fileno(), 64),
+        ):
+            with pytest.raises(PermissionError):
+                change()
+    assert twin[-1] == 999
 
 
 def test_a_handle_of_memory_that_is_gone_says_so():

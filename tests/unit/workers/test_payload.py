@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import pickle
 import threading
 from pathlib import Path
 
@@ -148,6 +149,24 @@ def test_an_error_of_the_user_s_own_reduce_passes_through():
     with pytest.raises(ZeroDivisionError, match="mine"):
         Payload(Broken(), "spawn")
     assert multiprocessing.context.get_spawning_popen() is None
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __getstate__(self) -> dict:
+        self.times += 1
+        return {}
+
+
+def test_objects_are_pickled_once_for_all_workers():
+    counts = Counts()
+    payload = Payload(counts, "spawn")
+    for _ in range(3):
+        assert type(pickle.loads(pickle.dumps(payload)).load()) is Counts
+    payload.close()
+    assert counts.times == 1
 
 
 def test_closing_is_idempotent_and_closes_the_memory():
