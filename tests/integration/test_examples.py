@@ -187,6 +187,29 @@ def test_text_corpus_shows_memory_with_and_without_share_and_loads_the_same():
     )
 
 
+def test_text_corpus_counts_workers_that_a_server_started_too():
+    held_mb = runpy.run_path(str(ROOT / "examples" / "text_corpus.py"))["held_mb"]
+    before = held_mb()
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:  # as forkserver does, it starts another one
+        os.close(done[1])
+        if (grandchild := os.fork()) == 0:
+            held = b"x" * (64 << 20)
+            os.write(ready[1], held[:1])
+            os.read(done[0], 1)
+            os._exit(0)
+        os.waitpid(grandchild, 0)
+        os._exit(0)
+    os.close(done[0])
+    os.read(ready[0], 1)
+    grown = held_mb() - before
+    for fd in (done[1], *ready):
+        os.close(fd)
+    os.waitpid(child, 0)
+    assert grown > 60
+
+
 def test_text_corpus_refuses_bad_arguments(capsys, monkeypatch):
     words = ["--lines", "from 1 up"]
     assert_refused(capsys, monkeypatch, "text_corpus.py", "--lines", "0", words=words)
