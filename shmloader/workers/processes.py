@@ -47,7 +47,6 @@ from shmloader.workers.board import AtWork, Board, measure_memory
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
-from shmloader.workers.freezing import objects_frozen
 from shmloader.workers.handle import KILL_S, WorkerHandle, end_all
 from shmloader.workers.lifeline import Lifeline
 from shmloader.workers.parking import all_parked
@@ -224,8 +223,7 @@ class ProcessPool:
         try:
             with theirs, _sigint_blocked(), self._others_parked(), unimportable_main_hidden():
                 _spare_descriptors(ours)
-                with self._objects_frozen():
-                    process.start()
+                process.start()
             self._lifeline.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
@@ -247,10 +245,6 @@ class ProcessPool:
     def _others_parked(self) -> contextlib.AbstractContextManager[None]:
         """Threads of ours stand still while we fork; the other methods copy none."""
         return all_parked() if self._context.get_start_method() == "fork" else nullcontext()
-
-    def _objects_frozen(self) -> contextlib.AbstractContextManager[None]:
-        is_forked = self._context.get_start_method() == "fork"
-        return objects_frozen() if is_forked else nullcontext()
 
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of a lost one; it has been sent nothing yet.
