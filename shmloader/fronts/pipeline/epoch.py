@@ -179,9 +179,11 @@ class Epoch:
     def _take_ready(self, flow: Flow) -> list[Job]:
         if flow.has_news:
             self._bell.ring()
+        # Never the flow's own list: others put jobs there as soon as the lock is free.
         ready = flow.ready
-        if ready:
-            flow.ready = []
+        if not ready:
+            return []
+        flow.ready = []
         return ready
 
     def _hand_out(self, ready: list[Job], crew: Crew | None = None) -> Task | None:
