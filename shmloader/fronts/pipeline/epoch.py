@@ -151,7 +151,10 @@ class Epoch:
         item = task.job.item
         if task.call.is_source:
             return self.broke(task, error)
-        tally = task.job.stage.tally
+        flow = self._flow
+        if flow is None:
+            return None
+        tally = flow.stages[task.job.number].tally
         assert isinstance(tally, StageTally)
         if not tally.leaves_out or not isinstance(error, Exception):
             return self.broke(task, error)
@@ -191,7 +194,7 @@ class Epoch:
         kept: Task | None = None
         ready.sort(key=_number, reverse=True)
         for job in ready:
-            call = self._calls[job.stage.number]
+            call = self._calls[job.number]
             assert call is not None
             task = Task(self, job, call)
             if kept is None and call.crew is crew:
@@ -265,7 +268,7 @@ class Epoch:
 
 
 def _number(job: Job) -> int:
-    return job.stage.number
+    return job.number
 
 
 def _make_flow(plan: Plan, listed: FailureList[FailedItem]) -> Flow:

@@ -60,17 +60,19 @@ class Job:
     """One item at one stage.
 
     Attributes:
-        stage: Its stage.
-        item: It; dropped by whoever runs the job when it is not needed any more.
+        number: Its stage's place in the flow.
+        item: It; None once the job is done.
         stream: What gives its results one by one; the runner's.
         outputs: Results that wait for room on the belt; None: there are none.
         is_done: Whether no further result comes.
     """
 
-    __slots__ = ("is_done", "item", "outputs", "stage", "stream")
+    __slots__ = ("is_done", "item", "number", "outputs", "stream")
 
-    def __init__(self, stage: "PipeStage", item: object) -> None:
-        self.stage = stage
+    def __init__(self, number: int, item: object) -> None:
+        # Not the stage, which holds the job: a flow that was left must not wait for the collector
+        # of cycles, nor what is in flight in it.
+        self.number = number
         self.item = item
         self.stream: object = None
         self.outputs: collections.deque[object] | None = None
@@ -147,7 +149,7 @@ class PipeStage:
             items.clear()
         while items and self._free:
             self._free -= 1
-            job = Job(self, items.popleft())
+            job = Job(self.number, items.popleft())
             has_taken = True
             if type(job.item) is Raised:
                 job.outputs, job.is_done = collections.deque([job.item]), True
@@ -175,6 +177,7 @@ class PipeStage:
     def finish(self, job: Job) -> None:
         """A job has no further result."""
         job.is_done = True
+        job.item = None
         if not self._in_order and not job.outputs:
             self._free += 1
 
@@ -214,7 +217,7 @@ class PipeStage:
         if error is not None:
             # The stage is empty, and takes nothing in any more.
             self._free -= 1
-            job = Job(self, None)
+            job = Job(self.number, None)
             job.outputs, job.is_done = collections.deque([Raised(error)]), True
             self._held.append(job)
             self._is_cut = True
@@ -330,7 +333,7 @@ class Flow:
         Returns:
             Whether it may go on; else it comes to ``ready`` when it may.
         """
-        stage = job.stage
+        stage = self._stage_of(job)
         is_passed = stage.put(job, output)
         if is_passed:
             self._settle(stage.number + 1)
@@ -338,7 +341,7 @@ class Flow:
 
     def finished(self, job: Job, *outputs: object) -> None:
         """A job is done, with its last results, or none."""
-        stage = job.stage
+        stage = self._stage_of(job)
         if stage.tally is not None:
             stage.tally.note_good()
         for output in outputs:
@@ -352,15 +355,20 @@ class Flow:
             job: It.
             error: What the consumer is to raise; None: the item is left out.
         """
-        stage = job.stage
+        stage = self._stage_of(job)
         if error is not None:
             stage.put(job, Raised(error))
             for earlier in self.stages[: stage.number + 1]:
                 earlier.cut()
         self._finish(job)
 
+    def _stage_of(self, job: Job) -> PipeStage:
+        stage = self.stages[job.number]
+        assert isinstance(stage, PipeStage)
+        return stage
+
     def _finish(self, job: Job) -> None:
-        stage = job.stage
+        stage = self._stage_of(job)
         stage.finish(job)
         if stage.number + 1 < len(self.stages):
             self._settle(stage.number + 1)

@@ -27,8 +27,9 @@ class Pipeline:
 
     Memory in flight is bounded, whatever the consumer does. In items: 1 that the source has given
     and that waits for room; 8 before the first stage and 2 before each further one; in each stage
-    ``concurrency`` (twice that with ``executor="process"``), in an aggregate one list that is full
-    and one that is begun; the ``buffer_size`` of the sink; and what the consumer holds. What one
+    ``concurrency`` (twice that with ``executor="process"``), in an aggregate one list; the
+    ``buffer_size`` of the sink; and what the consumer holds. A call that runs has its item and, at
+    its end, its result. What one
     item becomes, a list of n, counts as what it is; of the many results of a generator one waits at
     a time, unless it runs in a process or an executor of the user's, whence they come together.
     Results of a stage on processes lie in slots: as many as may be in flight after it, at most 64,

@@ -9,6 +9,8 @@
 
 Guarantees:
     * A thread that waits holds nothing but the queue, so it keeps no pipeline alive.
+    * What a generator function has begun is closed on one of the threads, when it has ended or the
+      crew does.
     * ``end`` does not wait for an op. A thread that is in one ends when it comes out; it keeps
       neither the caller nor the interpreter.
     * At the interpreter's exit the threads are asked to stand still, and waited for at most
@@ -24,6 +26,7 @@ from typing import cast
 
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
+from shmloader.fronts.pipeline.flow import Job
 from shmloader.fronts.pipeline.ops import OpKind
 from shmloader.workers.parking import Parkable, may_wait_here
 
@@ -40,7 +43,7 @@ class _Thread(Parkable):
     def __init__(
         self,
         name: str,
-        tasks: "queue.SimpleQueue[Task | None]",
+        tasks: "queue.SimpleQueue[Task | Job | None]",
         prepare: Callable[[], None] | None,
     ) -> None:
         super().__init__()
@@ -81,6 +84,9 @@ class _Thread(Parkable):
                 task = self._tasks.get()
         if task is None:
             return False
+        if isinstance(task, Job):
+            task.stream = None  # nobody else holds it: a generator is closed here
+            return True
         while task is not None:
             self.pause()
             task = run(task)
@@ -109,19 +115,29 @@ def run(task: Task) -> Task | None:
 
 def _run_stream(task: Task) -> Task | None:
     """Take results until there is no room for a further one, or none comes."""
-    job, epoch = task.job, task.epoch
+    job, epoch, crew = task.job, task.epoch, task.call.crew
+    assert isinstance(crew, ThreadCrew)
     if job.stream is None:
         results = cast("Callable[[object], Iterator[object]]", task.call.op)(opened(job.item))
         job.stream = iter(results)
-    for result in cast("Iterator[object]", job.stream):
-        if not epoch.gave(task, result):
-            return None
+        crew.begun.add(job)
+    try:
+        for result in cast("Iterator[object]", job.stream):
+            if not epoch.gave(task, result):
+                return None
+    except BaseException:
+        crew.begun.discard(job)
+        raise
+    crew.begun.discard(job)
     job.stream = None
     return epoch.finished(task)
 
 
 class ThreadCrew:
     """Daemon threads that take tasks off one queue.
+
+    Attributes:
+        begun: Jobs of generator functions that may have more results.
 
     Args:
         name: Of the threads.
@@ -130,7 +146,8 @@ class ThreadCrew:
     """
 
     def __init__(self, name: str, count: int, prepare: Callable[[], None] | None = None) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.begun: set[Job] = set()
+        self._tasks: queue.SimpleQueue[Task | Job | None] = queue.SimpleQueue()
         self._threads = [
             _Thread(f"{name}_{number}", self._tasks, prepare) for number in range(count)
         ]
@@ -147,6 +164,9 @@ class ThreadCrew:
 
     def end(self) -> None:
         """Tell the threads to end when they have nothing to do. From anywhere; does not wait."""
+        begun, self.begun = list(self.begun), set()
+        for job in begun:
+            self._tasks.put(job)
         for _ in self._threads:
             self._tasks.put(None)
 

@@ -76,7 +76,7 @@ class Runner:
 
     def collect(self) -> None:
         for job in self.flow.ready:
-            number = job.stage.number
+            number = job.number
             if job.stream is None:
                 self.jobs[number] += 1
                 self.most[number] = max(self.most[number], self.jobs[number])
@@ -89,7 +89,7 @@ class Runner:
     def step(self, place: int) -> None:
         """Have one of the jobs that may run give its next result, or end."""
         job = self.left[place % len(self.left)]
-        number = job.stage.number
+        number = job.number
         stream: Any = job.stream
         output = next(stream, NOTHING)
         if output is NOTHING:
@@ -263,3 +263,17 @@ def test_a_belt_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     assert flow.take() == 2
     assert flow.ready == [source]
     assert list(belt.items) == [3, 4]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
+    flow = make_flow((1, in_order))
+    flow.begin()
+    [source] = flow.ready
+    for _ in range(2):  # the second finds the sink full
+        flow.ready = []
+        flow.gave(source, "the item")
+        [job] = flow.ready
+        flow.finished(job, "the result")
+    assert list(job.outputs) == ["the result"]
+    assert job.item is None

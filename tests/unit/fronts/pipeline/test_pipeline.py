@@ -277,8 +277,8 @@ def test_a_consumer_that_takes_nothing_stops_the_source_and_all_stages():
     builder = PipelineBuilder().add_source(source).pipe(op, concurrency=2).pipe(double_soon)
     pipeline = builder.aggregate(3).add_sink(2).build()
     # The docstring's formula: 1 drawn, 8 and 2, 2 and 1, 2 before the lists, of which one is full
-    # and one begun, and 2 in the sink.
-    bound = 1 + 8 + 2 + 2 + 1 + 2 + 3 + 2 + 2 * 3
+    # or begun, and 2 in the sink.
+    bound = 1 + 8 + 2 + 2 + 1 + 2 + 3 + 2 * 3
     with pipeline.auto_stop():
         first = pipeline.get_item(SOON_S)
         assert len(first) == 3
