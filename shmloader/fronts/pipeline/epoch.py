@@ -14,7 +14,7 @@ from typing import Protocol
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.arrival import opened
-from shmloader.fronts.pipeline.failures import FailedItem, Limit, StageTally, explained
+from shmloader.fronts.pipeline.failures import FailedItem, Limit, StageTally, explained, text_of
 from shmloader.fronts.pipeline.flow import (
     END,
     NOTHING,
@@ -250,7 +250,7 @@ class Epoch:
         if type(item) is not Raised:
             return opened(item)
         error = item.error
-        self.leave(f"{type(error).__name__}: {error}")
+        self.leave(f"{type(error).__name__}: {text_of(error)}")
         try:
             raise error
         finally:

@@ -171,7 +171,7 @@ def explained(error: BaseException, stage: str, item: object) -> BaseException:
     if isinstance(error, _CONTROL_FLOW):
         explaining = RuntimeError(
             f"stage '{stage}' raised {type(error).__name__}, which would have ended more than "
-            f"this: {error}"
+            f"this: {text_of(error)}"
         )
         explaining.__cause__ = error
         error = explaining
@@ -182,6 +182,14 @@ def explained(error: BaseException, stage: str, item: object) -> BaseException:
         wrapped.__cause__ = error
         return wrapped
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, whatever its ``__str__`` does."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the user's own
+        return "its text cannot be had"
 
 
 def _as_listed(item: object) -> object:

@@ -14,13 +14,12 @@ import collections
 import contextlib
 import threading
 import time
-import types
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import cast
 
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
-from shmloader.fronts.pipeline.ops import OpKind
+from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
 from shmloader.fronts.pipeline.threads import EXIT_S
 from shmloader.workers.parking import Parkable, may_wait_here
 
@@ -37,6 +36,7 @@ class _LoopThread(Parkable):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
+        self._is_stopped = False
         self._is_over = threading.Event()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -49,6 +49,11 @@ class _LoopThread(Parkable):
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
+    def stop(self) -> None:
+        """End the loop. On it."""
+        self._is_stopped = True
+        self.loop.stop()
+
     def join(self, deadline: float) -> None:
         left_s = max(0.0, deadline - time.monotonic())
         if not self.stands_for_good and self._is_over.wait(left_s):
@@ -58,7 +63,11 @@ class _LoopThread(Parkable):
         self.enter()
         try:
             asyncio.set_event_loop(self.loop)
-            self.loop.run_forever()
+            while not self._is_stopped:
+                # A task of the op's own that raises SystemExit or KeyboardInterrupt ends the run.
+                # Whoever awaits the task has it raised, so the loop goes on.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             asyncio.set_event_loop(None)
@@ -137,9 +146,7 @@ class LoopCrew:
                         await self._rest(task)
             return epoch.finished(task)
         result = await cast("Callable[[object], Awaitable[object]]", call.op)(item)
-        if type(result) is types.CoroutineType:
-            result.close()
-            raise TypeError(f"the op of stage '{call.name}' returned a coroutine: await it there")
+        refuse_coroutine(result, call.name)
         return epoch.finished(task) if result is None else epoch.finished(task, result)
 
     async def _rest(self, task: Task) -> None:
@@ -167,7 +174,7 @@ class LoopCrew:
     async def _stop_when_cancelled(self) -> None:
         if self._running:
             await asyncio.wait(list(self._running), timeout=_CANCEL_S)
-        self._host.loop.stop()
+        self._host.stop()
 
     def join(self, deadline: float) -> None:
         """After ``end``: wait for the thread, until ``deadline`` (``time.monotonic()``)."""

@@ -3,6 +3,7 @@
 import enum
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,24 @@ def name_of(op: Callable[..., Any]) -> str:
         op = op.func
     name = getattr(op, "__name__", None)
     return name if isinstance(name, str) else type(op).__name__
+
+
+def refuse_coroutine(result: object, name: str) -> None:
+    """Look at what an op has returned, or awaited.
+
+    Args:
+        result: It.
+        name: The stage's.
+
+    Raises:
+        TypeError: If it is a coroutine.
+    """
+    if type(result) is types.CoroutineType:
+        result.close()
+        raise TypeError(
+            f"the op of stage '{name}' returned a coroutine, which nobody would await: give an "
+            "async def, and await there"
+        )
 
 
 def call_all(op: Callable[[Any], Any], item: Any) -> list[Any]:

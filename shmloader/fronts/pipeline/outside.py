@@ -8,7 +8,7 @@ from typing import Any
 
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
-from shmloader.fronts.pipeline.ops import OpKind, call_all
+from shmloader.fronts.pipeline.ops import OpKind, call_all, refuse_coroutine
 
 
 class ExecutorCrew:
@@ -62,11 +62,12 @@ class ExecutorCrew:
             if not task.epoch.is_over:
                 task.epoch.broke(task, RuntimeError("somebody has cancelled the item's future"))
             return
-        error = future.exception()
-        if error is not None:
+        try:
+            result: Any = future.result()
+            refuse_coroutine(result, task.call.name)
+        except BaseException as error:  # noqa: BLE001 - the consumer is told
             self._go_on(task.epoch.failed(task, error))
             return
-        result: Any = future.result()
         if task.call.kind is OpKind.GENERATOR:  # what call_all gave
             self._go_on(task.epoch.finished(task, *result))
         else:

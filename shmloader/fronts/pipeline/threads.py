@@ -20,14 +20,13 @@ Guarantees:
 import queue
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import cast
 
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.flow import Job
-from shmloader.fronts.pipeline.ops import OpKind
+from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
 from shmloader.workers.parking import Parkable, may_wait_here
 
 #: How long the interpreter's exit waits for a crew's threads, which may be in an op.
@@ -102,12 +101,7 @@ def run(task: Task) -> Task | None:
         if call.kind is OpKind.GENERATOR:
             return _run_stream(task)
         result = call.op(opened(job.item))
-        if type(result) is types.CoroutineType:
-            result.close()
-            raise TypeError(
-                f"the op of stage '{call.name}' is no coroutine function, and returned a coroutine "
-                "nevertheless: it would be awaited by nobody. Give an async def."
-            )
+        refuse_coroutine(result, call.name)
     except BaseException as error:  # noqa: BLE001 - the consumer is told
         return task.epoch.failed(task, error)
     return task.epoch.finished(task) if result is None else task.epoch.finished(task, result)

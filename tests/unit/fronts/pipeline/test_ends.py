@@ -234,7 +234,7 @@ def test_what_is_in_flight_is_freed_when_an_epoch_is_left(no_collector):
 
 
 def test_coroutines_are_cancelled_and_generators_closed(no_collector):
-    noted = []
+    noted, given = [], []
 
     async def waits(number):
         try:
@@ -246,6 +246,7 @@ def test_coroutines_are_cancelled_and_generators_closed(no_collector):
     async def gives(number):
         try:
             while True:
+                given.append(number)
                 yield number
         finally:
             noted.append("async closed")
@@ -253,6 +254,7 @@ def test_coroutines_are_cancelled_and_generators_closed(no_collector):
     def gives_here(number):
         try:
             while True:
+                given.append(number)
                 yield number
         finally:
             is_here = threading.current_thread() is threading.main_thread()
@@ -261,8 +263,10 @@ def test_coroutines_are_cancelled_and_generators_closed(no_collector):
     for op, word in [(gives, "async closed"), (gives_here, "closed")]:
         with chain(range(3), op, sink=1).auto_stop() as pipeline:
             assert pipeline.get_item(SOON_S) == 0
+            wait_until(lambda: len(given) == 3)  # one was taken, one is in the sink, one waits
         wait_until(lambda word=word: noted == [word])
         noted.clear()
+        given.clear()
     builder = PipelineBuilder().add_source(range(3)).pipe(waits, concurrency=2)
     with builder.add_sink().build().auto_stop() as pipeline, pytest.raises(TimeoutError):
         pipeline.get_item(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import queue
@@ -461,6 +462,36 @@ def test_what_would_end_a_loop_or_the_program_is_told_as_an_error(kind, is_async
         list(chain([1], op_async if is_async else op))
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_a_task_of_an_ops_own_raises_does_not_end_the_loop(kind):
+    async def die():
+        raise kind("of the task")
+
+    async def op(number):
+        await asyncio.create_task(die())
+
+    with pytest.raises(RuntimeError, match=f"stage 'op' raised {kind.__name__}"):
+        list(chain([1], op, timeout=SOON_S))
+
+
+class Speechless(Exception):  # noqa: N818 - as users name theirs
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_an_exception_without_a_text_is_raised_nevertheless():
+    def op(number):
+        raise Speechless
+
+    pipeline = chain([1], op)
+    pipeline.start()
+    with pytest.raises(Speechless):
+        pipeline.get_item(SOON_S)
+    with pytest.raises(ClosedLoaderError, match="Speechless"):
+        pipeline.get_item(SOON_S)
+    pipeline.stop()
+
+
 def test_an_eof_of_an_op_is_not_taken_for_the_end():
     def op(number):
         raise EOFError("truncated")
@@ -475,12 +506,16 @@ def test_an_eof_of_an_op_is_not_taken_for_the_end():
         list(pipeline)
 
 
-def test_a_coroutine_that_nobody_awaits_is_an_error():
+@pytest.mark.parametrize("executor", [None, concurrent.futures.ThreadPoolExecutor(1)])
+def test_a_coroutine_that_nobody_awaits_is_an_error(executor):
     def op(number):
         return double_soon(number)
 
-    with pytest.raises(TypeError, match="returned a coroutine"):
-        list(chain([1], op))
+    with (
+        contextlib.nullcontext() if executor is None else executor,
+        pytest.raises(TypeError, match="returned a coroutine"),
+    ):
+        list(PipelineBuilder().add_source([1]).pipe(op, executor=executor).add_sink().build())
 
 
 def test_a_wrong_aggregator_is_told():
