@@ -2,7 +2,6 @@
 
 import collections.abc
 import concurrent.futures
-import math
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Self
@@ -20,6 +19,7 @@ from shmloader.fronts.pipeline.plan import (
     Source,
     StagePlan,
     Where,
+    check_timeout,
 )
 from shmloader.memory.slot import is_supported
 from shmloader.options import check_max_failures
@@ -278,19 +278,6 @@ class PipelineBuilder:
 
 # Threads that a pipeline has if it is not told.
 _MOST_THREADS = 32
-
-
-def check_timeout(timeout: object) -> None:
-    """Check a number of seconds.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is negative, or not a number of seconds that can be waited for.
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
-    if timeout < 0 or math.isnan(timeout):
-        raise ValueError(f"timeout should not be negative, but got timeout={timeout!r}")
 
 
 def _where(kind: OpKind, executor: object) -> Where:

@@ -10,7 +10,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.epoch import Epoch
 from shmloader.fronts.pipeline.failures import FailedItem
 from shmloader.fronts.pipeline.flow import END
-from shmloader.fronts.pipeline.plan import Plan
+from shmloader.fronts.pipeline.plan import Plan, check_timeout
 from shmloader.fronts.pipeline.running import Running
 from shmloader.workers.parking import is_exiting
 
@@ -46,6 +46,8 @@ class Pipeline:
         self._plan = plan
         self._running = Running(plan, self.failures)
         self._is_started = False
+        # Whether `start` was called: what an iterator starts, it stops.
+        self._is_kept = False
         # Who reads the present epoch, if that is an iterator.
         self._reader: weakref.ref[PipelineIterator] | None = None
 
@@ -61,18 +63,24 @@ class Pipeline:
 
         Raises:
             RuntimeError: If the source is an iterator, and an epoch before has used it.
+            ClosedLoaderError: If another thread calls :meth:`stop` meanwhile.
             OSError: If no process could be started.
             TypeError, AttributeError, pickle.PicklingError: If the op of a stage on processes
                 cannot be pickled for a start method that needs it.
         """
         self._running.check_process()
-        self._is_started = True
-        if not self._running.is_under_way:
+        self._is_kept = True
+        if not (self._is_started and self._running.is_under_way):
             self._begin()
 
     def _begin(self) -> Epoch:
+        self._is_started = True
         self._reader = None
-        return self._running.begin_epoch()
+        try:
+            return self._running.begin_epoch()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End threads, worker processes and the epoch. May be called again, and from any thread.
@@ -81,7 +89,7 @@ class Pipeline:
         A thread that is in an op is not waited for, but for a moment: it ends when the op returns,
         and keeps neither this process nor its memory.
         """
-        self._is_started = False
+        self._is_started = self._is_kept = False
         self._running.end()
 
     @contextlib.contextmanager
@@ -102,6 +110,7 @@ class Pipeline:
             timeout: Seconds to wait; None: as ``build`` was told.
 
         Raises:
+            TypeError, ValueError: If ``timeout`` is no number of seconds.
             TimeoutError: If there was none in time. Nothing is lost.
             EOFError: At the end of the epoch; :meth:`start` begins the next one.
             ClosedLoaderError: If it is not started, or the epoch was left or has failed before.
@@ -109,6 +118,8 @@ class Pipeline:
             TooManyFailures: If more failed than ``max_failures`` allows.
             Exception: An op's own, with a note that names stage and item. The epoch is over then.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         self._running.check_process()
         epoch = self._running.epoch
         if epoch is None or not self._is_started:
@@ -157,27 +168,27 @@ class Pipeline:
             timeout: Seconds to wait for each item; None: as ``build`` was told.
 
         Raises:
+            TypeError, ValueError: If ``timeout`` is no number of seconds.
             RuntimeError, OSError: As :meth:`start`.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         self._running.check_process()
-        is_owner = not self._is_started
-        if is_owner:
-            self.start()
-        elif self._reader is not None or not self._running.is_under_way:
-            if self._running.is_under_way:
-                self._running.leave_epoch("another iterator has begun")
-            self._begin()
         epoch = self._running.epoch
-        assert epoch is not None
-        iterator = PipelineIterator(self, epoch, timeout, is_owner=is_owner)
+        if epoch is None or epoch.is_over or not self._is_started:
+            epoch = self._begin()
+        elif self._reader is not None:
+            self._running.leave_epoch("another iterator has begun")
+            epoch = self._begin()
+        iterator = PipelineIterator(self, epoch, timeout)
         self._reader = weakref.ref(iterator)
         return iterator
 
-    def _left(self, epoch: Epoch, *, is_owner: bool) -> None:
+    def _left(self, epoch: Epoch) -> None:
         """An iterator reads no further."""
         if self._running.epoch is not epoch:
             return
-        if is_owner:
+        if not self._is_kept:
             self.stop()
         elif not epoch.is_over:
             self._running.leave_epoch("its iterator was left")
@@ -190,13 +201,10 @@ class PipelineIterator:
     TimeoutError loses nothing: call ``next()`` again.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, epoch: Epoch, timeout: float | None, *, is_owner: bool
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, epoch: Epoch, timeout: float | None) -> None:
         self._pipeline = pipeline
         self._epoch = epoch
         self._timeout = timeout
-        self._is_owner = is_owner
         self._is_ended = False
         self._has_left = False
 
@@ -226,7 +234,7 @@ class PipelineIterator:
         """Read no further. May be called again."""
         if not self._has_left:
             self._has_left = True
-            self._pipeline._left(self._epoch, is_owner=self._is_owner)
+            self._pipeline._left(self._epoch)
 
     def __del__(self) -> None:
         if not is_exiting():

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import enum
+import math
 from collections.abc import AsyncIterable, Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -129,3 +130,16 @@ class Plan:
         # The one that the consumer holds while it asks for the next.
         count += size * (self.buffer_size + 2)
         return min(count, _MOST_LENT)
+
+
+def check_timeout(timeout: object) -> None:
+    """Check a number of seconds.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is negative, or not a number of seconds that can be waited for.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
+    if timeout < 0 or math.isnan(timeout):
+        raise ValueError(f"timeout should not be negative, but got timeout={timeout!r}")

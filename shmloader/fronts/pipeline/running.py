@@ -82,7 +82,7 @@ class Running:
 
     Attributes:
         epoch: The present one, over or not; None before the first.
-        pid: Of the process that it belongs to.
+        pid: Of the process that it belongs to: the one that began the first epoch.
 
     Args:
         plan: The stages.
@@ -92,9 +92,10 @@ class Running:
     def __init__(self, plan: Plan, listed: FailureList[FailedItem]) -> None:
         self._plan = plan
         self._listed = listed
-        self.pid = os.getpid()
+        self.pid: int | None = None
         self.epoch: Epoch | None = None
         self._epoch_count = 0
+        self._end_count = 0
         # Ended when an epoch is left; None: there are none.
         self._hands: list[_Ending] | None = None
         self._calls: list[Call | None] = []
@@ -116,7 +117,10 @@ class Running:
 
         Raises:
             RuntimeError: If the source is an iterator, and an epoch has used it.
+            ClosedLoaderError: If another thread has ended everything meanwhile.
         """
+        self.pid = os.getpid()
+        end_count = self._end_count
         source = self._plan.source
         if self._epoch_count and isinstance(source, Iterator | AsyncIterator):
             raise RuntimeError(
@@ -132,6 +136,9 @@ class Running:
         except BaseException:
             self.end()
             raise
+        if self._end_count != end_count:  # it may have seen a part of what was made
+            self.end()
+            raise ClosedLoaderError("the pipeline was stopped while it started")
         return epoch
 
     def settle(self) -> None:
@@ -148,6 +155,7 @@ class Running:
 
     def end(self) -> None:
         """End everything. May be called from anywhere, and again."""
+        self._end_count += 1
         if self.epoch is not None:
             self.epoch.leave("it was stopped")
         self._end(with_processes=True)
@@ -170,14 +178,17 @@ class Running:
     # Crews -------------------------------------------------------------------------------
 
     def _make_crews(self) -> None:
-        self._make_processes()
+        processes = self._make_processes()
         if self._hands is None:
-            self._hands = []
-            self._calls = self._make_hands(self._hands)
+            hands: list[_Ending] = []
+            try:
+                self._calls = self._make_hands(hands, processes)
+            finally:
+                self._hands = hands
 
-    def _make_processes(self) -> None:
-        """Start workers where there are none, before any thread of the pipeline's."""
-        plan, started = self._plan, []
+    def _make_processes(self) -> dict[int, ProcessCrew]:
+        """Start workers where there are none, before any thread of the pipeline's; all of them."""
+        plan, started, processes = self._plan, [], {}
         wanted = {
             place: stage
             for place, stage in enumerate(plan.stages)
@@ -195,10 +206,12 @@ class Running:
                 self.leave_epoch("its workers were ended")
                 lent, reader = plan.lent_after(place), self._reader_of(place)
                 crew = ProcessCrew(pipe, lent, reader, len(wanted))
-                self._processes[place] = crew
+                self._processes[place] = known = crew
                 started.append(crew)
+            processes[place] = known
         for crew in started:
             crew.start()
+        return processes
 
     def _reader_of(self, place: int) -> Backend | None:
         """What reads a stage's results out of slots: the device, if that comes next."""
@@ -216,7 +229,9 @@ class Running:
             self._backends[place] = pipe.open_backend(pipe.device)
         return self._backends[place]
 
-    def _make_hands(self, hands: list[_Ending]) -> list[Call | None]:
+    def _make_hands(
+        self, hands: list[_Ending], processes: dict[int, ProcessCrew]
+    ) -> list[Call | None]:
         plan = self._plan
         pipes = [stage for stage in plan.stages if isinstance(stage, Pipe)]
         is_async = not isinstance(plan.source, collections.abc.Iterable)
@@ -236,7 +251,7 @@ class Running:
             crew: Any
             op: Callable[[Any], object] = stage.op
             if stage.where is Where.PROCESSES:
-                crew = self._processes[place]
+                crew = processes[place]
             elif stage.where is Where.LOOP:
                 crew = loop
             elif stage.where is Where.THREADS:
@@ -268,8 +283,8 @@ class Running:
         )
 
     def check_process(self) -> None:
-        """Raise ClosedLoaderError in a forked child."""
-        if os.getpid() != self.pid:
+        """Raise ClosedLoaderError in a child that was forked while epochs were told here."""
+        if self.pid not in (None, os.getpid()):
             raise ClosedLoaderError("the pipeline belongs to the process that started it")
 
 

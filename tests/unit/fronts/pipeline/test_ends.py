@@ -16,6 +16,7 @@ import weakref
 import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
+from shmloader.fronts.pipeline import running
 from tests.process.support import Program, wait_until
 from tests.unit.fronts.pipeline.support import SOON_S, Gate, Squares, chain
 
@@ -319,6 +320,46 @@ def test_a_ctrl_c_while_an_item_is_handed_over_ends_the_epoch(monkeypatch):
         monkeypatch.undo()
         with pytest.raises(ClosedLoaderError, match="interrupted"):
             pipeline.get_item(SOON_S)
+
+
+@pytest.mark.parametrize("crew", ["ThreadCrew", "ProcessCrew"])
+def test_a_stop_while_it_starts_leaves_nothing(crew, monkeypatch):
+    builder = PipelineBuilder().add_source(range(3)).pipe(abs, executor="process").pipe(abs)
+    pipeline = builder.add_sink().build()
+
+    class Stopped(getattr(running, crew)):
+        def __init__(self, *args):
+            super().__init__(*args)
+            pipeline.stop()  # as another thread may
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, crew, Stopped)
+        with pytest.raises(ClosedLoaderError, match="stopped while it started"):
+            pipeline.start()
+    assert list(pipeline) == [0, 1, 2]
+
+
+def test_what_an_iterator_has_started_the_next_one_stops():
+    pipeline = chain(range(3), abs)
+    older = iter(pipeline)
+    assert next(older) == 0
+    assert list(pipeline) == [0, 1, 2]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("shmloader_")]
+    with pytest.raises(ClosedLoaderError):
+        next(older)
+
+
+def test_a_forked_child_may_use_a_pipeline_that_was_only_built():
+    pipeline = chain(range(3), abs)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if list(pipeline) == [0, 1, 2] else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():

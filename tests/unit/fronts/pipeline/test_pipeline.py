@@ -354,6 +354,18 @@ def test_an_iterator_goes_on_after_a_timeout(is_of_build):
     assert taken == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError), (True, TypeError)],
+)
+def test_a_timeout_that_is_none_is_told_and_consumes_nothing(timeout, error):
+    with chain([1]).auto_stop() as pipeline:
+        for ask in (pipeline.get_item, pipeline.get_iterator):
+            with pytest.raises(error, match="timeout should"):
+                ask(timeout)
+        assert pipeline.get_item() == 1
+
+
 # ---------------------------------------------------------------- failures
 
 
