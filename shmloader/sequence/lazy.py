@@ -2,6 +2,7 @@
 
 import abc
 import bisect
+import contextlib
 import itertools
 import operator
 import sys
@@ -58,7 +59,8 @@ class LazySequence(Sequence[Any]):
         try:
             return self._compute(place)
         except Exception as error:
-            error.add_note(f"Item {place} of the {self._name} made at {self._made_at} failed.")
+            with contextlib.suppress(Exception):  # an exception may refuse attributes
+                error.add_note(f"Item {place} of the {self._name} made at {self._made_at} failed.")
             raise
 
     def _sliced(self, part: slice) -> range:
@@ -125,7 +127,14 @@ class _Gathered(LazySequence):
 
     def _compute(self, index: int) -> Any:
         place = operator.index(self._indices[index])
-        return self._sequence[place if place >= 0 else place + len(self._sequence)]
+        if place < 0:
+            # Not left to the sequence, which may know none: nor is what is too far back, since the
+            # sum would be negative again, and another item's.
+            length = len(self._sequence)
+            if place < -length:
+                raise IndexError(f"a sequence of {length} items has none of index {place}")
+            place += length
+        return self._sequence[place]
 
 
 def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:

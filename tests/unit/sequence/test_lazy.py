@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 
@@ -122,6 +123,28 @@ def test_a_failure_names_the_item_and_where_each_sequence_was_made():
     assert first == f"Item 2 of the smap made at {__file__}:{line + 1} failed."
     assert second == f"Item 1 of the batch made at {__file__}:{line + 2} failed."
     assert batches[2] == [40]
+
+
+def test_an_index_of_gather_before_the_first_item_is_told():
+    lazy = gather([0, 1, 2], [-3, -4, 3])
+    assert lazy[0] == 0
+    for wrong in (1, 2):
+        with pytest.raises(IndexError):
+            lazy[wrong]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818 - as users name theirs
+    number: int
+
+
+def test_an_exception_that_takes_no_notes_is_raised_nevertheless():
+    def fail(number):
+        raise Frozen(number)
+
+    with pytest.raises(Frozen) as caught:
+        smap(fail, [1])[0]
+    assert caught.value.number == 1
 
 
 @pytest.mark.parametrize(
