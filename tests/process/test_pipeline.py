@@ -364,3 +364,18 @@ def test_ops_cross_to_workers_of_another_start_method(monkeypatch):
     factor = 3
     taken = list(on_processes(lambda number: factor * number, range(3), concurrency=1))
     assert taken == [0, 3, 6]
+
+
+def test_workers_draw_other_numbers_in_each_stage_and_after_each_start():
+    def draw(numbers):
+        return [*numbers, torch.rand(()).item()]
+
+    builder = PipelineBuilder().add_source([[]])
+    for _ in range(2):
+        builder.pipe(draw, executor="process")
+    pipeline = builder.add_sink().build()
+    torch.manual_seed(1)
+    drawn = [number for _ in range(2) for numbers in pipeline for number in numbers]
+    assert len(set(drawn)) == 4
+    torch.manual_seed(1)
+    assert list(pipeline) == [drawn[:2]]

@@ -94,7 +94,8 @@ class PipelineBuilder:
                 abandoned, not waited for, if they stay in an op when it stops. "process": worker
                 processes, whose results cross in shared-memory slots: large tensors and arrays
                 are views of a slot, as a loader's batches are, and what ``default_collate`` or
-                :func:`shmloader.empty` makes is written straight there. Or an
+                :func:`shmloader.empty` makes is written straight there; their random streams are
+                seeded when they start, by a draw from torch's generator here. Or an
                 ``Executor`` of ``concurrent.futures``, which is not shut down. What a generator
                 function gives for one item comes together from the latter two. A generator
                 function may be resumed by another thread than the one that began it.

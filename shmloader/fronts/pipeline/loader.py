@@ -29,8 +29,8 @@ class PipelineDataLoader:
         batch_size: Items of a batch; None: items are not put together.
         drop_last: Whether a last batch that is shorter is left out.
         aggregator: Makes a batch of a list of items; None: batches are lists.
-        transfer_fn: Called with each batch, or item without ``batch_size``, one at a time, on a
-            thread of its own: what moves it to a GPU, say.
+        transfer_fn: Called with each batch, or item without ``batch_size``, one at a time, on any
+            of the threads, of which there is one more for it: what moves it to a GPU, say.
         buffer_size: Batches that may be ready and wait.
         num_threads: How many items are preprocessed at once, and how many batches are aggregated at
             once: by threads which both share, or by as many processes for each of both.

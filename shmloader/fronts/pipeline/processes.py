@@ -249,7 +249,7 @@ class ProcessCrew:
             pipe.concurrency,
             (OpItems(op), as_it_is, None, "raise"),
             FetchPlan(is_iterable=False, auto_collation=False, drop_last=False),
-            torch.initial_seed() % 2**63,
+            int(torch.empty((), dtype=torch.int64).random_()),
             demand,
             grace_s=_GRACE_S / sibling_count,
         )
