@@ -17,7 +17,8 @@ are awaited together, on an event loop of the gatherer's, which stays the same f
 threads share them.
 
 Guarantees:
-    * At most k samples are under way at once, and all are over when ``gather`` returns.
+    * At most k samples are under way at once, and all are over when ``gather`` returns. What is no
+      ``Exception`` on its own thread, a Ctrl-C, is raised at once, and waits for no other sample.
     * Once one has failed, no further one is begun, unless all are wanted.
     * A helper that waits holds nothing but the queue.
 """
@@ -28,6 +29,7 @@ import contextvars
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -36,7 +38,7 @@ from shmloader.workers.parking import Parkable, may_wait_here
 
 Get = Callable[[Any], Any]
 
-# How long close() waits for a helper that is in a sample.
+# How long close() waits for helpers that are in a sample.
 _JOIN_S = 1.0
 
 
@@ -74,6 +76,7 @@ class _Batch:
         self._get: Get | None = get
         self._waiting = collections.deque(outcomes)
         self._wants_all = wants_all
+        self._owner = threading.get_ident()
         self._left = len(outcomes)
         self._lock = threading.Lock()
         self.over = Bell()
@@ -95,10 +98,12 @@ class _Batch:
         outcome.is_begun = True
         try:
             outcome.value = outcome.context.run(get, outcome.index)
-        except BaseException as error:  # noqa: BLE001 - the worker's thread looks at it
+        except BaseException as error:
             outcome.error = error
             if not self._wants_all:
                 self.drop()
+            if not isinstance(error, Exception) and threading.get_ident() == self._owner:
+                raise
 
     def _note_one(self) -> None:
         with self._lock:
@@ -126,8 +131,9 @@ class _Helper(Parkable):
     def start(self) -> None:
         self._thread.start()
 
-    def join(self) -> None:
-        if not self.stands_for_good and self._is_over.wait(_JOIN_S):
+    def join(self, deadline: float) -> None:
+        left_s = max(0.0, deadline - time.monotonic())
+        if not self.stands_for_good and self._is_over.wait(left_s):
             self._thread.join()
 
     def _run(self) -> None:
@@ -295,8 +301,9 @@ class Gatherer:
         for _ in helpers:
             self._batches.put(None)
         if may_wait_here():
+            deadline = time.monotonic() + _JOIN_S
             for helper in helpers:
-                helper.join()
+                helper.join(deadline)
         if loop is not None and not loop.is_running():
             self._run(loop, loop.shutdown_asyncgens())
             loop.close()

@@ -10,9 +10,9 @@ from typing import Any, NoReturn, Self
 import cloudpickle
 from torch._utils import ExceptionWrapper
 
-# These would end something in the main process if they were raised there as they are: a loop,
-# a generator, the program.
-_CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt)
+# These would end something in the main process if they were raised there as they are, a loop or a
+# generator; and so would what is no Exception: a task, the loader, the program.
+_CONTROL_FLOW = (StopIteration, StopAsyncIteration)
 
 # A class that pickles to more than this is sent as a RuntimeError.
 _TYPE_BYTES = 8 * 1024
@@ -118,7 +118,7 @@ class RemoteError:
 
 def _pickle_type(kind: type[BaseException]) -> bytes | None:
     """The class by its name, or else by value; None if it must not or cannot cross."""
-    if issubclass(kind, _CONTROL_FLOW):
+    if issubclass(kind, _CONTROL_FLOW) or not issubclass(kind, Exception):
         return None
     for dumps in (pickle.dumps, cloudpickle.dumps):
         with contextlib.suppress(Exception):

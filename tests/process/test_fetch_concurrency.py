@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
+from shmloader.workers import gathering
 from tests.process.support import Bad
 
 SOON_S = 20.0
@@ -256,6 +257,46 @@ def test_stop_iteration_of_a_sample_is_an_error():
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(DataLoader(Stops(4), fetch_concurrency=2))
+
+
+@pytest.mark.parametrize("workers", WORKERS[:2])
+def test_a_sample_that_is_cancelled_costs_its_batch(workers):
+    class Cancelled(Squares):
+        async def __getitem__(self, index):
+            if index == 1:
+                raise asyncio.CancelledError
+            return index
+
+    with DataLoader(Cancelled(4), batch_size=2, fetch_concurrency=2, **workers) as loader:
+        batches = iter(loader)
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            next(batches)
+        assert next(batches).tolist() == [2, 3]
+
+
+def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
+    monkeypatch.setattr(gathering, "_JOIN_S", 0.2)
+    helper_count = 20
+    stuck, let_go = threading.Barrier(helper_count + 1), threading.Event()
+
+    class Interrupted(Squares):
+        def __getitem__(self, index):
+            if index > 0:  # the first is asked alone
+                stuck.wait(SOON_S)
+                if threading.current_thread() is threading.main_thread():
+                    raise KeyboardInterrupt
+                let_go.wait(SOON_S)
+            return index
+
+    count = helper_count + 2
+    start = time.monotonic()
+    loader = DataLoader(Interrupted(count), batch_size=count, fetch_concurrency=helper_count + 1)
+    try:
+        with pytest.raises(KeyboardInterrupt), loader:
+            next(iter(loader))
+        assert time.monotonic() - start < 3  # not 0.2 s for each helper, either
+    finally:
+        let_go.set()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Exceptions that cross a process: type, text, note, and what cannot be rebuilt."""
 
+import asyncio
 import pickle
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,10 @@ class WithMessageError(Exception):
 class FailingStrError(Exception):
     def __str__(self):
         raise ZeroDivisionError("in __str__")
+
+
+class CancelledOtherwiseError(BaseException):
+    """As trio's is."""
 
 
 class UnpicklableError(Exception):
@@ -127,6 +132,8 @@ def test_a_class_with_a_message_that_takes_none_becomes_a_runtime_error(error):
         GeneratorExit("closed"),
         SystemExit(3),
         KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        CancelledOtherwiseError(),
     ],
     ids=lambda error: type(error).__name__,
 )
