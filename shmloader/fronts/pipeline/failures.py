@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from shmloader.engine.failures import FailureLimit, FailureList
 from shmloader.errors import TooManyFailures
+from shmloader.fronts.pipeline.flow import NOTHING
 from shmloader.workers.bad_samples import describe_index
 from shmloader.workers.remote_error import RemoteError
 
@@ -165,9 +166,10 @@ def explained(error: BaseException, stage: str, item: object) -> BaseException:
     Args:
         error: The exception.
         stage: The stage's name.
-        item: Its item.
+        item: Its item; NOTHING for the source.
     """
-    note = f"Stage '{stage}' failed for item {describe_index(item)}."
+    of_item = "" if item is NOTHING else f" for item {describe_index(item)}"
+    note = f"Stage '{stage}' failed{of_item}."
     if isinstance(error, _CONTROL_FLOW):
         explaining = RuntimeError(
             f"stage '{stage}' raised {type(error).__name__}, which would have ended more than "

@@ -6,7 +6,7 @@ Guarantees:
     * Each item that is taken in leaves once: as its results, or not at all if it has none.
     * With ``in_order``, a stage's results come in the order of its items.
     * After a :class:`Raised` nothing more is passed on by the stage that it comes from, nor begun
-      before it.
+      before it; and what gives many results there, the source for one, is not asked for more.
     * Nobody has to look for work: what may start after a call stands in ``ready``.
 
 Assumes that one thread at a time calls the methods.
@@ -107,6 +107,7 @@ class PipeStage:
         before: Where items come from.
         after: Where results go to.
         tally: Counts its calls.
+        is_cut: Whether it takes in nothing more, since it has failed, or a later one.
 
     Args:
         places: Items that may be in the stage.
@@ -133,11 +134,11 @@ class PipeStage:
         self._free = places
         # In order: all jobs. Else: those whose results wait for room.
         self._held: collections.deque[Job] = collections.deque()
-        self._is_cut = False
+        self.is_cut = False
 
     def cut(self) -> None:
         """Begin nothing more, and forget what waits to be begun, and what may still come."""
-        self._is_cut = True
+        self.is_cut = True
         self.before.items.clear()
         self.before.is_ended = True
 
@@ -145,7 +146,7 @@ class PipeStage:
         """Begin jobs as far as items and places go; whether any was."""
         items = self.before.items
         has_taken = False
-        if self._is_cut:
+        if self.is_cut:
             items.clear()
         while items and self._free:
             self._free -= 1
@@ -213,14 +214,14 @@ class PipeStage:
             return False
         if self._free < self._places or self._held:
             return False
-        error = None if self.tally is None or self._is_cut else self.tally.end()
+        error = None if self.tally is None or self.is_cut else self.tally.end()
         if error is not None:
             # The stage is empty, and takes nothing in any more.
             self._free -= 1
             job = Job(self.number, None)
             job.outputs, job.is_done = collections.deque([Raised(error)]), True
             self._held.append(job)
-            self._is_cut = True
+            self.is_cut = True
             return True
         after.is_ended = True
         return True
@@ -249,11 +250,11 @@ class GroupStage:
         self._drop_last = drop_last
         self._items: list[object] = []
         self._full: object = NOTHING
-        self._is_cut = False
+        self.is_cut = False
 
     def cut(self) -> None:
         """As a pipe's."""
-        self._is_cut = self.before.is_ended = True
+        self.is_cut = self.before.is_ended = True
         self.before.items.clear()
         self._items.clear()
         self._full = NOTHING
@@ -262,7 +263,7 @@ class GroupStage:
         """Collect items; whether any was taken."""
         items = self.before.items
         has_taken = False
-        if self._is_cut:
+        if self.is_cut:
             items.clear()
         while items and self._full is NOTHING:
             item = items.popleft()
@@ -334,6 +335,8 @@ class Flow:
             Whether it may go on; else it comes to ``ready`` when it may.
         """
         stage = self._stage_of(job)
+        if job.number + 1 < len(self.stages) and self.stages[job.number + 1].is_cut:
+            return False  # nobody takes it, and the job rests for good
         is_passed = stage.put(job, output)
         if is_passed:
             self._settle(stage.number + 1)

@@ -277,3 +277,25 @@ def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
         flow.finished(job, "the result")
     assert list(job.outputs) == ["the result"]
     assert job.item is None
+
+
+@pytest.mark.parametrize(
+    "stages", [[(1, False)], [(1, True), (1, True)], [(1, False, "group"), (1, True)]]
+)
+def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
+    flow = make_flow(*stages)
+    flow.begin()
+    [source] = flow.ready
+    flow.ready = []
+    assert flow.gave(source, 1)
+    [job] = flow.ready
+    while job.number < len(stages):
+        flow.ready = []
+        flow.finished(job, 1)
+        [job] = flow.ready
+    flow.ready = []
+    flow.failed(job, ValueError())
+    assert not flow.gave(source, 2)
+    while not isinstance(flow.take(), Raised):
+        pass
+    assert flow.ready == []

@@ -456,7 +456,7 @@ def test_what_a_source_raises_is_raised_whatever_may_fail(source):
     assert next(items) == 2
     with pytest.raises(Bad) as caught:
         next(items)
-    assert "the source" in caught.value.__notes__[0]
+    assert caught.value.__notes__ == ["Stage 'the source' failed."]
 
 
 @pytest.mark.parametrize("kind", [StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt])
