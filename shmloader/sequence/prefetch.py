@@ -79,6 +79,7 @@ class _Prefetched(LazySequence):
         self._items: Any = None
         # The item that comes next out of the engine.
         self._next = -1
+        self._pid = os.getpid()
 
     def _make_loader(self) -> _Loader:
         return _Loader(
@@ -95,6 +96,8 @@ class _Prefetched(LazySequence):
         return len(self._sequence)
 
     def _compute(self, index: int) -> Any:
+        if self._pid != os.getpid():
+            self._begin_anew()  # a forked child, as a loader's worker is: what runs is its parent's
         if self._loader is None:
             self._loader = self._make_loader()
         if index != self._next or self._items is None or self._items.is_closed:

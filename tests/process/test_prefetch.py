@@ -137,3 +137,18 @@ def test_a_sequence_that_has_become_shorter_is_told():
     numbers.extend(range(5))
     with pytest.raises(RuntimeError, match="5 items"):
         items[7]
+
+
+def test_a_forked_child_has_workers_of_its_own(method):
+    lazy = prefetch(range(4), 1, method)
+    assert lazy[0] == 0
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if list(lazy) == [0, 1, 2, 3] else 2
+            lazy.close()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert lazy[1] == 1
