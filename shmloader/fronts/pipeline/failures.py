@@ -25,6 +25,9 @@ _CONTROL_FLOW = (
     asyncio.CancelledError,
 )
 
+# As long a text is listed as it is: a URL of any kind.
+_LISTED_CHARACTERS = 2_000
+
 
 @dataclass(frozen=True, slots=True)
 class FailedItem:
@@ -32,8 +35,8 @@ class FailedItem:
 
     Attributes:
         stage: The stage's name.
-        item: The item, if it is a text, a number or a path; else its text, since a list of
-            failures must not keep what is large.
+        item: The item, if it is a number, a path or a text of at most 2,000 characters; else a few
+            characters of its text, since a list of failures must not keep what is large.
         error: The exception; its text has the traceback.
     """
 
@@ -195,6 +198,8 @@ def text_of(error: BaseException) -> str:
 
 
 def _as_listed(item: object) -> object:
-    if item is None or isinstance(item, str | numbers.Number | PurePath):
+    if item is None or isinstance(item, numbers.Number | PurePath):
+        return item
+    if isinstance(item, str) and len(item) <= _LISTED_CHARACTERS:
         return item
     return describe_index(item)

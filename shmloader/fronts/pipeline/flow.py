@@ -319,6 +319,7 @@ class Flow:
     def __init__(self, stages: Sequence[Stage], sink: Belt) -> None:
         self.stages = list(stages)
         self.ready: list[Job] = []
+        self._pipes = {stage.number: stage for stage in stages if isinstance(stage, PipeStage)}
         self._sink = sink
 
     def begin(self) -> None:
@@ -334,7 +335,7 @@ class Flow:
         Returns:
             Whether it may go on; else it comes to ``ready`` when it may.
         """
-        stage = self._stage_of(job)
+        stage = self._pipes[job.number]
         if job.number + 1 < len(self.stages) and self.stages[job.number + 1].is_cut:
             return False  # nobody takes it, and the job rests for good
         is_passed = stage.put(job, output)
@@ -344,12 +345,12 @@ class Flow:
 
     def finished(self, job: Job, *outputs: object) -> None:
         """A job is done, with its last results, or none."""
-        stage = self._stage_of(job)
+        stage = self._pipes[job.number]
         if stage.tally is not None:
             stage.tally.note_good()
         for output in outputs:
             stage.put(job, output)
-        self._finish(job)
+        self._finish(stage, job)
 
     def failed(self, job: Job, error: BaseException | None) -> None:
         """A job has failed.
@@ -358,20 +359,14 @@ class Flow:
             job: It.
             error: What the consumer is to raise; None: the item is left out.
         """
-        stage = self._stage_of(job)
+        stage = self._pipes[job.number]
         if error is not None:
             stage.put(job, Raised(error))
             for earlier in self.stages[: stage.number + 1]:
                 earlier.cut()
-        self._finish(job)
+        self._finish(stage, job)
 
-    def _stage_of(self, job: Job) -> PipeStage:
-        stage = self.stages[job.number]
-        assert isinstance(stage, PipeStage)
-        return stage
-
-    def _finish(self, job: Job) -> None:
-        stage = self._stage_of(job)
+    def _finish(self, stage: PipeStage, job: Job) -> None:
         stage.finish(job)
         if stage.number + 1 < len(self.stages):
             self._settle(stage.number + 1)

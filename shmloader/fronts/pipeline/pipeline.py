@@ -37,8 +37,9 @@ class Pipeline:
 
     Attributes:
         failures: The newest 100 items that were left out (``max_failures``), over all epochs,
-            oldest first: records with ``stage``, ``item`` (its text, unless it is a str, a number
-            or a path) and ``error``. ``failures.total`` counts them all.
+            oldest first: records with ``stage``, ``item`` (a few characters of its text, unless it
+            is a number, a path or a str of at most 2,000) and ``error``. ``failures.total`` counts
+            them all.
     """
 
     def __init__(self, plan: Plan) -> None:

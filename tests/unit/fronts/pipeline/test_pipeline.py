@@ -562,6 +562,20 @@ def test_failed_items_are_left_out_counted_and_listed(bad, of_stage, caplog):
     assert "'checked'" in caplog.text
 
 
+def test_a_list_of_failures_keeps_a_url_and_nothing_large():
+    def op(item):
+        if item is not None:
+            raise Bad
+
+    items = ["http://" + "x" * 1000, "x" * 10_000, [0] * 10_000, 3, None]
+    pipeline = chain(items, op, max_failures=4)
+    assert list(pipeline) == []
+    url, text, other, number = (failed.item for failed in pipeline.failures)
+    assert (url, number) == (items[0], 3)
+    assert len(text) < 100
+    assert len(other) < 100
+
+
 @pytest.mark.parametrize("of_stage", [True, False])
 def test_past_the_limit_too_many_failures_is_raised_with_the_ops_exception_as_cause(of_stage):
     builder = PipelineBuilder().add_source(range(10))
