@@ -5,8 +5,9 @@ generator stays with it to its end, at rest while there is no room for its resul
 generator does (a timeout, a task group) may belong to the task that runs it.
 
 Guarantees:
-    * ``end`` cancels what runs. A coroutine that does not let itself be cancelled, or holds up the
-      loop, is left behind with its thread, which keeps neither the caller nor the interpreter.
+    * ``end`` cancels what runs, and the tasks that ops have begun. A coroutine that does not let
+      itself be cancelled, or holds up the loop, is left behind with its thread, which keeps neither
+      the caller nor the interpreter.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import cast
+from typing import Any, cast
 
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
@@ -166,14 +167,15 @@ class LoopCrew:
 
     def _end_here(self) -> None:
         self._waiting.clear()
-        for running in self._running:
-            running.cancel()
-        ending = self._host.loop.create_task(self._stop_when_cancelled())
+        left = asyncio.all_tasks(self._host.loop)  # those that ops have begun, too
+        for task in left:
+            task.cancel()
+        ending = self._host.loop.create_task(self._stop_when_cancelled(left))
         self._running_end = ending  # the loop itself holds tasks weakly
 
-    async def _stop_when_cancelled(self) -> None:
-        if self._running:
-            await asyncio.wait(list(self._running), timeout=_CANCEL_S)
+    async def _stop_when_cancelled(self, left: set[asyncio.Task[Any]]) -> None:
+        if left:
+            await asyncio.wait(left, timeout=_CANCEL_S)
         self._host.stop()
 
     def join(self, deadline: float) -> None:

@@ -274,6 +274,24 @@ def test_coroutines_are_cancelled_and_generators_closed(no_collector):
     assert noted == ["cancelled", "cancelled"]
 
 
+def test_a_task_that_an_op_has_begun_and_left_is_cancelled():
+    tasks, noted = [], []
+
+    async def wait():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            noted.append("over")
+
+    async def op(number):
+        tasks.append(asyncio.create_task(wait()))
+        await asyncio.sleep(0)
+        return number
+
+    assert list(chain(range(2), op)) == [0, 1]
+    wait_until(lambda: noted == ["over", "over"])
+
+
 def test_a_waiting_consumer_is_told_when_another_thread_stops():
     stuck = Stuck()
     pipeline = chain(range(3), stuck)
