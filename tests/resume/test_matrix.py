@@ -23,7 +23,7 @@ WORKERS = (0, 1, 2, 5)
 
 #: One cell of so many is run, by start method: in ``make test-all`` and in ``make test``.
 WHOLE = {"none": 1, "fork": 1, "forkserver": 200, "spawn": 800}
-PART = {"none": 12, "fork": 160, "forkserver": 6000, "spawn": 12000}
+PART = {"none": 12, "fork": 100, "forkserver": 6000, "spawn": 12000}
 STAYING_PART = {"fork": 16}
 
 
