@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
-def run_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, float]:
-    """Run a file anew, and read what it prints; exits with 2 if it fails."""
-    done = subprocess.run(
+def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any] | str:
+    """Run a file anew, and read what it prints last; or say in a line what went wrong.
+
+    Whatever the run has started and left behind ends with it.
+    """
+    process = subprocess.Popen(
         [sys.executable, file, *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=limit_s,
-        check=False,
+        start_new_session=True,
     )
-    if done.returncode != 0:
-        print(f"{' '.join(arguments)} failed:\n{done.stderr}", file=sys.stderr)
+    try:
+        stdout, stderr = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"no end after {limit_s:.0f} s"
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        else:
+            process.communicate()
+    if process.returncode != 0:
+        # What the end brings forth is no cause.
+        told = stderr.partition("Exception ignored in")[0].strip() or stderr.strip()
+        last_line = (told.splitlines() or ["no message"])[-1]
+        return f"exit code {process.returncode}: {last_line}"
+    return json.loads(stdout.splitlines()[-1])
+
+
+def run_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Run a file anew, and read what it prints last; exits with 2 if it fails."""
+    found = try_anew(file, arguments, limit_s)
+    if isinstance(found, str):
+        print(f"{' '.join(arguments)} failed: {found}", file=sys.stderr)
         sys.exit(2)
-    return json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -19,17 +19,14 @@ import importlib
 import itertools
 import json
 import multiprocessing as mp
-import os
-import resource
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
+from _usage import Meter, Usage, cpu_s_of_machine
 from _workloads import (
     WORKLOADS,
     Batch,
@@ -50,8 +47,7 @@ LOADERS = ("shmloader", "torch", "ceiling")
 
 # Twice what two workers hold ahead by default (prefetch_factor 2), plus some: every
 # slot or segment has been written at least once.
-_WARMUP_BATCHES = 12
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+WARMUP_BATCHES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,38 +80,7 @@ class Figures:
     content_hash: str
 
 
-class _Usage(NamedTuple):
-    """CPU seconds and minor faults of one process since it started."""
-
-    cpu_s: float
-    minor_faults: int
-
-    @classmethod
-    def of_self(cls) -> _Usage:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(time.process_time(), usage.ru_minflt)
-
-    @classmethod
-    def of_pid(cls, pid: int) -> _Usage:
-        # The second field, the name, may hold spaces: count from its closing bracket.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        minflt, utime, stime = int(fields[7]), int(fields[11]), int(fields[12])
-        return cls((utime + stime) / _TICKS_PER_S, minflt)
-
-
-def _usage_of_workers() -> dict[int, _Usage]:
-    return {
-        child.pid: _Usage.of_pid(child.pid) for child in psutil.Process().children(recursive=True)
-    }
-
-
-def _cpu_s_of_machine() -> float:
-    """Return the time all cores were not idle, that stolen by a hypervisor included."""
-    times = psutil.cpu_times()
-    return float(times.user + times.system + times.irq + times.softirq + times.steal + times.nice)
-
-
-def _consume(
+def consume(
     batches: Iterator[Batch], seconds: float, at_least: int, clock_stride: int
 ) -> tuple[int, float]:
     """Touch batches for so many seconds and so many batches; return both."""
@@ -167,74 +132,110 @@ def measure_loader(module: str, work: Workload, worker_count: int, seconds: floa
     batches = iter(loader)
     touch(next(batches))
     first_batch_s = time.perf_counter() - start
-    _consume(batches, min(0.3, seconds), _WARMUP_BATCHES, work.clock_stride)
+    consume(batches, min(0.3, seconds), WARMUP_BATCHES, work.clock_stride)
 
-    machine_before = _cpu_s_of_machine()
-    workers_before, main_before = _usage_of_workers(), _Usage.of_self()
-    count, elapsed_s = _consume(batches, seconds, 1, work.clock_stride)
-    main_after, workers_after = _Usage.of_self(), _usage_of_workers()
-    machine_cpu_s = _cpu_s_of_machine() - machine_before
-
-    unused = _Usage(0.0, 0)
-    workers = [
-        (after, workers_before.get(pid, unused)) for pid, after in sorted(workers_after.items())
-    ]
-    main_cpu_s = main_after.cpu_s - main_before.cpu_s
-    workers_cpu_s = sum(after.cpu_s - before.cpu_s for after, before in workers)
+    meter = Meter()
+    count, elapsed_s = consume(batches, seconds, 1, work.clock_stride)
+    spent = meter.read()
     return Figures(
         batches=count,
         elapsed_s=elapsed_s,
         batch_bytes=batch_bytes,
-        main_cpu_s=main_cpu_s,
-        workers_cpu_s=workers_cpu_s,
-        others_cpu_s=max(0.0, machine_cpu_s - main_cpu_s - workers_cpu_s),
-        minor_faults=main_after.minor_faults
-        - main_before.minor_faults
-        + sum(after.minor_faults - before.minor_faults for after, before in workers),
+        **spent._asdict(),
         first_batch_s=first_batch_s,
         touch_us=touch_us,
         content_hash=content.hexdigest(),
     )
 
 
-def _stack_until(
-    work: Workload,
-    dataset: Samples,
+def _step_until(
+    make_step: Callable[[], Callable[[int], object]],
     seconds: float,
-    batch_numbers: Iterator[int],
+    clock_stride: int,
+    numbers: Iterator[int],
     start: Barrier,
     results: Connection,
 ) -> None:
-    """Run one process of the ceiling: warm up, wait for the others, stack, report."""
+    """Run one process of a ceiling: warm up, wait for the others, work, report."""
     torch.set_num_threads(1)  # as in a torch worker
-    stack = stacker(work, dataset)
-    for number in range(_WARMUP_BATCHES):
-        stack(number)
+    step = make_step()
+    for number in range(WARMUP_BATCHES):
+        step(number)
     start.wait()
-    before = _Usage.of_self()
+    before = Usage.of_self()
     began = time.perf_counter()
     deadline = began + seconds
-    for count, number in enumerate(batch_numbers, start=1):
-        stack(number)
-        if count % work.clock_stride == 0 and time.perf_counter() >= deadline:
+    for count, number in enumerate(numbers, start=1):
+        step(number)
+        if count % clock_stride == 0 and time.perf_counter() >= deadline:
             break
     elapsed_s = time.perf_counter() - began
-    after = _Usage.of_self()
+    after = Usage.of_self()
     results.send(
         (count, elapsed_s, after.cpu_s - before.cpu_s, after.minor_faults - before.minor_faults)
     )
 
 
-def measure_ceiling(work: Workload, worker_count: int, seconds: float) -> Figures:
-    """Run as many processes that stack into resident buffers and do nothing else.
+def run_processes(
+    make_step: Callable[[], Callable[[int], object]],
+    process_count: int,
+    seconds: float,
+    clock_stride: int,
+) -> dict[str, Any]:
+    """Run as many processes that do the bare work of batches and nothing else.
 
     Nothing is sent, no index is drawn and nobody consumes: what a loader with this
     many workers cannot exceed while its workers alone are the limit.
 
     Args:
+        make_step: Called in each process; its result does the work of the batch that it
+            is given the number of.
+        process_count: Number of processes.
+        seconds: Length of the timed part, which starts at a barrier.
+        clock_stride: Batches between two looks at the clock.
+
+    Returns:
+        Those of the figures that it has, of all processes together.
+    """
+    context = mp.get_context("fork")
+    start = context.Barrier(process_count + 1)
+    pipes = [context.Pipe(duplex=False) for _ in range(process_count)]
+    processes = [
+        context.Process(
+            target=_step_until,
+            args=(make_step, seconds, clock_stride, itertools.count(first, process_count), start,
+                  sender),
+            daemon=True,
+        )
+        for first, (_, sender) in enumerate(pipes)
+    ]  # fmt: skip
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    start.wait()
+    machine_before = cpu_s_of_machine()
+    results = [receiver.recv() for receiver, _ in pipes]
+    machine_cpu_s = cpu_s_of_machine() - machine_before
+    for process in processes:
+        process.join()
+    workers_cpu_s = sum(cpu_s for _, _, cpu_s, _ in results)
+    return {
+        "batches": sum(count for count, *_ in results),
+        "elapsed_s": max(elapsed_s for _, elapsed_s, *_ in results),
+        "workers_cpu_s": workers_cpu_s,
+        "others_cpu_s": max(0.0, machine_cpu_s - workers_cpu_s),
+        "minor_faults": sum(faults for *_, faults in results),
+    }
+
+
+def measure_ceiling(work: Workload, worker_count: int, seconds: float) -> Figures:
+    """Run as many processes that stack into resident buffers and do nothing else.
+
+    Args:
         work: What to stack.
         worker_count: Number of processes.
-        seconds: Length of the timed part, which starts at a barrier.
+        seconds: Length of the timed part.
 
     Returns:
         The figures of this run, of all processes together.
@@ -246,37 +247,11 @@ def measure_ceiling(work: Workload, worker_count: int, seconds: float) -> Figure
         content.add(stack(number))
     batch_bytes = byte_count(stack(0))
     del stack
-
-    context = mp.get_context("fork")
-    start = context.Barrier(worker_count + 1)
-    pipes = [context.Pipe(duplex=False) for _ in range(worker_count)]
-    processes = [
-        context.Process(
-            target=_stack_until,
-            args=(work, dataset, seconds, itertools.count(first, worker_count), start, sender),
-            daemon=True,
-        )
-        for first, (_, sender) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    for _, sender in pipes:
-        sender.close()
-    start.wait()
-    machine_before = _cpu_s_of_machine()
-    results = [receiver.recv() for receiver, _ in pipes]
-    machine_cpu_s = _cpu_s_of_machine() - machine_before
-    for process in processes:
-        process.join()
-    workers_cpu_s = sum(cpu_s for _, _, cpu_s, _ in results)
+    found = run_processes(lambda: stacker(work, dataset), worker_count, seconds, work.clock_stride)
     return Figures(
-        batches=sum(count for count, *_ in results),
-        elapsed_s=max(elapsed_s for _, elapsed_s, *_ in results),
+        **found,
         batch_bytes=batch_bytes,
         main_cpu_s=None,
-        workers_cpu_s=workers_cpu_s,
-        others_cpu_s=max(0.0, machine_cpu_s - workers_cpu_s),
-        minor_faults=sum(faults for *_, faults in results),
         first_batch_s=None,
         touch_us=None,
         content_hash=content.hexdigest(),

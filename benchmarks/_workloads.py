@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 # What default collate makes of every sample here, and a sample too.
-Batch = torch.Tensor | dict[str, torch.Tensor]
+Batch = torch.Tensor | dict[str, torch.Tensor] | list[torch.Tensor]
 
 SEED = 20_240_607
 
@@ -211,6 +211,9 @@ def touch(batch: Batch) -> None:
     if isinstance(batch, dict):
         for leaf in batch.values():
             leaf.numpy().item(0)
+    elif isinstance(batch, list):
+        for leaf in batch:
+            leaf.numpy().item(0)
     else:
         batch.numpy().item(0)
 
@@ -219,6 +222,9 @@ def leaves(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a batch with its key, in the batch's own order."""
     if isinstance(batch, dict):
         yield from batch.items()
+    elif isinstance(batch, list):
+        for number, leaf in enumerate(batch):
+            yield str(number), leaf
     else:
         yield "", batch
 

@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import psutil
 import torch
 from _fresh import run_anew
 from _machine import describe_machine
+from _measure import run_processes
 
 import shmloader
 
@@ -39,6 +39,8 @@ _RUN_LIMIT_S = 600.0
 _BATCH_SIZE = 1_024
 _WIDTH = 32
 _HASHED = 20
+_CEILING_S = 0.3
+_CEILING_STRIDE = 8
 LOADERS = {"torch": torch.utils.data.DataLoader, "shmloader": shmloader.DataLoader}
 KINDS = [
     *(f"{name}, {order}" for order in ("shuffled", "in order") for name in LOADERS),
@@ -88,46 +90,29 @@ def run_loader(kind: str, samples: int, epochs: int, workers: int) -> dict[str, 
     }
 
 
-def _gather(
-    samples: int, worker: int, workers: int, batches: int, start: Any, channel: Any
-) -> None:
-    torch.set_num_threads(1)
-    dataset = make_dataset(samples)
-    order = torch.randperm(samples)
-    indices = list(order.split(_BATCH_SIZE))[worker::workers]
+def gatherer(dataset: torch.utils.data.TensorDataset) -> Callable[[int], object]:
+    """What the ceiling does for one batch: gather into a buffer that stays, by indices at hand."""
+    order = torch.randperm(len(dataset))
+    indices = [one for one in order.split(_BATCH_SIZE) if len(one) == _BATCH_SIZE]
     out = [
         torch.empty((_BATCH_SIZE, *rows.shape[1:]), dtype=rows.dtype) for rows in dataset.tensors
     ]
-    indices = [one for one in indices if len(one) == _BATCH_SIZE]
-    start.wait()
-    began_s, cpu_s = time.perf_counter(), time.process_time()
-    for number in range(batches // workers):
+
+    def gather(number: int) -> None:
         for rows, place in zip(dataset.tensors, out, strict=True):
             torch.index_select(rows, 0, indices[number % len(indices)], out=place)
-    channel.send((time.perf_counter() - began_s, time.process_time() - cpu_s))
+
+    return gather
 
 
 def run_ceiling(samples: int, workers: int) -> dict[str, Any]:
     """Time bare processes that gather; µs a batch of all of them together."""
-    batches = 4 * (samples // _BATCH_SIZE)
-    context = multiprocessing.get_context("fork")
-    start = context.Barrier(workers)
-    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    processes = [
-        context.Process(
-            target=_gather, args=(samples, worker, workers, batches, start, sender), daemon=True
-        )
-        for worker, (_, sender) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    found = [receiver.recv() for receiver, _ in pipes]
-    for process in processes:
-        process.join()
-    done = batches // workers * workers
+    found = run_processes(
+        lambda: gatherer(make_dataset(samples)), workers, _CEILING_S, _CEILING_STRIDE
+    )
     return {
-        "wall_us": max(wall_s for wall_s, _ in found) / done * 1e6,
-        "cpu_us": sum(cpu_s for _, cpu_s in found) / done * 1e6,
+        "wall_us": found["elapsed_s"] / found["batches"] * 1e6,
+        "cpu_us": found["workers_cpu_s"] / found["batches"] * 1e6,
         "content": "",
     }
 

@@ -24,14 +24,13 @@ import string
 import sys
 import time
 import zlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import psutil
 import torch
 from _fresh import run_anew
 from _machine import describe_machine
+from _usage import pss_bytes
 
 import shmloader
 
@@ -65,25 +64,12 @@ def make_texts(count: int) -> list[str]:
     return [letters[start : start + draw.randint(40, 200)] for start in starts]
 
 
-def _pss_bytes() -> int:
-    """Of this process and its children, together."""
-    total = 0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        except OSError:
-            continue  # it has ended
-        (line,) = [line for line in text.splitlines() if line.startswith("Pss:")]
-        total += int(line.split()[1]) << 10
-    return total
-
-
 def run(kind: str, count: int, epochs: int, workers: int) -> dict[str, Any]:
     """Load some epochs, and look at memory meanwhile."""
     name, _, method = kind.partition(", ")
-    before = _pss_bytes()
+    before = pss_bytes()
     dataset = Texts(make_texts(count))
-    once = _pss_bytes() - before
+    once = pss_bytes() - before
     if name == "share":
         dataset = shmloader.share(dataset)
     module: Any = torch.utils.data if name == "torch" else shmloader
@@ -93,17 +79,24 @@ def run(kind: str, count: int, epochs: int, workers: int) -> dict[str, Any]:
         multiprocessing_context=method,
     )  # fmt: skip
     began_s = time.perf_counter()
+    found = watch((iter(loader) for _ in range(epochs)), len(loader), began_s)
+    return {"once": once, **found}
+
+
+def watch(
+    epochs: Iterable[Iterator[Sequence[str]]], batch_count: int, began_s: float
+) -> dict[str, Any]:
+    """Take epochs of so many batches of texts, and look at memory meanwhile."""
     looks: list[tuple[float, int]] = []
     first_s, content = 0.0, 0
-    for _ in range(epochs):
-        stride = max(1, len(loader) // _LOOKS)
-        for number, batch in enumerate(loader, 1):
+    stride = max(1, batch_count // _LOOKS)
+    for batches in epochs:
+        for number, batch in enumerate(batches, 1):
             first_s = first_s or time.perf_counter() - began_s
             content = zlib.crc32("\n".join(batch).encode(), content)
             if number % stride == 0:
-                looks.append((time.perf_counter() - began_s, _pss_bytes()))
+                looks.append((time.perf_counter() - began_s, pss_bytes()))
     return {
-        "once": once,
         "first_s": first_s,
         "elapsed_s": time.perf_counter() - began_s,
         "looks": looks,

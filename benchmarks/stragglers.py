@@ -23,14 +23,15 @@ import hashlib
 import itertools
 import json
 import statistics
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from _fresh import try_anew
 from _machine import describe_machine
 
 import shmloader
@@ -91,24 +92,25 @@ class Sleepers(torch.utils.data.Dataset[torch.Tensor]):
     def __init__(self, options: argparse.Namespace) -> None:
         self.length = sample_count(options)
         self.sample_s = options.sample_ms / 1e3
-        self._due = 0.0
+        self._due: dict[int, float] = {}  # of each thread
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        now = time.perf_counter()
-        is_in_batch = now - self._due < _LATEST_S
-        self._due = (self._due if is_in_batch else now) + self.sample_s * weight(index)
-        time.sleep(max(0.0, self._due - now))
+        now, thread = time.perf_counter(), threading.get_ident()
+        last = self._due.get(thread, 0.0)
+        due = (last if now - last < _LATEST_S else now) + self.sample_s * weight(index)
+        self._due[thread] = due
+        time.sleep(max(0.0, due - now))
         return torch.full((16,), index, dtype=torch.int64)
 
 
 class Order(torch.utils.data.Sampler[int]):
-    """At first one batch for each worker, of samples that take no time; then all there are."""
+    """At first some batches for each worker, of samples that take no time; then all there are."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._first: int | None = options.workers * options.batch_size
+    def __init__(self, options: argparse.Namespace, batches: int = 1) -> None:
+        self._first: int | None = batches * options.workers * options.batch_size
         self._length = sample_count(options)
 
     def __len__(self) -> int:
@@ -136,13 +138,18 @@ def make_loader(name: str, options: argparse.Namespace) -> Any:
 
 
 def run_loader(name: str, options: argparse.Namespace) -> Figures:
-    """Take one epoch in this process; training takes ``train_ms`` for each batch."""
-    content, waits_ms = hashlib.blake2b(digest_size=16), []
+    """Take one epoch in this process."""
     loader = make_loader(name, options)
     for _ in loader:
         pass
+    return take_epoch(lambda: iter(loader), options)
+
+
+def take_epoch(open_epoch: Callable[[], Iterator[torch.Tensor]], options: Any) -> Figures:
+    """Take one epoch of all samples in order; training takes ``train_ms`` for each batch."""
+    content, waits_ms = hashlib.blake2b(digest_size=16), []
     began = time.perf_counter()
-    batches = iter(loader)
+    batches = open_epoch()
     while True:
         asked = time.perf_counter()
         batch = next(batches, None)
@@ -161,9 +168,7 @@ def run_loader(name: str, options: argparse.Namespace) -> Figures:
 
 def measure(name: str, workers: int, options: argparse.Namespace) -> Figures | str:
     """Do one run in a fresh process; returns what went wrong, if anything did."""
-    command = [
-        sys.executable,
-        __file__,
+    arguments = [
         f"--run={name}",
         f"--workers={workers}",
         f"--batches={options.batches}",
@@ -172,12 +177,8 @@ def measure(name: str, workers: int, options: argparse.Namespace) -> Figures | s
         f"--train-ms={options.train_ms}",
         f"--sample-ms={options.sample_ms}",
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False
-    )
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Figures(**json.loads(done.stdout.splitlines()[-1]))
+    found = try_anew(__file__, arguments, _RUN_LIMIT_S)
+    return found if isinstance(found, str) else Figures(**found)
 
 
 def draw(waits_ms: Sequence[float]) -> list[str]:

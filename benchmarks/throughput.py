@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from _fresh import try_anew
 from _machine import describe_machine
 from _measure import LOADERS, Figures
 from _workloads import WORKLOADS, Workload, smallest
@@ -80,9 +78,7 @@ def measure(options: argparse.Namespace, round_: int, workload: str, loader: str
 
     A failure is a result too: the run then carries the last line of its stderr.
     """
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("_measure.py")),
+    arguments = [
         loader,
         workload,
         f"--workers={options.workers}",
@@ -90,25 +86,11 @@ def measure(options: argparse.Namespace, round_: int, workload: str, loader: str
         *([f"--samples={options.samples}"] if options.samples else []),
         *(["--smallest"] if options.smallest else []),
     ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that a hanging run ends with all its workers
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=options.seconds + _RUN_MARGIN_S)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return Run(round_, workload, loader, None, f"no end after {error.timeout:.0f} s")
-        raise
-    if process.returncode != 0:
-        last_line = (stderr.strip().splitlines() or ["no message"])[-1]
-        return Run(round_, workload, loader, None, f"exit code {process.returncode}: {last_line}")
-    return Run(round_, workload, loader, Figures(**json.loads(stdout.splitlines()[-1])))
+    file = str(Path(__file__).with_name("_measure.py"))
+    found = try_anew(file, arguments, options.seconds + _RUN_MARGIN_S)
+    if isinstance(found, str):
+        return Run(round_, workload, loader, None, found)
+    return Run(round_, workload, loader, Figures(**found))
 
 
 def measure_all(options: argparse.Namespace) -> list[Run]:
