@@ -5,13 +5,18 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 
+# The loaders that ours is compared with, in an environment of their own; ROWS chooses workloads.
+PEERS         ?= .venv-peers
+PEER_PACKAGES := torchdata spdl SeqTools grain
+ROWS          ?=
+
 BIN := $(VENV)/bin
 # One stamp for each extra: reinstalled only when the metadata or the pins change.
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integration check bench sample faults chaos clean
+.PHONY: help demo test test-all test-integration check bench bench-peers sample faults chaos clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -20,10 +25,11 @@ help:
 	@echo "make test-all  both, with every cell of tests/resume; hours"
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
+	@echo "make bench-peers  compare with other loaders; ROWS=AB for some workloads (benchmarks/peers.py)"
 	@echo "make sample  a sample of the faults that covers their kinds pairwise (3 minutes; CI runs it)"
 	@echo "make faults  every fault at every point (tests/faults); hours, --help lists the options"
 	@echo "make chaos   1,000 kills at random times (tests/faults/chaos.py)"
-	@echo "make clean   remove .venv, caches and build outputs"
+	@echo "make clean   remove .venv, .venv-peers, caches and build outputs"
 	@echo "ARGS=... goes to the program that a target runs: make test ARGS='-k slots -x'"
 
 demo: $(STAMP)-examples
@@ -47,6 +53,9 @@ check: $(STAMP)-test
 bench: $(STAMP)-test
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
 
+bench-peers: $(PEERS)/.installed
+	@$(PEERS)/bin/python benchmarks/peers.py $(if $(ROWS),--rows=$(ROWS)) $(ARGS)
+
 sample: $(STAMP)-test
 	@$(BIN)/python -m tests.faults --sample --template $(ARGS)
 
@@ -57,19 +66,31 @@ chaos: $(STAMP)-test
 	@$(BIN)/python -m tests.faults.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	rm -f shmloader/memory/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.created:
+$(VENV)/.created $(PEERS)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "shmloader needs Python 3.11 or later; name one: make PYTHON=python3.12" >&2; exit 1; }
-	@echo "Making $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV)
+	@echo "Making $(@D) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(@D)
 	@touch $@
 
 $(STAMP)-%: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(VENV)/.created
 	@echo "Installing shmloader[$*] into $(VENV) (the first time this takes minutes: torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+# One that cannot be installed is absent from the results, which tell what pip said.
+$(PEERS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(PEERS)/.created
+	@echo "Installing shmloader and its peers into $(PEERS) (the first time this takes minutes)"
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[examples,report]'
+	@for package in $(PEER_PACKAGES); do \
+		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+			--constraint constraints.txt $$package > $(PEERS)/$$package.log 2>&1 \
+		|| { echo "$$package cannot be installed:"; tail -1 $(PEERS)/$$package.log; }; \
+	done
 	@touch $@

@@ -1,5 +1,6 @@
 """The benchmarks run and agree on the content; how fast anything is stays untested."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -112,3 +113,33 @@ def test_the_benchmark_of_memory_prints_its_table():
         row = rf"^\| {loader}, fork \| [\d,]+ \| -?[\d,]+ \| "
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "\ncontent: the same for all loaders\n" in done.stdout
+
+
+PEERS = {
+    "torch": "torch",
+    "torchdata": "torchdata",
+    "SPDL, threads": "spdl",
+    "SPDL, subprocess": "spdl",
+    "SPDL, processes": "spdl",
+    "SeqTools": "seqtools",
+    "grain": "grain",
+}
+
+
+def test_the_comparison_with_other_loaders_measures_who_is_there_and_names_who_is_not(tmp_path):
+    results = tmp_path / "RESULTS.md"
+    arguments = ("--smallest", "--rows=E", f"--record={tmp_path / 'runs.jsonl'}")
+    done = run("peers.py", *arguments, f"--results={results}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = results.read_text()
+    for peer, module in PEERS.items():
+        is_there = importlib.util.find_spec(module) is not None
+        told = r"[\d.]+ \| [\d.]+ \| " if is_there else "absent: ModuleNotFoundError: "
+        assert re.search(rf"^\| {peer} \| {told}", text, re.MULTILINE), text
+    assert re.search(r"^\| shmloader \| [\d.]+ \| ", text, re.MULTILINE), text
+    assert re.search(r"^Content: `[0-9a-f]{32}` shmloader, torch", text, re.MULTILINE), text
+    assert "</svg>" in (tmp_path / "results" / "E.svg").read_text()
+
+    again = run("peers.py", *arguments, f"--results={results}")
+    assert again.returncode == 0, again.stderr
+    assert "round 1" not in again.stderr  # all that is asked for is recorded

@@ -1,0 +1,440 @@
+"""The tables and pictures of the comparison with other loaders.
+
+Pure but for ``draw``: takes runs as ``peers.py`` has recorded them, and gives Markdown.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _record import Run, select
+
+OURS = ("shmloader", "shmloader, share")
+BARE = "bare work"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of a table.
+
+    Attributes:
+        key: Its name in a run's figures.
+        heading: What the table calls it, with the unit.
+        spec: Its format.
+        scale: What it is multiplied with first.
+        less: Whether less is better; None where neither is.
+    """
+
+    key: str
+    heading: str
+    spec: str
+    less: bool | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A workload: what it is, and its columns; the first of them is what its plot shows."""
+
+    title: str
+    figures: tuple[Figure, ...]
+    has_bare: str = ""  # what the bare work is, where the row has that
+
+
+_MANNER = """\
+Each run is a fresh process; loaders take turns within a round, and ratios are of one round. Figures
+are medians, with least and most. The consumer touches every tensor; a hash over the first batches,
+in order, must be the same for all. Ratios above 1 are in favour of the loader that is named. The
+first batch counts from before the loader is made; modules are imported already. Where samples are
+drawn at random, all draw the same."""
+
+_FIRST = Figure("first_s", "first batch, s", ".2f", less=True)
+_MAIN = Figure("main_us", "main process, µs of CPU a batch", ",.0f", less=True)
+
+ROWS = {
+    "A": Row(
+        "tiny samples, no work: one int, batch 1",
+        (Figure("us_per_batch", "µs a batch", ",.1f", less=True), _MAIN, _FIRST),
+    ),
+    "B": Row(
+        "large batches: uint8 3×224×224, batch 64 (9.6 MB) and 256 (38 MB); float32 3×224×224, "
+        "batch 128 (77 MB)",
+        (
+            Figure("gb_per_s", "GB/s", ".2f", less=False),
+            Figure("cpu_s_per_gb", "CPU s/GB", ".3f", less=True),
+            Figure("faults", "page faults a batch", ",.1f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+        "as many processes that stack into buffers that are there already",
+    ),
+    "C": Row(
+        "many tensors: a dict of 114, batch 32",
+        (
+            Figure("batches_per_s", "batches/s", ",.0f", less=False),
+            Figure("descriptors", "descriptors", ",.0f", less=True),
+            Figure("faults", "page faults a batch", ",.1f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+    ),
+    "D": Row(
+        "JPEG files of real photographs, decoded by Pillow, batch 32",
+        (
+            Figure("samples_per_s", "samples/s", ",.0f", less=False),
+            Figure("cpu_s_per_gb", "CPU s/GB", ".1f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+        "as many processes that decode and do nothing else",
+    ),
+    "E": Row(
+        "stragglers: samples of 1 ms that sleep, 1 % of them 50 ms, batch 64",
+        (
+            Figure("to_ideal", "epoch to the ideal", ".3f", less=True),
+            Figure("wait_50_ms", "wait, median ms", ".1f"),
+            Figure("wait_99_ms", "wait, 99 % ms", ",.0f", less=True),
+            Figure("wait_most_ms", "longest wait, ms", ",.0f", less=True),
+            _FIRST,
+        ),
+    ),
+    "F": Row(
+        "ragged: batches of 64 × 4,096 int64 tokens (2 MB), 1 in 100 ten times as long",
+        (
+            Figure("tokens_per_s", "million tokens/s", ",.0f", less=False, scale=1e-6),
+            Figure("grown_mb", "memory at most, MB more", ",.0f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+    ),
+    "G": Row(
+        "a list of a million Python strings, shuffled, batch 1,000, 3 epochs, 4 workers (and one "
+        "epoch with 8)",
+        (
+            Figure("total_mb", "PSS of all processes, MB", ",.0f", less=True),
+            Figure("growth", "growth after the first epoch, %", "+.1f", less=True, scale=100),
+            _FIRST,
+        ),
+    ),
+    "H": Row(
+        "a consumer that keeps the last 50 batches of 3.1 MB",
+        (
+            Figure("batches_per_s", "batches/s", ",.0f", less=False),
+            Figure("shared_mb", "shared memory, MB", ",.0f", less=True),
+            Figure("grown_mb", "all memory, MB more", ",.0f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+    ),
+    "I": Row(
+        "a training step of 20 ms, batches of 38 MB",
+        (
+            Figure("waited", "of the time the step waits, %", ".1f", less=True, scale=100),
+            Figure("wait_50_ms", "wait, median ms", ".2f", less=True),
+            Figure("wait_most_ms", "longest wait, ms", ",.1f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+    ),
+    "K": Row(
+        "a `TensorDataset` of a million × 32 float32 and labels, shuffled, batch 1,024",
+        (
+            Figure("batches_per_s", "batches/s", ",.0f", less=False),
+            Figure("cpu_s_per_gb", "CPU s/GB", ".3f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+        "as many processes that `index_select` into buffers that are there already",
+    ),
+}  # fmt: skip
+
+
+def cell(runs: Sequence[Run], figure: Figure) -> str:
+    """A figure's median and, in brackets, least and most."""
+    values = values_of(runs, figure)
+    if not values:
+        return ""
+    low, middle, high = (
+        format(value, figure.spec)
+        for value in (min(values), statistics.median(values), max(values))
+    )
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def values_of(runs: Sequence[Run], figure: Figure) -> list[float]:
+    """A figure of each run that has it, in the table's unit."""
+    return [
+        run.figures[figure.key] * figure.scale
+        for run in runs
+        if run.figures is not None and run.figures.get(figure.key) is not None
+    ]
+
+
+def ratios(runs: Sequence[Run], case: str, one: str, other: str, figure: Figure) -> list[float]:
+    """How many times as good one is as the other, in each round that has both."""
+    found = {
+        (run.round, run.peer): run.figures[figure.key]
+        for run in runs
+        if run.case == case and run.figures is not None and figure.key in run.figures
+    }
+    pairs = [
+        (found[round_, one], found[round_, other])
+        for round_ in sorted({round_ for round_, _ in found})
+        if (round_, one) in found and (round_, other) in found
+    ]
+    if figure.less:
+        pairs = [(b, a) for a, b in pairs]
+    return [a / b for a, b in pairs if b]
+
+
+def in_short(values: Sequence[float]) -> str:
+    """Median, least and most of ratios."""
+    if not values:
+        return ""
+    low, middle, high = (f"{v:.2f}" for v in (min(values), statistics.median(values), max(values)))
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table; the first row is its heading."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+
+
+def table(
+    runs: Sequence[Run], case: str, peers: Sequence[str], reasons: Mapping[tuple[str, str], str]
+) -> list[str]:
+    """A case's table: each peer's figures, or why there are none.
+
+    Args:
+        runs: All runs.
+        case: The case.
+        peers: Who is to have a line.
+        reasons: Why a peer was not run on a case.
+
+    Returns:
+        Lines of Markdown.
+    """
+    row = ROWS[case[0]]
+    best = row.figures[0]
+    heading = ["loader", *(figure.heading for figure in row.figures)]
+    heading += [f"{best.heading}: to shmloader", *(["to the bare work"] if row.has_bare else [])]
+    lines = [heading]
+    for peer in peers:
+        chosen = select(runs, case, peer)
+        if not any(run.figures for run in chosen):
+            why = reasons.get((case, peer)) or _wrong(chosen) or "not run"
+            lines.append([peer, why, *[""] * (len(heading) - 2)])
+            continue
+        cells = [cell(chosen, figure) for figure in row.figures]
+        cells.append(in_short(ratios(runs, case, peer, "shmloader", best)))
+        if row.has_bare:
+            cells.append(in_short(ratios(runs, case, peer, BARE, best)))
+        failed = [run for run in chosen if run.error]
+        name = f"{peer} ({len(failed)} of {len(chosen)} runs failed)" if failed else peer
+        lines.append([name, *cells])
+    return markdown(lines)
+
+
+def _wrong(runs: Sequence[Run]) -> str:
+    errors = list(dict.fromkeys(run.error for run in runs if run.error))
+    return "; ".join(f"**{error}**" for error in errors).replace("|", "\\|")
+
+
+def standing(
+    runs: Sequence[Run], case: str, peers: Sequence[str]
+) -> list[tuple[Figure, str, float]]:
+    """Of each figure, the best other loader, and how many times as good as it ours is.
+
+    Compares medians; where ours has two kinds, the better one counts.
+    """
+    found = []
+    for figure in ROWS[case[0]].figures:
+        if figure.less is None:
+            continue
+        medians = {
+            peer: statistics.median(values)
+            for peer in peers
+            if peer != BARE and (values := values_of(select(runs, case, peer), figure))
+        }
+        ours = [value for peer, value in medians.items() if peer in OURS]
+        others = {peer: value for peer, value in medians.items() if peer not in OURS}
+        if not ours or not others:
+            continue
+        choose = min if figure.less else max
+        name = choose(others, key=others.__getitem__)
+        own, other = choose(ours), others[name]
+        better, worse = (other, own) if figure.less else (own, other)
+        found.append((figure, name, better / worse if worse > 0 else float("nan")))
+    return found
+
+
+def contents(runs: Sequence[Run], case: str) -> dict[str, list[str]]:
+    """Who has which content hash."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if run.case == case and run.figures is not None and "content" in run.figures:
+            names = found.setdefault(run.figures["content"], [])
+            if run.peer not in names:
+                names.append(run.peer)
+    return found
+
+
+def report(
+    runs: Sequence[Run],
+    cases: Mapping[str, Sequence[str]],
+    machine: Mapping[str, str],
+    reasons: Mapping[tuple[str, str], str],
+    notes: Mapping[str, str],
+    pictures: Mapping[str, str],
+) -> str:
+    """The whole of it.
+
+    Args:
+        runs: All runs.
+        cases: Who was to be measured on each case.
+        machine: What it ran on, in the order to print it.
+        reasons: Why a peer was not run on a case.
+        notes: How each peer is used.
+        pictures: Path of each row's plot.
+
+    Returns:
+        Markdown.
+    """
+    lines = ["# Side by side with other loaders", ""]
+    lines += ["Made by `make bench-peers` (`benchmarks/peers.py`); not to be edited.", ""]
+    lines += [f"- {name}: {value}" for name, value in machine.items()]
+    lines += [
+        "",
+        _MANNER,
+        "",
+        "## Where we stand",
+        "",
+        *_summary(runs, cases),
+        "",
+        "## How each is used",
+        "",
+        *(f"- **{name}**: {note}" for name, note in notes.items()),
+        "",
+    ]
+    for letter, row in ROWS.items():
+        own = [case for case in cases if case.startswith(letter)]
+        if not own:
+            continue
+        lines += [f"## {letter}: {row.title}", ""]
+        if row.has_bare:
+            lines += [f"The bare work is {row.has_bare}.", ""]
+        for case in own:
+            if case != letter:
+                lines += [f"### {case}", ""]
+            lines += [*table(runs, case, cases[case], reasons), "", _verdict(runs, case), ""]
+        if letter in pictures:
+            lines += [f"![{row.title}]({pictures[letter]})", ""]
+    others = [
+        run.figures["others_cores"]
+        for run in runs
+        if run.figures is not None and "others_cores" in run.figures
+    ]
+    if others:
+        lines += [f"Cores that other processes used meanwhile: {in_short(others)}."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _summary(runs: Sequence[Run], cases: Mapping[str, Sequence[str]]) -> list[str]:
+    lines = [["workload", "figure", "best other loader", "shmloader to it", ""]]
+    for case, peers in cases.items():
+        for figure, name, ratio in standing(runs, case, peers):
+            verdict = "we lead" if ratio >= 1 else "**we lose**"
+            verdict = "" if ratio != ratio else verdict  # noqa: PLR0124 - not a number
+            lines.append([case, figure.heading, name, f"{ratio:.2f}", verdict])
+    return markdown(lines)
+
+
+def _verdict(runs: Sequence[Run], case: str) -> str:
+    found = contents(runs, case)
+    if not found:
+        return "No content was seen."
+    told = "; ".join(f"`{digest}` {', '.join(names)}" for digest, names in found.items())
+    return f"Content{'' if len(found) == 1 else ' DIFFERS'}: {told}."
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def draw(letter: str, runs: Sequence[Run], cases: Mapping[str, Sequence[str]], path: Path) -> None:
+    """A pane for each case: bars are medians of its first figure, points are runs.
+
+    Row E has one more, the waits; row G has memory over time.
+    """
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = letter  # the same picture of the same runs
+    from matplotlib import pyplot as plt
+
+    row = ROWS[letter]
+    own = {case: peers for case, peers in cases.items() if case.startswith(letter)}
+    extra = {"E": _draw_waits, "G": _draw_memory}.get(letter)
+    heights = [0.7 + 0.3 * len(peers) for peers in own.values()]
+    heights += [3.0] * (extra is not None)
+    figure, panes = plt.subplots(
+        len(heights), 1, figsize=(8, sum(heights) + 0.6), layout="constrained", squeeze=False,
+        height_ratios=heights,
+    )  # fmt: skip
+    for pane, (case, peers) in zip(panes[:, 0], own.items(), strict=False):
+        _draw_bars(pane, case, peers, runs, row.figures[0])
+    if extra is not None:
+        extra(panes[-1, 0], next(iter(own)), own, runs)
+    figure.suptitle(f"{letter}: {row.title}", fontsize=9, wrap=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _draw_bars(
+    pane: Any, case: str, peers: Sequence[str], runs: Sequence[Run], figure: Figure
+) -> None:
+    for place, peer in enumerate(peers):
+        values = values_of(select(runs, case, peer), figure)
+        colour = "tab:blue" if peer in OURS else "tab:gray" if peer == BARE else "tab:orange"
+        if values:
+            pane.barh(place, statistics.median(values), color=colour, alpha=0.6)
+            pane.plot(values, [place] * len(values), "k.", markersize=3)
+        else:
+            pane.text(0, place, " none", va="center", fontsize=8)
+    pane.set_yticks(range(len(peers)), peers, fontsize=8)
+    pane.invert_yaxis()
+    better = {True: ", less is better", False: ", more is better"}.get(figure.less, "")
+    pane.set_xlabel(f"{figure.heading}{better}", fontsize=8)
+    pane.set_title(case, fontsize=8, loc="left")
+
+
+def _draw_waits(
+    pane: Any, case: str, cases: Mapping[str, Sequence[str]], runs: Sequence[Run]
+) -> None:
+    for peer in cases[case]:
+        chosen = [run.figures for run in select(runs, case, peer) if run.figures]
+        waits = sorted(wait for figures in chosen for wait in figures["waits_ms"])
+        if waits:
+            shares = [100 * (number + 1) / len(waits) for number in range(len(waits))]
+            pane.plot(waits, shares, label=peer, linewidth=1)
+    pane.set_xscale("log")
+    pane.set(xlabel="wait in next(), ms, all runs", ylabel="% of batches that waited no longer")
+    if pane.lines:
+        pane.legend(fontsize=7)
+
+
+def _draw_memory(
+    pane: Any, case: str, cases: Mapping[str, Sequence[str]], runs: Sequence[Run]
+) -> None:
+    for peer in cases[case]:
+        chosen = [run.figures for run in select(runs, case, peer) if run.figures]
+        if chosen:
+            times, sizes = zip(*chosen[0]["looks"], strict=True)
+            pane.plot(times, [nbytes / 1e6 for nbytes in sizes], marker=".", label=peer)
+    pane.set(xlabel=f"seconds ({case}, first run)", ylabel="PSS, MB", ylim=(0, None))
+    if pane.lines:
+        pane.legend(fontsize=7)

@@ -1,0 +1,600 @@
+"""The workloads of the comparison with other loaders, and what is measured of each.
+
+A case is a workload, or one size or start method of it; its key begins with the row's letter. A
+case takes one peer, in this process, which has done nothing else, and gives its figures, by the
+names that ``_report.py`` knows. Some have a *bare* kind as well: as many processes that do the
+batches' bare work and hand nothing over.
+
+Assumes Linux. Importable by the workers that are spawned: datasets are of modules, not of the
+script that runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from _measure import WARMUP_BATCHES, consume, measure_ceiling, run_processes
+from _peers import PEERS, Peer, Task, map_leaves
+from _report import BARE
+from _usage import Meter, descriptor_count, pss_bytes
+from _workloads import (
+    WORKLOADS,
+    ContentHash,
+    Samples,
+    Workload,
+    byte_count,
+    leaves,
+    smallest,
+    touch,
+)
+from arrays import gatherer, make_dataset
+from memory import Texts, make_texts, watch
+from stragglers import Order, Sleepers, sample_count, take_epoch
+from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
+
+_MANY_BATCHES = 1_000_000  # more than any run takes
+_MANY_EPOCHS = 1_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is asked for.
+
+    Attributes:
+        workers: Processes or threads of each peer, except in row G.
+        seconds: Length of the timed part.
+        is_smallest: Whether it is only to be seen that everything runs.
+    """
+
+    workers: int
+    seconds: float
+    is_smallest: bool
+
+
+# ---------------------------------------------------------------- streams of batches
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A task without an end, and how it is measured.
+
+    Attributes:
+        task: What the peer gets.
+        hash_batches: Batches that the content hash covers.
+        clock_stride: Batches between two looks at the clock.
+    """
+
+    task: Task
+    hash_batches: int
+    clock_stride: int
+
+
+def _resident(work: Workload, settings: Settings) -> Stream:
+    """A stream of samples that lie in memory."""
+    work = smallest(work) if settings.is_smallest else work
+    dataset = Samples(work)
+    arrays = copy.copy(dataset)
+    arrays.samples = [map_leaves(torch.Tensor.numpy, one, torch.Tensor) for one in dataset.samples]
+    sample = dataset.samples[0] if dataset.samples else torch.tensor(0)
+    task = Task(
+        dataset.first(work.batch_size * _MANY_BATCHES),
+        work.batch_size,
+        SequentialSampler(range(work.batch_size * _MANY_BATCHES)),
+        epochs=1,
+        workers=settings.workers,
+        batch_bytes=byte_count(sample) * work.batch_size,
+        leaf_count=sum(1 for _ in leaves(sample)),
+        arrays=arrays.first(work.batch_size * _MANY_BATCHES),
+    )
+    return Stream(task, work.hash_batches, work.clock_stride)
+
+
+def _open(peer: Peer, stream: Stream) -> tuple[Iterator[Any], dict]:
+    """Start a loader; gives what comes after the batches that are hashed, and what was seen."""
+    began = time.perf_counter()
+    batches = itertools.chain.from_iterable(peer.epochs(stream.task))
+    content = ContentHash()
+    for number, batch in enumerate(itertools.islice(batches, stream.hash_batches)):
+        if not number:
+            touch(batch)
+            first_s = time.perf_counter() - began
+        content.add(batch)
+    # No batch is kept: some loaders wait for each to be dropped.
+    return batches, {"first_s": first_s, "content": content.hexdigest()}
+
+
+def _flow(stream: Stream, batches: Iterator[Any], seconds: float) -> dict:
+    """Take batches for so long, after a warm-up."""
+    stride, batch_bytes = stream.clock_stride, stream.task.batch_bytes
+    consume(batches, min(0.3, seconds), WARMUP_BATCHES, stride)
+    meter = Meter()
+    count, elapsed_s = consume(batches, seconds, 1, stride)
+    spent = meter.read()
+    return _rates(stream.task.batch_size, batch_bytes, count, elapsed_s) | {
+        "cpu_s_per_gb": (spent.main_cpu_s + spent.workers_cpu_s) / (count * batch_bytes / 1e9),
+        "main_us": spent.main_cpu_s / count * 1e6,
+        "faults": spent.minor_faults / count,
+        "others_cores": spent.others_cpu_s / elapsed_s,
+    }
+
+
+def _rates(batch_size: int, batch_bytes: int, count: int, elapsed_s: float) -> dict:
+    return {
+        "batches": count,
+        "elapsed_s": elapsed_s,
+        "us_per_batch": elapsed_s / count * 1e6,
+        "batches_per_s": count / elapsed_s,
+        "samples_per_s": count * batch_size / elapsed_s,
+        "gb_per_s": count * batch_bytes / 1e9 / elapsed_s,
+    }
+
+
+def _run_stream(make: Callable[[Settings], Stream], peer: Peer, settings: Settings) -> dict:
+    stream = make(settings)
+    batches, seen = _open(peer, stream)
+    return seen | _flow(stream, batches, settings.seconds)
+
+
+def _bare_stack(work: Workload, settings: Settings) -> dict:
+    work = smallest(work) if settings.is_smallest else work
+    found = asdict(measure_ceiling(work, settings.workers, settings.seconds))
+    rates = _rates(work.batch_size, found["batch_bytes"], found["batches"], found["elapsed_s"])
+    gb = found["batches"] * found["batch_bytes"] / 1e9
+    return rates | {
+        "cpu_s_per_gb": found["workers_cpu_s"] / gb,
+        "faults": found["minor_faults"] / found["batches"],
+        "content": found["content_hash"],
+    }
+
+
+# ---------------------------------------------------------------- C: descriptors
+
+
+def _run_many_tensors(peer: Peer, settings: Settings) -> dict:
+    stream = _resident(WORKLOADS["d"], settings)
+    before = descriptor_count()
+    batches, seen = _open(peer, stream)
+    figures = _flow(stream, batches, settings.seconds)
+    most = max(descriptor_count() for _ in itertools.islice(batches, 64))
+    return seen | figures | {"descriptors": most - before}
+
+
+# ---------------------------------------------------------------- D: photographs
+
+
+class Photographs(Dataset[torch.Tensor]):
+    """The centres of JPEG files, decoded, again and again."""
+
+    def __init__(self, paths: Sequence[Path], length: int) -> None:
+        self.paths = paths
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        from PIL import Image
+
+        with Image.open(self.paths[index % len(self.paths)]) as file:
+            image = file.convert("RGB")
+        left, top = (image.width - _SIDE) // 2, (image.height - _SIDE) // 2
+        crop = np.asarray(image.crop((left, top, left + _SIDE, top + _SIDE)))
+        return torch.from_numpy(crop.transpose(2, 0, 1).copy())
+
+
+_SIDE = 224
+
+
+def _photographs(settings: Settings, folder: Path) -> Stream:
+    sys.path.append(str(Path(__file__).parents[1]))
+    from examples.jpeg_folder import find_jpegs, write_samples
+
+    batch_size = 4 if settings.is_smallest else 32
+    write_samples(folder, 5 if settings.is_smallest else 127, seed=0)
+    length = batch_size * _MANY_BATCHES
+    task = Task(
+        Photographs(find_jpegs(folder), length),
+        batch_size,
+        SequentialSampler(range(length)),
+        epochs=1,
+        workers=settings.workers,
+        batch_bytes=batch_size * 3 * _SIDE**2,
+        is_by_sample=True,
+        reads_files=True,
+    )
+    return Stream(task, hash_batches=4, clock_stride=1)
+
+
+def _run_photographs(peer: Peer, settings: Settings) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = replace(settings, seconds=_longer(settings, 3))
+        return _run_stream(lambda _: _photographs(settings, Path(folder)), peer, settings)
+
+
+def _bare_photographs(settings: Settings) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        task = _photographs(settings, Path(folder)).task
+
+        def decode(batch: int) -> None:
+            for index in range(batch * task.batch_size, (batch + 1) * task.batch_size):
+                task.dataset[index]
+
+        found = run_processes(lambda: decode, settings.workers, _longer(settings, 3), 1)
+    return _rates(task.batch_size, task.batch_bytes, found["batches"], found["elapsed_s"])
+
+
+def _longer(settings: Settings, factor: float) -> float:
+    return settings.seconds if settings.is_smallest else settings.seconds * factor
+
+
+# ---------------------------------------------------------------- E: stragglers
+
+
+def _run_stragglers(peer: Peer, settings: Settings) -> dict:
+    options = SimpleNamespace(
+        workers=settings.workers,
+        batches=2 if settings.is_smallest else 50,
+        batch_size=4 if settings.is_smallest else 64,
+        sample_ms=1.0,
+        train_ms=0.0,
+    )
+    task = Task(
+        Sleepers(options),
+        options.batch_size,
+        # Enough at first that no worker is still to start, or has begun what counts, when it does.
+        Order(options, batches=8),
+        epochs=2,
+        workers=settings.workers,
+        batch_bytes=options.batch_size * 16 * 8,
+        is_by_sample=True,
+        # Then an idle worker takes the oldest batch.
+        options={"shmloader": {"seed": 0}},
+    )
+    epochs = peer.epochs(task)
+    began = time.perf_counter()
+    for number, _ in enumerate(next(epochs)):
+        if not number:
+            first_s = time.perf_counter() - began
+    found = take_epoch(lambda: next(epochs), options)
+    if len(found.waits_ms) != sample_count(options) // options.batch_size:
+        raise RuntimeError(f"there were {len(found.waits_ms)} batches")
+    waits = statistics.quantiles(found.waits_ms, n=100, method="inclusive")
+    return {
+        "to_ideal": found.epoch_s / found.ideal_s,
+        "wait_50_ms": waits[49],
+        "wait_99_ms": waits[98],
+        "wait_most_ms": max(found.waits_ms),
+        "waits_ms": [round(wait_ms, 3) for wait_ms in found.waits_ms],
+        "first_s": first_s,
+        "content": found.content,
+    }
+
+
+# ---------------------------------------------------------------- F: ragged
+
+
+class Ragged(Dataset[torch.Tensor]):
+    """Runs of tokens; those of one batch in 100 are ten times as long."""
+
+    LONG_ONE_IN = 100
+    FACTOR = 10
+
+    def __init__(self, tokens: Any, size: int, batch_size: int) -> None:
+        self.tokens = tokens
+        self.size = size
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return self.batch_size * _MANY_BATCHES
+
+    def width(self, batch: int) -> int:
+        """Tokens in each sample of a batch."""
+        is_long = batch % self.LONG_ONE_IN == self.LONG_ONE_IN // 2
+        return self.size * self.FACTOR if is_long else self.size
+
+    def __getitem__(self, index: int) -> Any:
+        start = index % 61
+        return self.tokens[start : start + self.width(index // self.batch_size)]
+
+
+def _run_ragged(peer: Peer, settings: Settings) -> dict:
+    batch_size, size = (4, 64) if settings.is_smallest else (64, 4_096)
+    tokens = torch.randint(
+        50_000, (Ragged.FACTOR * size + 61,), generator=torch.Generator().manual_seed(0)
+    )
+    dataset = Ragged(tokens, size, batch_size)
+    task = Task(
+        dataset,
+        batch_size,
+        SequentialSampler(dataset),
+        epochs=1,
+        workers=settings.workers,
+        batch_bytes=batch_size * size * Ragged.FACTOR * 8,
+        arrays=Ragged(tokens.numpy(), size, batch_size),
+    )
+    stream = Stream(task, hash_batches=Ragged.LONG_ONE_IN, clock_stride=4)
+    before = pss_bytes()
+    batches, seen = _open(peer, stream)
+    taken, _ = consume(batches, min(0.3, settings.seconds), WARMUP_BATCHES, stream.clock_stride)
+    meter = Meter()
+    count, elapsed_s = consume(batches, settings.seconds, 1, stream.clock_stride)
+    spent = meter.read()
+    start = stream.hash_batches + taken
+    token_count = batch_size * sum(map(dataset.width, range(start, start + count)))
+    most = 0
+    for number, batch in enumerate(itertools.islice(batches, 2 * Ragged.LONG_ONE_IN)):
+        touch(batch)
+        if batch.shape[1] > size or number % 20 == 0:
+            most = max(most, pss_bytes())
+    return seen | {
+        "tokens_per_s": token_count / elapsed_s,
+        "main_us": spent.main_cpu_s / count * 1e6,
+        "grown_mb": (most - before) / 1e6,
+        "others_cores": spent.others_cpu_s / elapsed_s,
+    }
+
+
+# ---------------------------------------------------------------- G: a million strings
+
+
+class Shuffle(Sampler[int]):
+    """As torch's ``RandomSampler``, but can be sent to a process that is spawned."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(self.length, generator=generator).tolist())
+
+
+def _run_texts(method: str, workers: int, epochs: int, peer: Peer, settings: Settings) -> dict:
+    batch_size = 100 if settings.is_smallest else 1_000
+    dataset = Texts(make_texts(1_600 if settings.is_smallest else 1_000_000))
+    task = Task(
+        dataset,
+        batch_size,
+        Shuffle(len(dataset)),
+        epochs=epochs,
+        workers=workers,
+        method=method if method in peer.methods else peer.methods[0],
+        arrays=dataset,
+        is_text=True,
+    )
+    before = pss_bytes()
+    began = time.perf_counter()
+    batch_count = len(dataset) // batch_size
+    found = watch(peer.epochs(task), batch_count, began)
+    looks = [nbytes for _, nbytes in found["looks"]]
+    per_epoch = len(looks) // epochs
+    return {
+        "first_s": found["first_s"],
+        "total_mb": max(looks) / 1e6,
+        "grown_mb": (max(looks) - before) / 1e6,
+        "growth": looks[-1] / looks[per_epoch - 1] - 1,
+        "looks": [(round(at_s, 3), nbytes) for at_s, nbytes in found["looks"]],
+        "content": str(found["content"]),
+    }
+
+
+# ---------------------------------------------------------------- H: a consumer that keeps
+
+
+_KEPT = 50
+
+
+def _run_keeper(peer: Peer, settings: Settings) -> dict:
+    stream = _resident(WORKLOADS["c"], settings)
+    stream = replace(stream, task=replace(stream.task, held=_KEPT))
+    before = {kind: pss_bytes(kind) for kind in ("Pss", "Pss_Shmem")}
+    batches, seen = _open(peer, stream)
+    kept: deque[Any] = deque(maxlen=_KEPT)
+
+    def keep() -> Iterator[Any]:
+        for batch in batches:
+            kept.append(batch)
+            yield batch
+
+    keeping = keep()
+    consume(keeping, 0.0, _KEPT, 1)
+    figures = _flow(stream, keeping, settings.seconds)
+    arrived = []
+    for batch in itertools.islice(keeping, _KEPT):
+        touch(batch)
+        arrived.append(_digest(batch))
+    if [_digest(batch) for batch in kept] != arrived:
+        raise RuntimeError("batches that were kept have changed")
+    return (
+        seen
+        | figures
+        | {
+            "shared_mb": (pss_bytes("Pss_Shmem") - before["Pss_Shmem"]) / 1e6,
+            "grown_mb": (pss_bytes() - before["Pss"]) / 1e6,
+        }
+    )
+
+
+def _digest(batch: Any) -> str:
+    content = ContentHash()
+    content.add(batch)
+    return content.hexdigest()
+
+
+# ---------------------------------------------------------------- I: a training step
+
+
+def _run_training(peer: Peer, settings: Settings) -> dict:
+    stream = _resident(WORKLOADS["a"], settings)
+    batches, seen = _open(peer, stream)
+    steps = 5 if settings.is_smallest else max(50, round(settings.seconds / 0.02))
+    for _ in range(WARMUP_BATCHES):
+        time.sleep(0.02)
+        touch(next(batches))
+    meter = Meter()
+    waits = []
+    began = time.perf_counter()
+    for _ in range(steps):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waits.append(time.perf_counter() - asked)
+        touch(batch)
+        time.sleep(0.02)
+    elapsed_s = time.perf_counter() - began
+    spent = meter.read()
+    return seen | {
+        "waited": sum(waits) / elapsed_s,
+        "wait_50_ms": statistics.median(waits) * 1e3,
+        "wait_most_ms": max(waits) * 1e3,
+        "main_us": spent.main_cpu_s / steps * 1e6,
+        "others_cores": spent.others_cpu_s / elapsed_s,
+    }
+
+
+# ---------------------------------------------------------------- K: an array already
+
+
+_ARRAY_BATCH = 1_024
+
+
+class Gather:
+    """Makes a batch from its indices, column by column."""
+
+    def __init__(self, columns: Sequence[Any]) -> None:
+        self.columns = columns
+
+    def __call__(self, indices: Sequence[int]) -> list[Any]:
+        if isinstance(self.columns[0], torch.Tensor):
+            chosen = torch.as_tensor(indices)
+            return [column.index_select(0, chosen) for column in self.columns]
+        return [column.take(indices, axis=0) for column in self.columns]
+
+
+class Columns:
+    """Samples of columns."""
+
+    def __init__(self, columns: Sequence[Any]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(column[index] for column in self.columns)
+
+
+def _table(settings: Settings) -> Any:
+    """A million rows, and as many more as make whole batches for each worker."""
+    wanted = 8 * _ARRAY_BATCH if settings.is_smallest else 1_000_000
+    round_ = _ARRAY_BATCH * settings.workers
+    return make_dataset(-(-wanted // round_) * round_)
+
+
+def _array(settings: Settings) -> Stream:
+    dataset = _table(settings)
+    columns = [column.numpy() for column in dataset.tensors]
+    task = Task(
+        dataset,
+        _ARRAY_BATCH,
+        RandomSampler(dataset, generator=torch.Generator().manual_seed(0)),
+        epochs=_MANY_EPOCHS,
+        workers=settings.workers,
+        batch_bytes=_ARRAY_BATCH * sum(column.strides[0] for column in columns),
+        leaf_count=len(columns),
+        arrays=Columns(columns),
+        fetch=Gather(dataset.tensors),
+        fetch_arrays=Gather(columns),
+    )
+    return Stream(task, hash_batches=20, clock_stride=4)
+
+
+def _bare_gather(settings: Settings) -> dict:
+    dataset = _table(settings)
+    found = run_processes(lambda: gatherer(dataset), settings.workers, settings.seconds, 8)
+    return _rates(_ARRAY_BATCH, _ARRAY_BATCH * 136, found["batches"], found["elapsed_s"])
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload of the comparison.
+
+    Attributes:
+        key: Row's letter, and what tells it from others of the row.
+        run: Measures a peer.
+        bare: Measures the bare work, or None.
+        limit_s: After which a run counts as one that hangs, beside its timed part.
+        method: Start method, if that is what the case is about.
+    """
+
+    key: str
+    run: Callable[[Peer, Settings], dict]
+    bare: Callable[[Settings], dict] | None = None
+    limit_s: float = 120.0
+    method: str | None = None
+
+
+def _stream_case(key: str, work: Workload, *, has_bare: bool) -> Case:
+    bare = partial(_bare_stack, work) if has_bare else None
+    return Case(key, partial(_run_stream, partial(_resident, work)), bare)
+
+
+_SMALL_IMAGES = replace(WORKLOADS["a"], title="uint8 3×224×224, batch 64", batch_size=64)
+
+CASES = {
+    case.key: case
+    for case in (
+        _stream_case("A", WORKLOADS["e"], has_bare=False),
+        _stream_case("B, 9.6 MB", _SMALL_IMAGES, has_bare=True),
+        _stream_case("B, 38 MB", WORKLOADS["a"], has_bare=True),
+        _stream_case("B, 77 MB", WORKLOADS["b"], has_bare=True),
+        Case("C", _run_many_tensors),
+        Case("D", _run_photographs, _bare_photographs),
+        Case("E", _run_stragglers),
+        Case("F", _run_ragged),
+        Case("G, fork", partial(_run_texts, "fork", 4, 3), None, 600.0, "fork"),
+        Case("G, spawn", partial(_run_texts, "spawn", 4, 3), None, 600.0, "spawn"),
+        Case("G, spawn, 8 workers", partial(_run_texts, "spawn", 8, 1), None, 600.0, "spawn"),
+        Case("H", _run_keeper),
+        Case("I", _run_training),
+        Case("K", partial(_run_stream, _array), _bare_gather),
+    )
+}
+
+
+def names_of(case: Case) -> list[str]:
+    """Who is measured on a case."""
+    names = [name for name in PEERS if name != "shmloader, share" or case.key.startswith("G")]
+    return names + ([BARE] if case.bare else [])
+
+
+def run(key: str, name: str, settings: Settings) -> dict:
+    """Measure one peer, or the bare work, on one case, in this process."""
+    random.seed(0)
+    torch.manual_seed(0)
+    case = CASES[key]
+    if name == BARE:
+        assert case.bare is not None
+        return case.bare(settings)
+    return case.run(PEERS[name], settings)

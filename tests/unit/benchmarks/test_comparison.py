@@ -1,0 +1,196 @@
+"""The tables, the record and the time limit of the comparison with other loaders."""
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("_record", "_report", "_fresh")
+    yield [importlib.import_module(name) for name in names]
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def record_module(modules):
+    return modules[0]
+
+
+@pytest.fixture
+def report(modules):
+    return modules[1]
+
+
+@pytest.fixture
+def fresh(modules):
+    return modules[2]
+
+
+def made_up(module, peer, round_, *, case="A", error=None, **figures):
+    return module.Run(case, peer, round_, None if error else figures, error)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_a_cell_has_the_median_with_least_and_most(report, record_module):
+    figure = report.Figure("us", "µs", ",.1f", less=True, scale=10)
+    runs = [made_up(record_module, "torch", n, us=us) for n, us in enumerate((300, 100, 200))]
+    assert report.cell(runs, figure) == "2,000.0 (1,000.0–3,000.0)"
+    assert report.cell(runs[:1], figure) == "3,000.0"
+    assert report.cell([made_up(record_module, "torch", 0, error="it broke")], figure) == ""
+
+
+@pytest.mark.parametrize(("less", "expected"), [(True, [3.0, 2.0]), (False, [1 / 3, 0.5])])
+def test_ratios_are_of_runs_of_one_round(report, record_module, less, expected):
+    figure = report.Figure("x", "x", ".1f", less=less)
+    runs = [
+        made_up(record_module, "shmloader", 0, x=1.0),
+        made_up(record_module, "torch", 1, x=8.0),
+        made_up(record_module, "torch", 0, x=3.0),
+        made_up(record_module, "shmloader", 1, x=4.0),
+        made_up(record_module, "shmloader", 2, x=5.0),  # of a round without the other
+        made_up(record_module, "torch", 2, error="it broke"),
+    ]
+    assert report.ratios(runs, "A", "shmloader", "torch", figure) == pytest.approx(expected)
+
+
+def test_a_table_says_why_a_loader_has_no_figures(report, record_module):
+    runs = [
+        made_up(record_module, "shmloader", 0, us_per_batch=20.0, main_us=10.0, first_s=0.1),
+        made_up(record_module, "torch", 0, error="no end after 120 s"),
+        made_up(record_module, "torch", 1, us_per_batch=40.0, main_us=10.0, first_s=0.1),
+        made_up(record_module, "SeqTools", 0, error="exit code 1: Odd: a | b"),
+    ]
+    lines = report.table(
+        runs, "A", ["shmloader", "torch", "SeqTools", "grain", "torchdata"],
+        {("A", "grain"): "absent: No module named 'grain'"},
+    )  # fmt: skip
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert lines[2].startswith("| shmloader | 20.0 | 10 | 0.10 | 1.00 |")
+    assert lines[3].startswith("| torch (1 of 2 runs failed) | 40.0 |")
+    assert lines[4].startswith("| SeqTools | **exit code 1: Odd: a \\| b** |")
+    assert lines[5].startswith("| grain | absent: No module named 'grain' |")
+    assert lines[6].startswith("| torchdata | not run |")
+
+
+def test_where_we_lose_is_said_as_well(report, record_module):
+    peers = ["shmloader", "shmloader, share", "torch", "SPDL, threads"]
+    runs = [
+        made_up(record_module, "shmloader", 0, case="G", total_mb=300.0, growth=0.1, first_s=2.0),
+        made_up(
+            record_module, "shmloader, share", 0, case="G", total_mb=200.0, growth=0.1, first_s=4.0
+        ),
+        made_up(record_module, "torch", 0, case="G", total_mb=400.0, growth=0.2, first_s=8.0),
+        made_up(
+            record_module, "SPDL, threads", 0, case="G", total_mb=100.0, growth=0.2, first_s=9.0
+        ),
+    ]
+    found = {figure.key: rest for figure, *rest in report.standing(runs, "G", peers)}
+    assert found["total_mb"] == ["SPDL, threads", pytest.approx(0.5)]
+    assert found["first_s"] == ["torch", pytest.approx(4.0)]
+
+    text = report.report(runs, {"G": peers}, {"date": "today"}, {}, {"torch": "as it is."}, {})
+    assert "| G | PSS of all processes, MB | SPDL, threads | 0.50 | **we lose** |" in text
+    assert "| G | first batch, s | torch | 4.00 | we lead |" in text
+    assert "- date: today\n" in text
+
+
+def test_other_content_is_told(report, record_module):
+    runs = [
+        made_up(record_module, peer, 0, content=content, us_per_batch=1.0)
+        for peer, content in (("shmloader", "aa"), ("torch", "aa"), ("grain", "bb"))
+    ]
+    assert report.contents(runs, "A") == {"aa": ["shmloader", "torch"], "bb": ["grain"]}
+    text = report.report(runs, {"A": ["shmloader", "torch", "grain"]}, {}, {}, {}, {})
+    assert "Content DIFFERS: `aa` shmloader, torch; `bb` grain." in text
+
+
+# ---------------------------------------------------------------- the record
+
+
+def test_a_campaign_goes_on_where_it_was_interrupted(record_module, tmp_path):
+    path = tmp_path / "build" / "runs.jsonl"
+    about = {"torch": "2.13.0", "workers": 2}
+    record = record_module.Record(path, about)
+    record.add(made_up(record_module, "torch", 0, us_per_batch=1.0))
+    record.add(made_up(record_module, "grain", 0, error="it broke"))
+    with path.open("a") as file:
+        file.write('{"case": "A", "peer": "torch", "rou')  # killed meanwhile
+
+    again = record_module.Record(path, about)
+    assert again.runs == record.runs
+    assert again.has(0, "A", "torch")
+    assert again.has(0, "A", "grain")
+    assert not again.has(1, "A", "torch")
+    assert not again.has(0, "B", "torch")
+    again.add(made_up(record_module, "torch", 1, us_per_batch=2.0))
+    assert [run.round for run in record_module.Record(path, about).runs] == [0, 0, 1]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_record_of_another_campaign_is_left_alone(record_module, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    record_module.Record(path, {"torch": "2.13.0", "workers": 2})
+    before = path.read_text()
+    with pytest.raises(SystemExit, match=r"another campaign \(workers differ\)"):
+        record_module.Record(path, {"torch": "2.13.0", "workers": 4})
+    assert path.read_text() == before
+
+
+def test_what_has_failed_twice_is_hopeless(record_module, tmp_path):
+    record = record_module.Record(tmp_path / "runs.jsonl", {})
+    for round_ in range(2):
+        assert not record.is_hopeless("A", "grain")
+        record.add(made_up(record_module, "grain", round_, error="no end after 120 s"))
+    assert record.is_hopeless("A", "grain")
+    assert not record.is_hopeless("B", "grain")
+
+
+# ---------------------------------------------------------------- fresh processes
+
+
+def test_a_run_that_hangs_is_ended_with_its_children(fresh, tmp_path):
+    program = tmp_path / "hangs.py"
+    pids = tmp_path / "pids"
+    program.write_text(
+        "import os, pathlib, signal, sys\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {child}')\n"
+        "signal.pause()\n"
+    )
+    began = time.monotonic()
+    assert fresh.try_anew(str(program), [str(pids)], 1.0) == "no end after 1 s"
+    assert time.monotonic() - began < 60
+    # On a machine that is busy enough it has not come so far; then there is nothing to see.
+    for pid in map(int, pids.read_text().split() if pids.exists() else []):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_a_run_that_fails_is_told_in_a_line(fresh, tmp_path):
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "class Noisy:\n"
+        "    def __del__(self):\n"
+        "        raise OSError('and then')\n"
+        "noisy = Noisy()\n"
+        "raise ValueError('this is why')\n"
+    )
+    assert fresh.try_anew(str(program), [], 60.0) == "exit code 1: ValueError: this is why"
+
+
+def test_a_run_gives_what_it_prints_last(fresh, tmp_path):
+    program = tmp_path / "works.py"
+    program.write_text("print('by the way')\nprint('{\"x\": 1}')\n")
+    assert fresh.try_anew(str(program), [], 60.0) == {"x": 1}
