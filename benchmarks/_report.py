@@ -96,8 +96,8 @@ ROWS = {
         "stragglers: samples of 1 ms that sleep, 1 % of them 50 ms, batch 64",
         (
             Figure("to_ideal", "epoch to the ideal", ".3f", less=True),
-            Figure("wait_50_ms", "wait, median ms", ".1f"),
             Figure("wait_99_ms", "wait, 99 % ms", ",.0f", less=True),
+            Figure("wait_50_ms", "wait, median ms", ".1f"),
             Figure("wait_most_ms", "longest wait, ms", ",.0f", less=True),
             _FIRST,
         ),
@@ -116,8 +116,8 @@ ROWS = {
         "epoch with 8)",
         (
             Figure("total_mb", "PSS of all processes, MB", ",.0f", less=True),
-            Figure("growth", "growth after the first epoch, %", "+.1f", less=True, scale=100),
             _FIRST,
+            Figure("growth", "growth after the first epoch, %", "+.1f", less=True, scale=100),
         ),
     ),
     "H": Row(
@@ -366,7 +366,7 @@ def _verdict(runs: Sequence[Run], case: str) -> str:
 
 
 def draw(letter: str, runs: Sequence[Run], cases: Mapping[str, Sequence[str]], path: Path) -> None:
-    """A pane for each case: bars are medians of its first figure, points are runs.
+    """Two panes for each case, of its first two figures: bars are medians, points are runs.
 
     Row E has one more, the waits; row G has memory over time.
     """
@@ -379,16 +379,16 @@ def draw(letter: str, runs: Sequence[Run], cases: Mapping[str, Sequence[str]], p
     row = ROWS[letter]
     own = {case: peers for case, peers in cases.items() if case.startswith(letter)}
     extra = {"E": _draw_waits, "G": _draw_memory}.get(letter)
-    heights = [0.7 + 0.3 * len(peers) for peers in own.values()]
+    heights = [0.7 + 0.25 * len(peers) for peers in own.values()]
     heights += [3.0] * (extra is not None)
-    figure, panes = plt.subplots(
-        len(heights), 1, figsize=(8, sum(heights) + 0.6), layout="constrained", squeeze=False,
-        height_ratios=heights,
-    )  # fmt: skip
-    for pane, (case, peers) in zip(panes[:, 0], own.items(), strict=False):
-        _draw_bars(pane, case, peers, runs, row.figures[0])
+    figure = plt.figure(figsize=(10, sum(heights) + 0.6), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    for line, (case, peers) in enumerate(own.items()):
+        for column, shown in enumerate(row.figures[:2]):
+            pane = figure.add_subplot(grid[line, column])
+            _draw_bars(pane, case, peers, runs, shown)
     if extra is not None:
-        extra(panes[-1, 0], next(iter(own)), own, runs)
+        extra(figure.add_subplot(grid[-1, :]), next(iter(own)), own, runs)
     figure.suptitle(f"{letter}: {row.title}", fontsize=9, wrap=True)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
