@@ -41,18 +41,26 @@ _DISTRIBUTIONS = ("torchdata", "spdl", "SeqTools", "grain", "pillow")
 
 
 def find_absent(names: Sequence[str]) -> dict[str, str]:
-    """Try to import what each peer needs; gives the reasons of those that cannot be had."""
-    absent = {}
-    for name in names:
-        peer = PEERS[name]
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {peer.module}"],
-            capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False,
-        )  # fmt: skip
-        if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or ["cannot be imported"])[-1]
-            absent[name] = "; ".join([reason, *_told_by_pip(peer.distribution)])
-    return absent
+    """Find out which peers cannot be had, and why."""
+    reasons = {module: _why_absent(module) for module in {PEERS[name].module for name in names}}
+    return {
+        name: "; ".join([reason, *_told_by_pip(PEERS[name].distribution)])
+        for name in names
+        if (reason := reasons[PEERS[name].module]) is not None
+    }
+
+
+def _why_absent(module: str) -> str | None:
+    """Why a module cannot be imported, if it cannot."""
+    if module in sys.modules:
+        return None
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or ["cannot be imported"])[-1]
 
 
 def _told_by_pip(distribution: str) -> list[str]:
