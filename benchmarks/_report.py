@@ -115,16 +115,17 @@ ROWS = {
         "a list of a million Python strings, shuffled, batch 1,000, 3 epochs, 4 workers (and one "
         "epoch with 8)",
         (
-            Figure("total_mb", "PSS of all processes, MB", ",.0f", less=True),
+            Figure("grown_mb", "PSS of all processes, MB more", ",.0f", less=True),
             _FIRST,
-            Figure("growth", "growth after the first epoch, %", "+.1f", less=True, scale=100),
+            Figure("total_mb", "PSS of all processes, MB", ",.0f", less=True),
+            Figure("growth", "PSS after the first epoch, % more", "+.1f", scale=100),
         ),
     ),
     "H": Row(
         "a consumer that keeps the last 50 batches of 3.1 MB",
         (
             Figure("batches_per_s", "batches/s", ",.0f", less=False),
-            Figure("shared_mb", "shared memory, MB", ",.0f", less=True),
+            Figure("shared_mb", "shared memory, MB", ",.0f"),
             Figure("grown_mb", "all memory, MB more", ",.0f", less=True),
             _MAIN,
             _FIRST,

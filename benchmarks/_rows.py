@@ -363,9 +363,10 @@ class Shuffle(Sampler[int]):
         return self.length
 
     def __iter__(self) -> Iterator[int]:
+        # With the first index, as torch's: who asks for an iterator in vain moves nothing.
         generator = torch.Generator().manual_seed(self.epoch)
         self.epoch += 1
-        return iter(torch.randperm(self.length, generator=generator).tolist())
+        yield from torch.randperm(self.length, generator=generator).tolist()
 
 
 def _run_texts(method: str, workers: int, epochs: int, peer: Peer, settings: Settings) -> dict:

@@ -87,21 +87,17 @@ def test_a_table_says_why_a_loader_has_no_figures(report, record_module):
 def test_where_we_lose_is_said_as_well(report, record_module):
     peers = ["shmloader", "shmloader, share", "torch", "SPDL, threads"]
     runs = [
-        made_up(record_module, "shmloader", 0, case="G", total_mb=300.0, growth=0.1, first_s=2.0),
-        made_up(
-            record_module, "shmloader, share", 0, case="G", total_mb=200.0, growth=0.1, first_s=4.0
-        ),
-        made_up(record_module, "torch", 0, case="G", total_mb=400.0, growth=0.2, first_s=8.0),
-        made_up(
-            record_module, "SPDL, threads", 0, case="G", total_mb=100.0, growth=0.2, first_s=9.0
-        ),
+        made_up(record_module, "shmloader", 0, case="G", grown_mb=300.0, first_s=2.0),
+        made_up(record_module, "shmloader, share", 0, case="G", grown_mb=200.0, first_s=4.0),
+        made_up(record_module, "torch", 0, case="G", grown_mb=400.0, first_s=8.0),
+        made_up(record_module, "SPDL, threads", 0, case="G", grown_mb=100.0, first_s=9.0),
     ]
     found = {figure.key: rest for figure, *rest in report.standing(runs, "G", peers)}
-    assert found["total_mb"] == ["SPDL, threads", pytest.approx(0.5)]
+    assert found["grown_mb"] == ["SPDL, threads", pytest.approx(0.5)]
     assert found["first_s"] == ["torch", pytest.approx(4.0)]
 
     text = report.report(runs, {"G": peers}, {"date": "today"}, {}, {"torch": "as it is."}, {})
-    assert "| G | PSS of all processes, MB | SPDL, threads | 0.50 | **we lose** |" in text
+    assert "| G | PSS of all processes, MB more | SPDL, threads | 0.50 | **we lose** |" in text
     assert "| G | first batch, s | torch | 4.00 | we lead |" in text
     assert "- date: today\n" in text
 
