@@ -255,26 +255,27 @@ def _spdl_processes(task: Task) -> Iterator[Batches]:
 # ---------------------------------------------------------------- SPDL's pipelines
 
 
-def _spdl_builder(task: Task) -> Any:
+def _spdl_builder(task: Task, dataset: Any, collate: Any, fetch: Any) -> Any:
     from spdl.pipeline import PipelineBuilder
 
     builder = PipelineBuilder()
     if task.is_by_sample:
         # Each sample is a task of its own, so that one that takes long holds up no others.
         builder.add_source(task.sampler, continuous=True)
-        builder.pipe(task.dataset.__getitem__, concurrency=task.workers, output_order="input")
+        builder.pipe(dataset.__getitem__, concurrency=task.workers, output_order="input")
         builder.aggregate(task.batch_size, drop_last=True)
-        builder.pipe(default_collate, output_order="input")
+        builder.pipe(collate, output_order="input")
     else:
         indices = BatchSampler(task.sampler, task.batch_size, drop_last=True)
         builder.add_source(indices, continuous=True)
-        fetch = task.fetch or _Fetch(task.dataset, default_collate)
+        fetch = fetch or _Fetch(dataset, collate)
         builder.pipe(fetch, concurrency=task.workers, output_order="input")
     return builder.add_sink(task.ahead)
 
 
 def _spdl_threads(task: Task) -> Iterator[Batches]:
-    pipeline = _spdl_builder(task).build(num_threads=task.workers)
+    builder = _spdl_builder(task, task.dataset, default_collate, task.fetch)
+    pipeline = builder.build(num_threads=task.workers)
     with pipeline.auto_stop():
         for _ in range(task.epochs):
             yield pipeline.get_iterator()
@@ -288,10 +289,11 @@ def _spdl_subprocess(task: Task) -> Iterator[Batches]:
         # Beside those that wait: one that is written, one that the consumer has.
         count = task.ahead + task.held + 2
         options["arena"] = SharedMemorySegmentPool(task.slot_bytes, count)
-    batches = run_pipeline_in_subprocess(
-        _spdl_builder(task).get_config(), num_threads=task.workers, **options
-    )
-    return _repeat(batches, task)
+    # Small tensors would have a segment of their own each; small arrays are just pickled.
+    builder = _spdl_builder(task, task.array_dataset, stack_arrays, task.fetch_arrays)
+    batches = run_pipeline_in_subprocess(builder.get_config(), num_threads=task.workers, **options)
+    epochs = _repeat(batches, task)
+    return epochs if task.is_text else (map(as_tensors, epoch) for epoch in epochs)
 
 
 # ---------------------------------------------------------------- lazy sequences and arrays
@@ -410,7 +412,8 @@ _PEERS = (
     ),
     Peer(
         "SPDL, subprocess", "spdl.pipeline", "spdl",
-        "the same pipeline by `run_pipeline_in_subprocess`, with a `SharedMemorySegmentPool`: MTP.",
+        "the same pipeline by `run_pipeline_in_subprocess`, with a `SharedMemorySegmentPool` and "
+        "arrays: MTP.",
         _spdl_subprocess,
     ),
     Peer(
