@@ -43,7 +43,7 @@ class Record:
                 changed = [key for key in about if lines[0].get(key) != about[key]]
                 sys.exit(
                     f"{path} is of another campaign ({', '.join(changed)} differ): "
-                    "remove it, or name another file by --record."
+                    "forget it by --anew, or name another file by --record."
                 )
             self.runs = [Run(**line) for line in lines[1:]]
         else:

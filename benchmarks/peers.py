@@ -72,6 +72,15 @@ def _told_by_pip(distribution: str) -> list[str]:
     return [line.strip() for line in lines if line.startswith("ERROR:")][-1:]
 
 
+def find_commit() -> str:
+    """Which state of ours is measured."""
+    done = subprocess.run(
+        ["git", "-C", str(_HERE), "describe", "--always", "--dirty"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or "unknown"
+
+
 def cells(
     cases: Sequence[Case], chosen: Sequence[str], rounds: int
 ) -> Iterator[tuple[int, Case, str]]:
@@ -123,6 +132,9 @@ def measure_all(
         for round_, case, name in cells(cases, options.peers, options.runs)
         if (case.key, name) not in reasons and not record.has(round_, case.key, name)
     ]
+    if record.runs:
+        told = f"{len(record.runs)} runs are recorded already (--anew forgets them)"
+        print(told, file=sys.stderr)
     began = time.monotonic()
     for number, (round_, case, name) in enumerate(todo, 1):
         gone_s = time.monotonic() - began
@@ -201,7 +213,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workers", type=int, help="default: all cores, but at least 2")
     add("--limit", type=float, metavar="SECONDS", help="of a run; default: minutes, by row")
     add("--smallest", action="store_true", help="whether it runs, and no more")
-    add("--record", type=Path, metavar="PATH", help="where runs are recorded")
+    add("--anew", action="store_true", help="forget what is recorded")
+    add("--record", type=Path, metavar="PATH",
+        help="where runs are recorded; default: build/peers, a file for each commit")  # fmt: skip
     add("--results", type=Path, metavar="PATH",
         help="where the tables go, with plots beside; default: benchmarks/RESULTS.md for all rows "
         "and peers, else build/peers/RESULTS.md")  # fmt: skip
@@ -229,7 +243,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.workers is None:
         options.workers = max(2, len(os.sched_getaffinity(0)))
     kind = "smallest" if options.smallest else "full"
-    options.record = options.record or _PARTIAL / f"{kind}.jsonl"
+    options.record = options.record or _PARTIAL / f"{kind}-{find_commit()}.jsonl"
     options.results = options.results or (_HERE if is_full else _PARTIAL) / "RESULTS.md"
     return options
 
@@ -240,6 +254,7 @@ def main() -> int:
     cases = [case for case in CASES.values() if case.key[0] in options.rows]
     absent = find_absent(options.peers)
     machine = describe_machine()
+    machine["commit"] = find_commit()
     for distribution in _DISTRIBUTIONS:
         try:
             machine[distribution] = importlib.metadata.version(distribution)
@@ -256,6 +271,8 @@ def main() -> int:
         print(f"{name}: {value}")
     for name, reason in absent.items():
         print(f"{name} is absent: {reason}")
+    if options.anew:
+        options.record.unlink(missing_ok=True)
     record = Record(options.record, about)
     print(flush=True)
     reasons = why_not(cases, options.peers, absent)

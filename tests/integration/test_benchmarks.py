@@ -146,3 +146,4 @@ def test_the_comparison_with_other_loaders_measures_who_is_there_and_names_who_i
     again = run("peers.py", *arguments, f"--results={results}")
     assert again.returncode == 0, again.stderr
     assert "round 1" not in again.stderr  # all that is asked for is recorded
+    assert " runs are recorded already " in again.stderr
