@@ -247,6 +247,7 @@ def _torchdata(task: Task) -> Iterator[Batches]:
 def _spdl_processes(task: Task) -> Iterator[Batches]:
     from spdl.dataloader import get_pytorch_dataloader
 
+    torch.set_num_threads(1)  # which it leaves to its user, and workers on all cores need
     options = _torch_options(task)
     loader = get_pytorch_dataloader(task.dataset, in_order=True, **options)
     return _repeat(loader, task)
@@ -274,6 +275,7 @@ def _spdl_builder(task: Task, dataset: Any, collate: Any, fetch: Any) -> Any:
 
 
 def _spdl_threads(task: Task) -> Iterator[Batches]:
+    torch.set_num_threads(1)  # as above
     builder = _spdl_builder(task, task.dataset, default_collate, task.fetch)
     pipeline = builder.build(num_threads=task.workers)
     with pipeline.auto_stop():
@@ -407,7 +409,8 @@ _PEERS = (
     Peer(
         "SPDL, threads", "spdl.pipeline", "spdl",
         "a `PipelineBuilder` whose threads make batches (row D and E: samples) in input order, "
-        "with a continuous source: what its documentation calls MT.", _spdl_threads,
+        "with a continuous source: what its documentation calls MT; torch on one thread in each.",
+        _spdl_threads,
         ("fork",), "has no processes",
     ),
     Peer(
@@ -418,7 +421,8 @@ _PEERS = (
     ),
     Peer(
         "SPDL, processes", "spdl.dataloader", "spdl",
-        "`get_pytorch_dataloader(in_order=True)`, which starts new workers for each epoch.",
+        "`get_pytorch_dataloader(in_order=True)`, which starts new workers for each epoch; torch "
+        "on one thread in each.",
         _spdl_processes,
     ),
     Peer(
