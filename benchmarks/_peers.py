@@ -96,6 +96,7 @@ class Peer:
         epochs: Opens it.
         methods: Start methods it can be told to use.
         instead: Why not the others.
+        shares: Whether its user has ``shmloader.share`` make the dataset anew first.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Peer:
     epochs: Callable[[Task], Iterator[Batches]]
     methods: tuple[str, ...] = ("fork", "spawn")
     instead: str = ""
+    shares: bool = False
 
 
 # ---------------------------------------------------------------- what several need
@@ -221,14 +223,6 @@ def _shmloader(task: Task) -> Iterator[Batches]:
 
     options = {**_torch_options(task), **task.options.get("shmloader", {})}
     return _repeat(shmloader.DataLoader(task.dataset, persistent_workers=True, **options), task)
-
-
-def _shmloader_share(task: Task) -> Iterator[Batches]:
-    import shmloader
-
-    dataset = shmloader.share(task.dataset)
-    options = _torch_options(task)
-    return _repeat(shmloader.DataLoader(dataset, persistent_workers=True, **options), task)
 
 
 def _torch(task: Task) -> Iterator[Batches]:
@@ -396,7 +390,8 @@ _PEERS = (
     ),
     Peer(
         "shmloader, share", "shmloader", "shmloader",
-        "the same over `shmloader.share(dataset)`; in row G only.", _shmloader_share,
+        "the same over `shmloader.share(dataset)`; in row G only.", _shmloader,
+        shares=True,
     ),
     Peer(
         "torch", "torch", "torch",
