@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.flat import COPY_OUT_BYTES, private_memory
 from shmloader.memory.slot import Slot, align
 
 
@@ -152,7 +152,7 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
     """Each span as the body wants it: a :class:`Part`, or a writable memoryview."""
     # One block for all small ones; a large one that is not lent has a block of its own.
     total = sum(align(span.nbytes) for span in spans if span.nbytes <= COPY_OUT_BYTES)
-    block = _private(total)
+    block = private_memory(total).data
     parts: list[object] = []
     position = 0
     for span in spans:
@@ -163,7 +163,7 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
             home, offset = block, position
             position += align(nbytes)
         elif lease is None:
-            home, offset = _private(nbytes), 0
+            home, offset = private_memory(nbytes).data, 0
         if home is not lease and nbytes:
             # By way of memoryviews: the slot's lives for this statement only.
             home[offset : offset + nbytes] = memoryview(slot.mapping)[
@@ -177,8 +177,3 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
             flat = torch.frombuffer(home, dtype=torch.uint8, count=nbytes, offset=offset)
             parts.append(Part(flat.untyped_storage(), span.first_byte))
     return parts
-
-
-def _private(nbytes: int) -> memoryview:
-    """Aligned memory of this process's own."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy().data

@@ -12,7 +12,7 @@ import torch
 
 import shmloader
 from shmloader import DataLoader
-from tests.process.support import Calls, only
+from tests.process.support import Calls, only, run_program
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -356,3 +356,28 @@ def test_empty_outside_a_worker_is_an_ordinary_tensor(slots) -> None:
     assert (made.shape, made.dtype) == ((3, 4), torch.int16)
     assert shmloader.empty(5).shape == (5,)
     assert slots.maps() == {}
+
+
+def test_copying_a_batch_out_starts_no_threads(tmp_path) -> None:
+    """torch's threads spin, on cores that the workers need, for longer than a copy takes."""
+    program = """
+        import os, torch
+        from shmloader import DataLoader
+
+        class Data:
+            def __len__(self):
+                return 30
+            def __getitem__(self, index):
+                values = torch.full((300_000,), index, dtype=torch.float32)
+                return values, values.bfloat16()
+
+        torch.set_num_threads(4)
+        kept, counts = [], set()
+        for batch in DataLoader(Data(), num_workers=1):
+            kept.append(batch)
+            counts.add(len(os.listdir("/proc/self/task")))
+        assert len(counts) == 1, counts
+        lasts = [[float(part[0, -1]) for part in batch] for batch in kept]
+        assert lasts == [[index, index] for index in range(30)]
+        """
+    run_program(program, tmp_path / "program.py").assert_quiet()
