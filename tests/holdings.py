@@ -108,8 +108,21 @@ def _shm_files() -> dict[object, str]:
         owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
         if owner and _is_a_stranger(int(owner[1] or owner[2])):
             continue
+        if path.name.startswith("psm_") and _is_mapped_by_strangers(path):
+            continue  # of multiprocessing.shared_memory, whose names tell no owner
         found[path] = str(path)
     return found
+
+
+def _is_mapped_by_strangers(path: Path) -> bool:
+    """Whether a process has it that neither is this one nor descends from it; or it has gone."""
+    for process in psutil.process_iter():
+        try:
+            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
+                return _is_a_stranger(process.pid)
+        except OSError:
+            continue
+    return not path.exists()
 
 
 def _is_a_stranger(pid: int) -> bool:
