@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from _record import Run, select
+from _spread import with_spread_if_any
 
 OURS = ("shmloader", "shmloader, share")
 BARE = "bare work"
@@ -157,13 +158,7 @@ ROWS = {
 def cell(runs: Sequence[Run], figure: Figure) -> str:
     """A figure's median and, in brackets, least and most."""
     values = values_of(runs, figure)
-    if not values:
-        return ""
-    low, middle, high = (
-        format(value, figure.spec)
-        for value in (min(values), statistics.median(values), max(values))
-    )
-    return middle if low == high else f"{middle} ({low}–{high})"
+    return with_spread_if_any(values, figure.spec) if values else ""
 
 
 def values_of(runs: Sequence[Run], figure: Figure) -> list[float]:
@@ -194,10 +189,7 @@ def ratios(runs: Sequence[Run], case: str, one: str, other: str, figure: Figure)
 
 def in_short(values: Sequence[float]) -> str:
     """Median, least and most of ratios."""
-    if not values:
-        return ""
-    low, middle, high = (f"{v:.2f}" for v in (min(values), statistics.median(values), max(values)))
-    return middle if low == high else f"{middle} ({low}–{high})"
+    return with_spread_if_any(values, ".2f") if values else ""
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

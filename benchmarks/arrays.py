@@ -18,11 +18,10 @@ import argparse
 import hashlib
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import torch
 from _fresh import run_anew
 from _machine import describe_machine
 from _measure import run_processes
+from _spread import with_spread
 
 import shmloader
 
@@ -159,11 +159,6 @@ def _own_bytes(process: psutil.Process) -> int:
     return fields["Private_Dirty:"]
 
 
-def _with_spread(values: Sequence[float], digits: int = 0) -> str:
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
-
-
 def _compare(options: argparse.Namespace) -> int:
     kinds = [kind for kind in KINDS if not options.smallest or kind.endswith("shuffled")]
     figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
@@ -181,14 +176,14 @@ def _compare(options: argparse.Namespace) -> int:
     print("|---|---|---|---|---|---|")
     for kind, runs in figures.items():
         order = kind.partition(", ")[2]
-        cells = [_with_spread([run[unit] for run in runs]) for unit in ("wall_us", "cpu_us")]
+        cells = [with_spread([run[unit] for run in runs], ",.0f") for unit in ("wall_us", "cpu_us")]
         for other, units in ((f"torch, {order}", ("wall_us", "cpu_us")), (KINDS[-1], ("wall_us",))):
             for unit in units:
                 ratios = [
                     peer[unit] / run[unit] for peer, run in zip(figures[other], runs, strict=True)
                 ]
                 is_asked = other != kind and order in other
-                cells.append(_with_spread(ratios, 2) if is_asked else "")
+                cells.append(with_spread(ratios, ",.2f") if is_asked else "")
         print(f"| {kind} | {' | '.join(cells)} |")
     for order in ("shuffled", "in order"):
         hashes = {run["content"] for name in LOADERS for run in figures.get(f"{name}, {order}", ())}

@@ -15,13 +15,13 @@ import argparse
 import importlib
 import importlib.util
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 
 from _fresh import run_anew
 from _machine import describe_machine
+from _spread import with_spread
 
 _RUN_LIMIT_S = 300.0
 _WARMUP_ITEMS = 64  # whole lists of 8
@@ -99,11 +99,6 @@ def run(name: str, case: str, item_count: int) -> dict[str, float]:
     return {"wall": wall_s / timed_count * 1e6, "cpu": cpu_s / timed_count * 1e6}
 
 
-def _with_spread(values: Sequence[float], digits: int) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-
-
 def compare(names: Sequence[str], case: str, rounds: int, item_count: int) -> str:
     """A row of the table."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -116,12 +111,13 @@ def compare(names: Sequence[str], case: str, rounds: int, item_count: int) -> st
     cells = [case]
     for name in names:
         cells += [
-            _with_spread([figures[kind] for figures in runs[name]], 0) for kind in ("wall", "cpu")
+            with_spread([figures[kind] for figures in runs[name]], ".0f")
+            for kind in ("wall", "cpu")
         ]
     if len(names) > 1:
         ours, theirs = (runs[name] for name in names)
         ratios = [b["wall"] / a["wall"] for a, b in zip(ours, theirs, strict=True)]
-        cells.append(_with_spread(ratios, 1))
+        cells.append(with_spread(ratios, ".1f"))
     return f"| {' | '.join(cells)} |"
 
 

@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import random
-import statistics
 import sys
 import time
 import timeit
@@ -27,6 +26,7 @@ import psutil
 import torch
 from _fresh import run_anew
 from _machine import describe_machine
+from _spread import with_spread
 from _workloads import Nothing
 
 import shmloader
@@ -103,10 +103,6 @@ def _measure(arguments: Sequence[str]) -> dict[str, float]:
     return run_anew(__file__, arguments, _RUN_LIMIT_S)
 
 
-def _with_spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
-
-
 def _take_turns(rounds: int, arguments: list[str]) -> dict[str, list[float]]:
     """What each part and each loader took in each round; µs."""
     figures: dict[str, list[float]] = {name: [] for name in (*PARTS, *LOADERS)}
@@ -142,14 +138,14 @@ def main() -> None:
     print("| to set | by seed= | µs |")
     print("|---|---|---|")
     for name, (is_used, _) in PARTS.items():
-        print(f"| {name} | {is_used} | {_with_spread(figures[name])} |")
+        print(f"| {name} | {is_used} | {with_spread(figures[name], '.2f')} |")
     print("\n| loader | CPU µs a sample | more than without a seed |")
     print("|---|---|---|")
     names = [*LOADERS]
     for plain, seeded in (names[:2], names[2:]):
         more = [own - other for own, other in zip(figures[seeded], figures[plain], strict=True)]
-        print(f"| {plain} | {_with_spread(figures[plain])} | |")
-        print(f"| {seeded} | {_with_spread(figures[seeded])} | {_with_spread(more)} |")
+        print(f"| {plain} | {with_spread(figures[plain], '.2f')} | |")
+        print(f"| {seeded} | {with_spread(figures[seeded], '.2f')} | {with_spread(more, '.2f')} |")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from dataclasses import replace
 
 from _fresh import run_anew
 from _machine import describe_machine
+from _spread import with_spread
 from _workloads import WORKLOADS, Samples, Workload, smallest, touch
 
 import shmloader
@@ -106,10 +106,6 @@ def _measure(arguments: Sequence[str]) -> dict[str, float]:
     return run_anew(__file__, arguments, _RUN_LIMIT_S)
 
 
-def _with_spread(values: Sequence[float], spec: str) -> str:
-    return f"{statistics.median(values):{spec}} ({min(values):{spec}}–{max(values):{spec}})"
-
-
 def _compare(options: argparse.Namespace, works: Sequence[Workload]) -> None:
     speeds: dict[tuple[str, str], list[float]] = {}
     total = options.rounds * len(works) * len(KINDS)
@@ -141,12 +137,12 @@ def _compare(options: argparse.Namespace, works: Sequence[Workload]) -> None:
     for work in works:
         for kind in KINDS:
             own = speeds[work.key, kind]
-            cells = [_with_spread(own, ",.0f")]
+            cells = [with_spread(own, ",.0f")]
             for base in ("seeded", "plain"):
                 others = speeds[work.key, base]
                 ratios = [one / other for one, other in zip(own, others, strict=True)]
                 is_base = kind in {base, "plain"}
-                cells.append("" if is_base else _with_spread(ratios, ".2f"))
+                cells.append("" if is_base else with_spread(ratios, ".2f"))
             print(f"| ({work.key}) {work.title} | {kind} | {' | '.join(cells)} |")
 
 

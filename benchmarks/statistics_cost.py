@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 import timeit
@@ -23,6 +22,7 @@ from collections.abc import Callable
 
 from _fresh import run_anew
 from _machine import describe_machine
+from _spread import with_spread
 from _workloads import Nothing
 
 import shmloader
@@ -112,7 +112,7 @@ def main() -> None:
         "the difference": more,
     }
     for name, values in rows.items():
-        print(f"| {name} | {statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f}) |")
+        print(f"| {name} | {with_spread(values, '.2f')} |")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from _fresh import try_anew
 from _machine import describe_machine
+from _spread import with_spread
 
 import shmloader
 
@@ -196,11 +197,6 @@ def draw(waits_ms: Sequence[float]) -> list[str]:
     return lines
 
 
-def _with_spread(values: Sequence[float], spec: str) -> str:
-    middle, low, high = statistics.median(values), min(values), max(values)
-    return f"{middle:{spec}} ({low:{spec}}–{high:{spec}})"
-
-
 def compare(options: argparse.Namespace) -> int:
     """Measure all, print, and return the exit code."""
     runs: dict[tuple[int, str], list[Figures]] = {}
@@ -225,10 +221,10 @@ def compare(options: argparse.Namespace) -> int:
     for (workers, name), chosen in runs.items():
         waits = [statistics.mean(one.waits_ms) for one in chosen]
         cells = (
-            _with_spread([one.epoch_s for one in chosen], ".2f"),
-            _with_spread([one.epoch_s / one.ideal_s for one in chosen], ".3f"),
-            _with_spread(waits, ".1f"),
-            _with_spread([max(one.waits_ms) for one in chosen], ".0f"),
+            with_spread([one.epoch_s for one in chosen], ".2f"),
+            with_spread([one.epoch_s / one.ideal_s for one in chosen], ".3f"),
+            with_spread(waits, ".1f"),
+            with_spread([max(one.waits_ms) for one in chosen], ".0f"),
         )
         print(f"| {workers} | {name} | {' | '.join(cells)} |")
     for (workers, name), chosen in runs.items():

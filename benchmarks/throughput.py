@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from _fresh import try_anew
 from _machine import describe_machine
 from _measure import LOADERS, Figures
+from _spread import with_spread_if_any
 from _workloads import WORKLOADS, Workload, smallest
 
 # Beyond the timed part a run imports torch, makes samples and hashes, in 2 s or so.
@@ -121,15 +121,9 @@ def _select(runs: Iterable[Run], workload: str, loader: str) -> list[Run]:
     return [run for run in runs if (run.workload, run.loader) == (workload, loader)]
 
 
-def _with_spread(values: Sequence[float], spec: str) -> str:
-    middle = format(statistics.median(values), spec)
-    low, high = format(min(values), spec), format(max(values), spec)
-    return middle if low == high else f"{middle} ({low}–{high})"
-
-
 def _cell(figures: Sequence[Figures], column: Column) -> str:
     values = [value for one in figures if (value := column.value(one)) is not None]
-    return _with_spread(values, column.spec) if values else "–"
+    return with_spread_if_any(values, column.spec) if values else "–"
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -197,7 +191,7 @@ def print_ratios(runs: Sequence[Run], works: Sequence[Workload]) -> None:
     rows = [heading]
     for work in works:
         to_torch, to_ceiling, room = (
-            _with_spread(values, spec) if (values := ratios(runs, work.key, *pair)) else "–"
+            with_spread_if_any(values, spec) if (values := ratios(runs, work.key, *pair)) else "–"
             for pair, spec in (
                 (("shmloader", "torch"), ".1f"),
                 (("shmloader", "ceiling"), ".2f"),
@@ -288,7 +282,7 @@ def main() -> int:
     same_content = print_content_hashes(runs, works)
     others = [run.figures.others_cpu_s / run.figures.elapsed_s for run in runs if run.figures]
     if others:
-        print(f"cores that other processes used meanwhile: {_with_spread(others, '.2f')}")
+        print(f"cores that other processes used meanwhile: {with_spread_if_any(others, '.2f')}")
     if options.json is not None:
         chosen = {key: value for key, value in vars(options).items() if key != "json"}
         result = {"machine": machine, "options": chosen, "runs": [asdict(run) for run in runs]}
