@@ -7,7 +7,8 @@ from typing import Any
 
 from shmloader.commands.target import UsageError
 from shmloader.fronts.dataloader import DataLoader
-from shmloader.stats.record import Record, Statistics
+from shmloader.stats.epochs import Statistics
+from shmloader.stats.record import Record
 from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
 from shmloader.workers.cores import usable_cores
 

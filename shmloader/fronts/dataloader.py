@@ -56,7 +56,7 @@ from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.steps import Cut, Tail
 from shmloader.stages.target import parse_device
-from shmloader.stats.record import Statistics
+from shmloader.stats.epochs import Statistics
 from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import OnError
 from shmloader.workers.plain_data import only_hands_out

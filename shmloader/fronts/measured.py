@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from shmloader.fronts.resumable import ResumableLoader
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.stats.record import Statistics
+from shmloader.stats.epochs import Statistics
 from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
 from shmloader.stats.trace import Trace
 from shmloader.workers.cores import usable_cores

@@ -1,17 +1,16 @@
-"""What is added up of an epoch's batches, and of all epochs of a loader.
+"""What is added up of an epoch's batches; and such sums, added.
 
 Written by the consumer's thread alone, a few additions a batch; read by any thread, which may see
 a batch half added.
 """
 
 import dataclasses
-import itertools
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from shmloader.stats.histogram import Histogram
+from shmloader.stats.readings import Readings, Vitals
 from shmloader.stats.times import STAGES, BatchTimes, WorkTimes
 from shmloader.stats.trace import Trace, Traced
 
@@ -65,70 +64,10 @@ class Counts:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Vitals:
-    """What a worker has used since it was started, with those before it in its place.
-
-    Attributes:
-        pid: Process number; None for a thread.
-        cpu_ns: CPU time.
-        stalled_ns: Time in which it could have run, and no core was free; None if not known.
-        pss_bytes: Its memory, what it shares counted by its part; None if not known.
-    """
-
-    pid: int | None = None
-    cpu_ns: int = 0
-    stalled_ns: int | None = None
-    pss_bytes: int | None = None
-
-
 class Failures(Protocol):
     """Counts samples that failed."""
 
     total: int
-
-
-class Readings:
-    """The vitals of an iterator's workers: asked for while they live, the last ones afterwards."""
-
-    def __init__(self) -> None:
-        self._latest: Sequence[Vitals] = ()
-        self._ask: Callable[[bool], Sequence[Vitals] | None] | None = None
-
-    def open(self, ask: Callable[[bool], Sequence[Vitals] | None]) -> None:
-        """Workers live from now on.
-
-        Args:
-            ask: Given True, it takes its time, to measure memory, too. None: nobody knows any more.
-        """
-        self._ask = ask
-
-    def close(self) -> None:
-        """They are about to be let go of. May be called again."""
-        ask, self._ask = self._ask, None
-        if ask is not None:
-            self._note(ask(False))
-
-    def read(self, *, thoroughly: bool) -> Sequence[Vitals]:
-        """The newest there are."""
-        ask = self._ask
-        if ask is not None:
-            latest = ask(thoroughly)
-            if self._ask is not None:
-                self._note(latest)
-        return self._latest
-
-    def _note(self, latest: Sequence[Vitals] | None) -> None:
-        if latest is None:
-            return
-        # What was measured thoroughly holds until it is measured again.
-        known = [old.pss_bytes for old in self._latest]
-        self._latest = [
-            now
-            if now.pss_bytes is not None or worker_id >= len(known)
-            else dataclasses.replace(now, pss_bytes=known[worker_id])
-            for worker_id, now in enumerate(latest)
-        ]
 
 
 @dataclasses.dataclass(slots=True)
@@ -393,75 +332,3 @@ class Record:
         ours, theirs = self.counted(), later.counted()
         both = theirs if ours is None else (ours if theirs is None else ours.and_then(theirs))
         self._final = both, ()
-
-
-class _State(NamedTuple):
-    """Epochs that are over, summed up, and those that may not be, with their iterators."""
-
-    past: Record | None
-    open: tuple[tuple[Record, weakref.ref[Any]], ...]
-
-
-class Statistics:
-    """All epochs of a loader. The consumer's thread begins them, and any thread may ask."""
-
-    def __init__(self) -> None:
-        self._newest: Record | None = None
-        # All in one, so that who asks meanwhile counts no epoch twice, and none not at all.
-        self._state = _State(None, ())
-        self.epochs = 0
-        #: What every batch is told; see :attr:`Record.trace`.
-        self.trace: Trace | None = None
-
-    def begin(self, record: Record, iterator: object) -> None:
-        """An epoch has begun."""
-        past, still_open = self._state.past, []
-        for other, owner in self._state.open:
-            if other.is_over or owner() is None or owner() is iterator:
-                other.end()
-                past = _sum(past, other)
-            else:
-                still_open.append((other, owner))
-        taken = {other.lane for other, _ in still_open}
-        record.lane = next(lane for lane in itertools.count() if lane not in taken)
-        self._state = _State(past, (*still_open, (record, weakref.ref(iterator))))
-        record.trace = self.trace
-        self._newest = record
-        self.epochs += 1
-
-    def trace_with(self, trace: Trace | None) -> None:
-        """Tell a trace of every batch from now on, or, with None, none any more."""
-        self.trace = trace
-        for record, _ in self._state.open:
-            record.trace = trace
-
-    def newest(self) -> Record | None:
-        """The newest epoch, as it is now; None before the first."""
-        self._end_what_is_gone()
-        newest = self._newest
-        return None if newest is None else newest.copy()
-
-    def total(self) -> Record | None:
-        """All epochs; None before the first."""
-        self._end_what_is_gone()
-        total, still_open = self._state
-        for record, _ in still_open:
-            total = _sum(total, record)
-        return total
-
-    def _end_what_is_gone(self) -> None:
-        """An epoch whose iterator is garbage was given up."""
-        for record, owner in self._state.open:
-            if owner() is None:
-                record.end()
-
-
-def _sum(past: Record | None, record: Record) -> Record:
-    later = record.copy()
-    if past is None:
-        past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns)
-        past.merge(later)
-        return past
-    summed = past.copy()
-    summed.merge(later)
-    return summed

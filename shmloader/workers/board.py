@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from shmloader.memory.slot import MEMFD_NAME
-from shmloader.stats.record import Vitals
+from shmloader.stats.readings import Vitals
 
 # phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works
 _LINE = struct.Struct("=5q")

@@ -41,7 +41,7 @@ from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
-from shmloader.stats.record import Readings, Vitals
+from shmloader.stats.readings import Readings, Vitals
 from shmloader.workers.bell import SIGNAL_S
 from shmloader.workers.board import AtWork, Board, measure_memory
 from shmloader.workers.child import WorkerStart, worker_main

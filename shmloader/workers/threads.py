@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from shmloader.errors import ClosedLoaderError
-from shmloader.stats.record import Readings, Vitals
+from shmloader.stats.readings import Readings, Vitals
 from shmloader.workers.bell import Bell
 from shmloader.workers.board import AtWork, Phase, stalled_here
 from shmloader.workers.finishing import finish
