@@ -23,6 +23,7 @@ from shmloader.stages import exchange
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.pin import PinStage
 from shmloader.workers import parking
+from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import Calls, Gate, Program, Streams, Switch, only, wait_until
 
 # Elements of int32 in a sample: above 64 KiB, so that a batch of one is lent.
@@ -52,18 +53,6 @@ def numbers(kind, batches) -> list[int]:
 def stage_threads() -> list[str]:
     ours = {"pt_data_pin", "shmloader_device"}
     return [thread.name for thread in threading.enumerate() if thread.name in ours]
-
-
-@contextlib.contextmanager
-def in_thread(function):
-    """Run a function on another thread meanwhile."""
-    thread = threading.Thread(target=function)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 # Order and random state, next by next -----------------------------------------------------
@@ -538,44 +527,6 @@ def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
     assert numbers(kind, batches) == list(range(1, 8))
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt at the nth line that this thread runs in the stages' thread."""
-
-    def __init__(self, nth) -> None:
-        self.left = nth
-
-    def __call__(self, frame, event, arg):
-        if frame.f_code.co_filename != shmloader.stages.thread.__file__:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted_next(batches, nth) -> list[object]:
-    """What next() gives, and how many lines were left to be run, if it is not interrupted."""
-    found: list[object] = []
-
-    def run():
-        interrupter = Interrupter(nth)
-        sys.settrace(interrupter)
-        try:
-            batch = next(batches)
-        except KeyboardInterrupt:
-            return
-        finally:
-            sys.settrace(None)
-        found.extend([batch, interrupter.left])
-
-    # On a thread of its own, which has no handlers around it for the interruption to confuse.
-    with in_thread(run):
-        pass
-    return found
-
-
 def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
     nth, closed, went_on = 0, 0, 0
     while True:
@@ -583,10 +534,9 @@ def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
         loader = make(kind, 8, num_workers=1)
         batches = iter(loader)
         assert number(kind, next(batches)) == 0
-        found = interrupted_next(batches, nth)
+        found = interrupted(batches.__next__, {shmloader.stages.thread.__file__}, nth)
         if found:
             assert number(kind, found[0]) == 1
-            assert found[1] > 0
             break
         try:
             assert numbers(kind, batches) == list(range(1, 8))

@@ -38,6 +38,7 @@ from shmloader import (
 )
 from shmloader.workers import parking
 from tests.parity.compare import assert_same
+from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import (
     Bad,
     Calls,
@@ -102,18 +103,6 @@ def stack_of(ident: int | None) -> list[str]:
         names.append(frame.f_code.co_name)
         frame = frame.f_back
     return names
-
-
-@contextlib.contextmanager
-def in_thread(function: Any) -> Any:
-    """Run a function on another thread meanwhile."""
-    thread = threading.Thread(target=function)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 class Held:
@@ -722,43 +711,6 @@ FILES = {
 }
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt at the nth line that this thread runs in our files."""
-
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-
-    def __call__(self, frame: Any, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(function: Any, nth: int) -> list[object]:
-    """What a function gives; nothing if it was interrupted at its nth line."""
-    found: list[object] = []
-
-    def run() -> None:
-        sys.settrace(Interrupter(nth))
-        try:
-            result = function()
-        except KeyboardInterrupt:
-            return
-        finally:
-            sys.settrace(None)
-        found.append(result)
-
-    # On a thread of its own, which has no handlers around it for the interruption to confuse.
-    with in_thread(run):
-        pass
-    return found
-
-
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(held, in_order) -> None:
     nth, closed, went_on = 0, 0, 0
@@ -767,7 +719,7 @@ def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(held, in_order) ->
         loader = make(8, num_workers=1, in_order=in_order)
         batches = iter(loader)
         assert next(batches) == 0
-        found = interrupted(batches.__next__, nth)
+        found = interrupted(batches.__next__, FILES, nth)
         if found:
             assert found == [1]
             break
@@ -790,7 +742,7 @@ def test_a_ctrl_c_at_any_line_of_a_further_iter_loses_nothing_or_closes() -> Non
         loader = make(8, num_workers=1, persistent_workers=True)
         batches = iter(loader)
         assert next(batches) == 0
-        if interrupted(lambda loader=loader: iter(loader), nth):
+        if interrupted(lambda loader=loader: iter(loader), FILES, nth):
             break
         # Whoever goes on with the iterator has all of an epoch, or is told.
         try:
@@ -812,7 +764,7 @@ def test_a_ctrl_c_at_any_line_of_close_lets_the_next_one_end_all() -> None:
         loader = make(8)
         batches = iter(loader)
         assert next(batches) == 0
-        if interrupted(loader.close, nth):
+        if interrupted(loader.close, FILES, nth):
             break
         loader.close()
         wait_until(lambda: not ours())
