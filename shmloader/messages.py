@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     RESUME_STREAM = 8
     BATCH_EMPTY = 9
     STATE_PART = 10
+    LOADED = 11
 
 
 class Spilled(NamedTuple):
@@ -190,6 +191,10 @@ class StatePart(NamedTuple):
     data: bytes
 
 
+class Loaded(NamedTuple):
+    """Worker → main: its interpreter is up and the dataset is there. Its first message."""
+
+
 class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered.
 
@@ -202,7 +207,7 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
-FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart
+FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart | Loaded
 
 _KINDS: dict[type, int] = {
     NewSlot: int(Kind.NEW_SLOT),
@@ -216,6 +221,7 @@ _KINDS: dict[type, int] = {
     ResumeStream: int(Kind.RESUME_STREAM),
     BatchEmpty: int(Kind.BATCH_EMPTY),
     StatePart: int(Kind.STATE_PART),
+    Loaded: int(Kind.LOADED),
 }
 _TYPES = (
     NewSlot,
@@ -229,6 +235,7 @@ _TYPES = (
     ResumeStream,
     BatchEmpty,
     StatePart,
+    Loaded,
 )
 
 

@@ -40,6 +40,7 @@ from shmloader.messages import (
     BatchFailed,
     DropSlot,
     EpochStarted,
+    Loaded,
     NewSlot,
     ResumeStream,
     Spilled,
@@ -253,6 +254,8 @@ class _Worker:
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
+            with contextlib.suppress(OSError):  # nobody listens any more
+                self._channel.send(pack(Loaded()))
             self._by_value = payload.by_value
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,

@@ -187,15 +187,23 @@ class ProcessPool:
                 _raise_what_lacks(error)
             raise
         self.readings.open(functools.partial(_read_vitals, weakref.ref(self)))
-        if not may_replace:
-            self._payload.close()
-            self._payload = None
-            lifeline.close_read()
-            board.close_for_start()
+        self._may_replace = may_replace
+        self._forget_starts()
+
+    def _forget_starts(self) -> None:
+        """Let go of what it takes to start a worker, if there is none to come."""
+        if self._may_replace or len(self._workers) < len(self._starts) or self._payload is None:
+            return
+        assert self._lifeline is not None
+        assert self._board is not None
+        self._payload.close()
+        self._payload = None
+        self._lifeline.close_read()
+        self._board.close_for_start()
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The worker processes, by number."""
+        """The worker processes that have been started, by number."""
         return [worker.process for worker in self._workers]
 
     def _make_payload(self, objects: object) -> "Payload | ForkedPayload":
@@ -290,6 +298,7 @@ class ProcessPool:
             raise
         self._workers.append(new)
         self._end_if_closed(new)
+        self._forget_starts()
 
     def _end_if_closed(self, new: WorkerHandle) -> None:
         """Whoever closes may not have seen a worker that has come meanwhile."""
