@@ -1,6 +1,7 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sized
@@ -68,6 +69,16 @@ _AUTO_WARNING = (
     "streams depends on who loads them, and so on the machine's speed. Give seed=, and it does "
     "not; if samples draw nothing, there is nothing to heed."
 )
+
+
+def _own_parts() -> dict[str, Any]:
+    """Attributes that each loader has of its own: a copy of it, or a pickle, gets new ones."""
+    return {
+        "_open_iterators": weakref.WeakSet(),
+        "_begin_lock": threading.RLock(),
+        "failures": FailureList(),
+        "_statistics": Statistics(),
+    }
 
 
 class DataLoader(MeasuredLoader[_T_co]):
@@ -279,8 +290,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             fetch_concurrency, is_iterable=isinstance(dataset, IterableDataset | MapDataPipe)
         )
         self.fetch_concurrency = fetch_concurrency
-        self.failures: FailureList[FailedSample] = FailureList()
-        self._statistics = Statistics()
+        self.__dict__.update(_own_parts())
         self.last_batch = last_batch
         if last_batch == "rollover":
             assert batch_size is not None
@@ -294,7 +304,6 @@ class DataLoader(MeasuredLoader[_T_co]):
         self._progress = Progress()
         self._is_closed = False
         self._has_counted_objects = False
-        self._open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _take_auto(self, dataset: object, *, is_seeded: bool) -> int:
         """The number of workers to begin with; called by the constructor."""
@@ -367,6 +376,9 @@ class DataLoader(MeasuredLoader[_T_co]):
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False
 
+    failures: FailureList[FailedSample]
+    _open_iterators: weakref.WeakSet[Any]
+    _begin_lock: threading.RLock
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
 
@@ -423,13 +435,15 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             ClosedLoaderError: After ``close()``.
         """
-        if self._is_closed:
-            raise ClosedLoaderError("the loader is closed")
-        if getattr(self._iterator, "is_closed", False):
-            # Its workers died or were ended; the next epoch gets new ones.
-            self._iterator = None
-        self._begin_epoch()
-        return super().__iter__()
+        # What an epoch begins with, its iterator finds here: threads begin one after the other.
+        with self._begin_lock:
+            if self._is_closed:
+                raise ClosedLoaderError("the loader is closed")
+            if getattr(self._iterator, "is_closed", False):
+                # Its workers died or were ended; the next epoch gets new ones.
+                self._iterator = None
+            self._begin_epoch()
+            return super().__iter__()
 
     def close(self) -> None:
         """End all workers of this loader and free its memory. May be called again.
@@ -464,14 +478,13 @@ class DataLoader(MeasuredLoader[_T_co]):
         state = self.__dict__.copy()
         state["_iterator"] = None
         state |= self._unbegun()
-        del state["_open_iterators"], state["failures"], state["_statistics"]
+        for name in _own_parts():
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`__getstate__` gave."""
         self.__dict__.update(state)
-        self.__dict__["_open_iterators"] = weakref.WeakSet()
-        self.__dict__["failures"] = FailureList()
-        self.__dict__["_statistics"] = Statistics()
+        self.__dict__.update(_own_parts())
         if self._adapter is not None:
             self.__dict__["_adapter"] = Adapter(self.num_workers, self._adapter.most)

@@ -201,6 +201,32 @@ def test_threads_can_iterate_one_loader_at_once() -> None:
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_thread_that_begins_an_epoch_is_not_disturbed_by_one_that_begins_another(
+    num_workers: int,
+) -> None:
+    begun, other_is_on = threading.Event(), threading.Event()
+
+    class Batches:
+        def __iter__(self) -> Iterator[list[int]]:
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                other_is_on.wait(0.5)  # in vain, where one waits for the other
+            return iter([[n] for n in range(6)])
+
+    loader = DataLoader(Squares(6), batch_sampler=Batches(), num_workers=num_workers)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(loader))
+    thread.start()
+    assert begun.wait(20)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(4)]
+    other_is_on.set()
+    thread.join(50)
+    assert_same(found, [*first, *batches])
+    assert len(found) == 6
+
+
 def test_an_iterator_made_in_one_thread_may_be_used_in_another() -> None:
     def drive(loader: Any) -> list[Any]:
         iterator = iter(loader)
