@@ -42,7 +42,7 @@ test-integration: $(STAMP)-test
 	@$(BIN)/python -m pytest --numprocesses=3 tests/integration $(ARGS)
 
 test-all: $(STAMP)-test
-	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=3 $(ARGS)
+	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=3 --override-ini=faulthandler_timeout=3600 $(ARGS)
 
 check: $(STAMP)-test
 	$(BIN)/ruff check .
