@@ -35,7 +35,6 @@ class Kind(enum.IntEnum):
     RESUME_STREAM = 8
     BATCH_EMPTY = 9
     STATE_PART = 10
-    LOADED = 11
 
 
 class Spilled(NamedTuple):
@@ -191,10 +190,6 @@ class StatePart(NamedTuple):
     data: bytes
 
 
-class Loaded(NamedTuple):
-    """Worker → main: its interpreter is up and the dataset is there. Its first message."""
-
-
 class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered.
 
@@ -207,7 +202,7 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
-FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart | Loaded
+FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart
 
 _KINDS: dict[type, int] = {
     NewSlot: int(Kind.NEW_SLOT),
@@ -221,7 +216,6 @@ _KINDS: dict[type, int] = {
     ResumeStream: int(Kind.RESUME_STREAM),
     BatchEmpty: int(Kind.BATCH_EMPTY),
     StatePart: int(Kind.STATE_PART),
-    Loaded: int(Kind.LOADED),
 }
 _TYPES = (
     NewSlot,
@@ -235,7 +229,6 @@ _TYPES = (
     ResumeStream,
     BatchEmpty,
     StatePart,
-    Loaded,
 )
 
 

@@ -26,7 +26,6 @@ from shmloader.engine.routing import Pace
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.sender import Sender
 from shmloader.engine.slots import SlotState
-from shmloader.engine.starting import Starting
 from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.engine.streams import StreamBook
 from shmloader.engine.wording import (
@@ -53,7 +52,6 @@ from shmloader.messages import (
     BatchEmpty,
     BatchFailed,
     EpochStarted,
-    Loaded,
     Spilled,
     StartEpoch,
     StatePart,
@@ -100,7 +98,6 @@ class Engine(EngineBase):
         watch: Notes bad samples; None if they are raised.
         present: Workers that are there at first; the others come by :meth:`want_workers`. None: all
             are, and stay. With ``any_worker`` only.
-        starting: Who of those is yet to be started. None: nobody.
     """
 
     def __init__(
@@ -121,7 +118,6 @@ class Engine(EngineBase):
         demand: Demand | None = None,
         watch: FailureWatch | None = None,
         present: int | None = None,
-        starting: Starting | None = None,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
@@ -160,7 +156,6 @@ class Engine(EngineBase):
         self.counts.slot_count = window + lend_limit
         self._layouts = Layouts(worker_count)
         self._sender = Sender(pool, self.arena, worker_count)
-        self._starting = starting or Starting((), (), at_once=1)
         # Deaths that were noted, and whose worker is to be replaced.
         self._to_replace: dict[int, Death] = {}
         # Those that have left the epoch before.
@@ -176,8 +171,7 @@ class Engine(EngineBase):
             SharedMemoryError: If there is no memory for it.
         """
         for worker_id in range(self._worker_count):
-            if worker_id not in self._starting.waiting:
-                self._resume(worker_id)
+            self._resume(worker_id)
 
     def _resume(self, worker_id: int) -> None:
         if self._streams is not None:
@@ -218,8 +212,6 @@ class Engine(EngineBase):
         self._prime()
 
     def _finish_epoch(self) -> None:
-        for worker_id in list(self._starting.waiting):
-            self._begin_worker(worker_id)  # what it was to load is loaded, too
         for slot_id in self._scheduler.end_epoch():
             self._sender.retire(slot_id)
         # Those that were about to go stay for now, since they have to be waited for.
@@ -265,8 +257,6 @@ class Engine(EngineBase):
         while True:
             if self._inbox:
                 self.take_tickets()
-            if self._starting.waiting:
-                self._begin_workers()
             if self._may_deliver():
                 self._is_handing_over = True
                 ticket = scheduler.take_next()
@@ -299,7 +289,7 @@ class Engine(EngineBase):
         do, all of them are to be looked after.
         """
         awaited = None if self.any_worker else self._scheduler.awaited()
-        if awaited is None or awaited.holder in self._starting.waiting:
+        if awaited is None:
             return False
         self._is_amid = True
         data = self._pool.receive(awaited.holder)
@@ -452,9 +442,7 @@ class Engine(EngineBase):
             self._send(ticket)
 
     def _send(self, ticket: Ticket) -> None:
-        """Send a ticket to its worker, now or when that is started."""
-        if ticket.holder in self._starting.waiting:
-            return
+        """Send a ticket to its worker."""
         try:
             refused = self._sender.send(ticket, self._scheduler.epoch)
         except (OSError, SharedMemoryError) as error:
@@ -503,7 +491,6 @@ class Engine(EngineBase):
             for worker_id, death in enumerate(deaths)
             if death is None
             and worker_id not in self._to_replace
-            and worker_id not in self._starting.waiting
             and (worker_id not in self._scheduler.away or worker_id in self._leaving)
         ]
 
@@ -537,7 +524,9 @@ class Engine(EngineBase):
             self._have_done(functools.partial(self._replace_worker, worker_id, text))
             # It knows nothing of an epoch before.
             self._ready_workers.add(worker_id)
-            self._send_all(worker_id)
+            self._resume(worker_id)
+            for ticket in self._scheduler.wanted_of(worker_id):
+                self._send(ticket)
             self._scheduler.worker_replaced(worker_id)
             self._since[worker_id] = None
             self._assign()
@@ -559,26 +548,6 @@ class Engine(EngineBase):
         del self._to_replace[worker_id]
         self._layouts.forget(worker_id)
         self._sender.forget(worker_id)
-
-    def _send_all(self, worker_id: int) -> None:
-        """Tell a worker that has just been started where to begin, and what to load."""
-        self._resume(worker_id)
-        for ticket in self._scheduler.wanted_of(worker_id):
-            self._send(ticket)
-
-    def _begin_workers(self) -> None:
-        """Start those of the workers that have waited long enough."""
-        while (worker_id := self._starting.next()) is not None:
-            self._begin_worker(worker_id)
-
-    def _begin_worker(self, worker_id: int) -> None:
-        try:
-            self._have_done(functools.partial(self._start_worker, worker_id))
-        except OSError as error:
-            self._fail(error)
-        self._starting.begun(worker_id)
-        self._send_all(worker_id)
-        self._is_amid = False
 
     # More workers, or fewer ---------------------------------------------------------------
 
@@ -648,9 +617,7 @@ class Engine(EngineBase):
     def _take(self, worker_id: int, data: bytes) -> None:
         """Take note of a worker's message."""
         message = unpack(data)
-        if self._starting.waiting:
-            self._starting.heard(worker_id)
-        if self._streams is not None and type(message) is not Loaded:
+        if self._streams is not None:
             self._sender.arrived(worker_id)
         if type(message) is BatchDone:
             self._take_batch(worker_id, message)
@@ -669,7 +636,7 @@ class Engine(EngineBase):
             self._ready_workers.add(worker_id)
         elif type(message) is StatePart and self._streams is not None:
             self._streams.note_part(worker_id, message.data)
-        elif type(message) is not Loaded:
+        else:
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:

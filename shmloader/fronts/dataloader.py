@@ -1,10 +1,11 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
+import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -71,11 +72,26 @@ _AUTO_WARNING = (
 )
 
 
+class _BeginLock:
+    """Held by the thread that begins an epoch. A forked child does not find it held."""
+
+    def __init__(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold it, once nobody else does."""
+        if self._pid != os.getpid():  # by a thread that is not there
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        with self._lock:
+            yield
+
+
 def _own_parts() -> dict[str, Any]:
     """Attributes that each loader has of its own: a copy of it, or a pickle, gets new ones."""
     return {
         "_open_iterators": weakref.WeakSet(),
-        "_begin_lock": threading.RLock(),
+        "_begin_lock": _BeginLock(),
         "failures": FailureList(),
         "_statistics": Statistics(),
     }
@@ -378,7 +394,7 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     failures: FailureList[FailedSample]
     _open_iterators: weakref.WeakSet[Any]
-    _begin_lock: threading.RLock
+    _begin_lock: _BeginLock
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
 
@@ -436,7 +452,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             ClosedLoaderError: After ``close()``.
         """
         # What an epoch begins with, its iterator finds here: threads begin one after the other.
-        with self._begin_lock:
+        with self._begin_lock.held():
             if self._is_closed:
                 raise ClosedLoaderError("the loader is closed")
             if getattr(self._iterator, "is_closed", False):

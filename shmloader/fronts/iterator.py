@@ -25,11 +25,9 @@ from shmloader.engine.adapting import Adapter
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
-from shmloader.engine.starting import Starting
 from shmloader.engine.stream_states import StreamStates
 from shmloader.faults import FAULTS
 from shmloader.fronts.recipe import (
-    first_workers,
     no_transform,
     plan_and_watch,
     seed_of_workers,
@@ -341,7 +339,6 @@ class WorkerIterator(EngineIterator):
             if options.window is None:
                 window = most * loader.prefetch_factor
         self._wanted = present
-        first = present if self._adapter is not None else first_workers(loader, root)
         self._pool = ProcessPool(
             loader.multiprocessing_context,
             most,
@@ -350,7 +347,7 @@ class WorkerIterator(EngineIterator):
             int(self._base_seed),
             demand,
             may_replace=options.worker_restarts > 0 or self._adapter is not None,
-            started=first,
+            started=present,
         )
         self._engine = Engine(
             self._pool,
@@ -368,7 +365,6 @@ class WorkerIterator(EngineIterator):
             demand=demand,
             watch=watch,
             present=present,
-            starting=Starting(range(first), range(first, present), at_once=first),
         )
         if options.shm_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes

@@ -1,10 +1,8 @@
 """What every iterator reads of its loader: how batches are made, seeded, and transformed."""
 
 import contextlib
-import multiprocessing
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
@@ -13,7 +11,6 @@ from shmloader.engine.failures import FailureWatch
 from shmloader.engine.stream_states import StreamStates
 from shmloader.options import Options
 from shmloader.shared.counting import describe_many, estimate_objects
-from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.sample_streams import base_seed
 
@@ -58,19 +55,6 @@ def take_resumed(loader: Any) -> StreamStates | None:
     resumed: StreamStates | None = loader._resume_streams
     loader._streams = loader._resume_streams = None
     return resumed
-
-
-def first_workers(loader: Any, root: Path) -> int:
-    """How many workers are started at once; the others, one when another is ready.
-
-    All under fork, where a worker is ready within milliseconds, and with a timeout, which counts
-    from the call of ``next()``, whoever's turn it is. Else as many as there are cores.
-    """
-    context = loader.multiprocessing_context or multiprocessing.get_context()
-    count: int = loader.num_workers
-    if context.get_start_method() == "fork" or loader.timeout:
-        return count
-    return min(count, usable_cores(root))
 
 
 def warn_of_many_objects(loader: Any) -> None:

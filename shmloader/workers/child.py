@@ -40,7 +40,6 @@ from shmloader.messages import (
     BatchFailed,
     DropSlot,
     EpochStarted,
-    Loaded,
     NewSlot,
     ResumeStream,
     Spilled,
@@ -78,6 +77,7 @@ from shmloader.workers.stream import (
     save,
     save_dataset,
 )
+from shmloader.workers.turns import Turns, WorkerTurn
 
 # Batches of which the user's code may keep memory before it gets no more of it.
 _KEPT_LIMIT = 4
@@ -102,6 +102,7 @@ class WorkerStart:
         board: Where it says what it is at.
         demand: What the iterator may ask of memory; None: nobody asks whether it is there.
         is_debugging: Whether answers carry a checksum.
+        turns: Whose turn it is to get ready; None: everybody's.
     """
 
     worker_id: int
@@ -112,6 +113,7 @@ class WorkerStart:
     board: Board | WorkerBoard
     demand: Demand | None = None
     is_debugging: bool = False
+    turns: Turns | WorkerTurn | None = None
 
 
 def worker_main(
@@ -254,8 +256,8 @@ class _Worker:
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
-            with contextlib.suppress(OSError):  # nobody listens any more
-                self._channel.send(pack(Loaded()))
+                if isinstance(start.turns, WorkerTurn):
+                    start.turns.end()
             self._by_value = payload.by_value
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,

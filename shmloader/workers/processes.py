@@ -45,6 +45,7 @@ from shmloader.stats.readings import Readings, Vitals
 from shmloader.workers.bell import SIGNAL_S
 from shmloader.workers.board import AtWork, Board, measure_memory
 from shmloader.workers.child import WorkerStart, worker_main
+from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
 from shmloader.workers.handle import KILL_S, WorkerHandle, end_all
@@ -56,6 +57,7 @@ from shmloader.workers.payload import (
     Payload,
     unimportable_main_hidden,
 )
+from shmloader.workers.turns import Turns
 
 # How long close() waits for a worker to end by itself: it may be inside a sample.
 _GRACE_S = 1.0
@@ -168,15 +170,19 @@ class ProcessPool:
         # Of each worker number, what those used that were replaced.
         self._used_before: dict[int, Vitals] = {}
         self._lifeline: Lifeline | None = None
+        self._turns: Turns | None = None
         self._board: Board | None = None
         try:
+            if self._context.get_start_method() == "spawn":
+                cores = usable_cores(Path("/" if demand is None else demand.root))
+                self._turns = Turns(cores) if worker_count > cores else None
             lifeline = self._lifeline = Lifeline()
             board = self._board = Board(worker_count)
             self._payload = self._make_payload(objects)
             for worker_id in range(worker_count):
                 start = WorkerStart(
                     worker_id, worker_count, base_seed, plan, lifeline, board, demand,
-                    is_debugging(),
+                    is_debugging(), self._turns,
                 )  # fmt: skip
                 self._starts.append(start)
             for worker_id in range(worker_count if started is None else started):
@@ -187,23 +193,15 @@ class ProcessPool:
                 _raise_what_lacks(error)
             raise
         self.readings.open(functools.partial(_read_vitals, weakref.ref(self)))
-        self._may_replace = may_replace
-        self._forget_starts()
-
-    def _forget_starts(self) -> None:
-        """Let go of what it takes to start a worker, if there is none to come."""
-        if self._may_replace or len(self._workers) < len(self._starts) or self._payload is None:
-            return
-        assert self._lifeline is not None
-        assert self._board is not None
-        self._payload.close()
-        self._payload = None
-        self._lifeline.close_read()
-        self._board.close_for_start()
+        if not may_replace:
+            self._payload.close()
+            self._payload = None
+            lifeline.close_read()
+            board.close_for_start()
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The worker processes that have been started, by number."""
+        """The worker processes, by number."""
         return [worker.process for worker in self._workers]
 
     def _make_payload(self, objects: object) -> "Payload | ForkedPayload":
@@ -227,6 +225,8 @@ class ProcessPool:
             args=(self._payload, theirs, self._starts[worker_id], closer),
             daemon=True,
         )
+        if self._turns is not None:
+            self._turns.admit(process)
         self._starting = ours
         try:
             with theirs, _sigint_blocked(), self._others_parked(), unimportable_main_hidden():
@@ -298,7 +298,6 @@ class ProcessPool:
             raise
         self._workers.append(new)
         self._end_if_closed(new)
-        self._forget_starts()
 
     def _end_if_closed(self, new: WorkerHandle) -> None:
         """Whoever closes may not have seen a worker that has come meanwhile."""
@@ -417,6 +416,8 @@ class ProcessPool:
         while (data := worker.receive()) is not None:
             yield worker_id, data
         worker.is_lost = True
+        if self._turns is not None:
+            self._turns.put_back()
         worker.outbox.clear()
         with contextlib.suppress(KeyError):
             self._poll.unregister(worker.channel)
@@ -508,7 +509,7 @@ class ProcessPool:
 
     def _close_shared(self) -> None:
         self._waker = None
-        for part in (self._payload, self._lifeline, self._board):
+        for part in (self._payload, self._lifeline, self._board, self._turns):
             if part is not None:
                 part.close()
 

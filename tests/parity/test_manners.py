@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 import multiprocessing
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
@@ -225,6 +227,31 @@ def test_a_thread_that_begins_an_epoch_is_not_disturbed_by_one_that_begins_anoth
     thread.join(50)
     assert_same(found, [*first, *batches])
     assert len(found) == 6
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    begun, go_on, main_pid = threading.Event(), threading.Event(), os.getpid()
+
+    class Batches:
+        def __iter__(self) -> Iterator[list[int]]:
+            if os.getpid() == main_pid:
+                begun.set()
+                assert go_on.wait(20)
+            return iter([[0], [1]])
+
+    loader = DataLoader(Squares(2), batch_sampler=Batches())
+    thread = threading.Thread(target=list, args=(loader,))
+    thread.start()
+    assert begun.wait(20)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        os._exit(len(list(loader)))
+    status = os.waitpid(pid, 0)[1]
+    go_on.set()
+    thread.join(20)
+    assert os.waitstatus_to_exitcode(status) == 2
 
 
 def test_an_iterator_made_in_one_thread_may_be_used_in_another() -> None:
