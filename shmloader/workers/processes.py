@@ -417,7 +417,7 @@ class ProcessPool:
             yield worker_id, data
         worker.is_lost = True
         if self._turns is not None:
-            self._turns.put_back()
+            self._turns.go_on()
         worker.outbox.clear()
         with contextlib.suppress(KeyError):
             self._poll.unregister(worker.channel)

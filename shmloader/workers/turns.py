@@ -6,21 +6,23 @@ first batch came four times as late as it could.
 
 All workers are started at once; what waits is the interpreter, before it imports anything::
 
-    main                        worker                       a pipe with a token for each core
-    ────                        ──────                       ─────────────────────────────────
+    main                        worker                       a pipe, empty at first
+    ────                        ──────                       ──────────────────────
     starts it ────────────────▶ interpreter is up
-    sends name, path, main      reads its name ◀──────────── takes a token, or waits for one
+    sends name, path, main      reads its name ◀──────────── waits for a token, unless it is
+                                                             one of the first, whose batches are
+                                                             wanted first
                                 imports main, torch, us
-                                loads the dataset ─────────▶ puts it back
+                                loads the dataset ─────────▶ puts one there
                                 worker_init_fn, batches
-    sees it dead ──────────────────────────────────────────▶ puts it back
+    sees it dead ──────────────────────────────────────────▶ puts one there
 
 The name of its process is the first thing that it unpickles, before the main module is imported
 and before any module of ours could be. So the wait is part of the pickled name: it is made of
 functions of the standard library, ``os.read`` and one that passes over what that has read.
 
-**Guarantees.** A token comes back when the dataset is loaded, when that failed, and when the worker
-is dead: then from the main process, which is told of it in ``next()``. One too many does no harm.
+**Guarantees.** A token comes when a dataset is loaded, when that failed, and when a worker is dead:
+then from the main process, which is told of it in ``next()``. One too many does no harm.
 """
 
 import contextlib
@@ -60,7 +62,7 @@ class Turns:
     """The main process's side. Owns the pipe; the pool owns it."""
 
     def __init__(self, at_once: int) -> None:
-        """Make the tokens.
+        """Nobody has begun.
 
         Args:
             at_once: How many workers get ready at a time.
@@ -69,20 +71,23 @@ class Turns:
             OSError: If there are no descriptors left.
         """
         self._read, self._write = os.pipe()
-        os.write(self._write, _TOKEN * at_once)
+        self._free = at_once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the worker's turn; under spawn its descriptors have the numbers of ours."""
         return WorkerTurn, (reduction.DupFd(self._read), reduction.DupFd(self._write))
 
     def admit(self, process: Any) -> None:
-        """Have a process that is about to be started wait for its turn."""
+        """Have a process that is about to be started wait for its turn, if it is not there yet."""
+        if self._free:
+            self._free -= 1
+            return
         name = _AwaitedName(process.name)
         name._read = self._read
         process.name = name
 
-    def put_back(self) -> None:
-        """A worker is dead, which may have had a token."""
+    def go_on(self) -> None:
+        """A worker is dead, whose turn it may have been."""
         os.write(self._write, _TOKEN)
 
     def close(self) -> None:

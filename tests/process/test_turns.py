@@ -119,12 +119,12 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process() -> None:
         thread.start()
         return thread
 
-    read().join(20)
+    read().join(20)  # one of the first
     assert found == ["Process-7"]
     second = read()
     second.join(0.1)
     assert second.is_alive()
-    turns.put_back()
+    turns.go_on()
     second.join(20)
     assert found == ["Process-7"] * 2
     assert {type(name) for name in found} == {str}
