@@ -26,6 +26,7 @@ then from the main process, which is told of it in ``next()``. One too many does
 """
 
 import contextlib
+import io
 import operator
 import os
 from multiprocessing import reduction
@@ -70,12 +71,14 @@ class Turns:
         Raises:
             OSError: If there are no descriptors left.
         """
-        self._read, self._write = os.pipe()
+        read, write = os.pipe()
+        self._read, self._write = io.FileIO(read), io.FileIO(write, "w")
         self._free = at_once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the worker's turn; under spawn its descriptors have the numbers of ours."""
-        return WorkerTurn, (reduction.DupFd(self._read), reduction.DupFd(self._write))
+        ends = (self._read.fileno(), self._write.fileno())
+        return WorkerTurn, tuple(map(reduction.DupFd, ends))
 
     def admit(self, process: Any) -> None:
         """Have a process that is about to be started wait for its turn, if it is not there yet."""
@@ -83,20 +86,17 @@ class Turns:
             self._free -= 1
             return
         name = _AwaitedName(process.name)
-        name._read = self._read
+        name._read = self._read.fileno()
         process.name = name
 
     def go_on(self) -> None:
         """A worker is dead, whose turn it may have been."""
-        os.write(self._write, _TOKEN)
+        self._write.write(_TOKEN)
 
     def close(self) -> None:
         """Close the pipe. May be called again."""
-        for name in ("_read", "_write"):
-            descriptor = getattr(self, name)
-            setattr(self, name, -1)
-            if descriptor >= 0:
-                os.close(descriptor)
+        self._read.close()
+        self._write.close()
 
 
 class WorkerTurn:
