@@ -45,11 +45,12 @@ def interrupted(
 ) -> list[object]:
     """What a function gives; nothing if it was interrupted at its nth line in some files."""
     found: list[object] = []
+    interrupter = Interrupter(files, nth)
 
     def run() -> None:
         # An interruption of a finaliser that the collector runs is printed and goes no further.
         gc.disable()
-        sys.settrace(Interrupter(files, nth))
+        sys.settrace(interrupter)
         try:
             result = function()
         except KeyboardInterrupt:
@@ -62,4 +63,5 @@ def interrupted(
     # On a thread of its own, which has no handlers around it for the interruption to confuse.
     with in_thread(run):
         pass
+    assert not found or interrupter.left > 0, "it was interrupted, and went on"
     return found
