@@ -37,6 +37,15 @@ def _services_of_multiprocessing() -> None:
     forkserver.ensure_running()
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Collect what is garbage by now, and during the test only where it calls `gc.collect`."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

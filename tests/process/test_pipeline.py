@@ -270,7 +270,7 @@ def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
     reached.close()
 
 
-def test_a_pipeline_that_becomes_garbage_on_a_thread_of_another_ends_all_the_same():
+def test_a_pipeline_that_becomes_garbage_on_a_thread_of_another_ends_all_the_same(no_collector):
     class Holder:
         def __init__(self):
             self.itself = self

@@ -203,14 +203,6 @@ def test_a_pipeline_in_a_cycle_with_its_ops_is_garbage_when_nobody_uses_it(is_it
         time.sleep(0.01)
 
 
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def test_what_is_in_flight_is_freed_when_an_epoch_is_left(no_collector):
     class Item:
         pass
