@@ -77,7 +77,7 @@ from shmloader.workers.stream import (
     save,
     save_dataset,
 )
-from shmloader.workers.turns import Turns, WorkerTurn
+from shmloader.workers.turns import Turns, WorkerTurn, is_ready
 
 # Batches of which the user's code may keep memory before it gets no more of it.
 _KEPT_LIMIT = 4
@@ -153,7 +153,7 @@ def worker_main(
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
         try:
-            _Worker(channel, start, line).run(payload)
+            _Worker(channel, start, line, is_forked=close_inherited is not None).run(payload)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -165,7 +165,10 @@ def worker_main(
 class _Worker:
     """State of a worker between its messages."""
 
-    def __init__(self, channel: socket.socket, start: WorkerStart, line: Line) -> None:
+    def __init__(
+        self, channel: socket.socket, start: WorkerStart, line: Line, *, is_forked: bool
+    ) -> None:
+        self._is_forked = is_forked
         self._channel = channel
         self._start = start
         self._line = line
@@ -256,8 +259,8 @@ class _Worker:
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
-                if isinstance(start.turns, WorkerTurn):
-                    start.turns.end()
+                if not self._is_forked:
+                    is_ready(start.turns)
             self._by_value = payload.by_value
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,

@@ -57,7 +57,7 @@ from shmloader.workers.payload import (
     Payload,
     unimportable_main_hidden,
 )
-from shmloader.workers.turns import Turns
+from shmloader.workers.turns import Turns, get_ready
 
 # How long close() waits for a worker to end by itself: it may be inside a sample.
 _GRACE_S = 1.0
@@ -225,8 +225,8 @@ class ProcessPool:
             args=(self._payload, theirs, self._starts[worker_id], closer),
             daemon=True,
         )
-        if self._turns is not None:
-            self._turns.admit(process)
+        if not isinstance(self._payload, ForkedPayload):
+            get_ready(process, self._turns)
         self._starting = ours
         try:
             with theirs, _sigint_blocked(), self._others_parked(), unimportable_main_hidden():

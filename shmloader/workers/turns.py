@@ -1,4 +1,7 @@
-"""Fresh interpreters get ready in turns: as many at a time as there are cores.
+"""Fresh interpreters get ready: without the garbage collector, and in turns, as there are cores.
+
+Importing torch makes a quarter of a million objects, all of which stay. The collector looks through
+them again and again meanwhile, a tenth of the time, so it is off until the worker is ready.
 
 Under spawn a worker imports torch and unpickles the dataset, seconds of a core's time. Where all do
 so at once on fewer cores, the first is ready when the last is: with eight workers on two cores the
@@ -18,14 +21,16 @@ All workers are started at once; what waits is the interpreter, before it import
     sees it dead ──────────────────────────────────────────▶ puts one there
 
 The name of its process is the first thing that it unpickles, before the main module is imported
-and before any module of ours could be. So the wait is part of the pickled name: it is made of
-functions of the standard library, ``os.read`` and one that passes over what that has read.
+and before any module of ours could be. So all this is part of the pickled name: it is made of
+functions of the standard library, ``gc.disable``, ``os.read`` and one that passes over what these
+give.
 
 **Guarantees.** A token comes when a dataset is loaded, when that failed, and when a worker is dead:
 then from the main process, which is told of it in ``next()``. One too many does no harm.
 """
 
 import contextlib
+import gc
 import io
 import operator
 import os
@@ -45,18 +50,42 @@ class _Later:
         return self._call
 
 
-class _AwaitedName(str):
-    """A process's name. The first to unpickle it waits for a token; whoever is next does not."""
+class _FirstWord(str):
+    """A process's name. To unpickle it does what is to be done first, but only the first time."""
 
-    __slots__ = ("_read",)
-    _read: int | None
+    __slots__ = ("_to_do",)
+    _to_do: list[_Later]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        read, self._read = self._read, None
-        if read is None:
-            return str, (str(self),)
-        token = _Later(os.read, read, len(_TOKEN))
-        return operator.itemgetter(1), ((token, str(self)),)
+        to_do, self._to_do = self._to_do, []
+        return operator.itemgetter(-1), ((*to_do, str(self)),)
+
+
+def get_ready(process: Any, turns: "Turns | None") -> None:
+    """Say what a process that is about to be started is to do first.
+
+    Args:
+        process: It. A fresh interpreter, which calls :func:`is_ready` then.
+        turns: It waits for its turn, if it is not there yet; None: it is.
+    """
+    to_do = [_Later(gc.disable)]
+    read = None if turns is None else turns.admit()
+    if read is not None:
+        to_do.append(_Later(os.read, read, len(_TOKEN)))
+    name = _FirstWord(process.name)
+    name._to_do = to_do
+    process.name = name
+
+
+def is_ready(turn: Any) -> None:
+    """In the worker: go on as any process; and it is somebody else's turn. Once.
+
+    Args:
+        turn: The worker's; None where there were none.
+    """
+    gc.enable()
+    if isinstance(turn, WorkerTurn):
+        turn.end()
 
 
 class Turns:
@@ -80,14 +109,12 @@ class Turns:
         ends = (self._read.fileno(), self._write.fileno())
         return WorkerTurn, tuple(map(reduction.DupFd, ends))
 
-    def admit(self, process: Any) -> None:
-        """Have a process that is about to be started wait for its turn, if it is not there yet."""
+    def admit(self) -> int | None:
+        """Another process. Gives the descriptor of which it waits for a token; None: its turn."""
         if self._free:
             self._free -= 1
-            return
-        name = _AwaitedName(process.name)
-        name._read = self._read.fileno()
-        process.name = name
+            return None
+        return self._read.fileno()
 
     def go_on(self) -> None:
         """A worker is dead, whose turn it may have been."""

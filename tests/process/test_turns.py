@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmloader.workers.turns import Turns
+from shmloader.workers.turns import Turns, get_ready
 from tests.process.support import Program, run_program
 
 pytestmark = pytest.mark.timeout(90)
@@ -105,13 +105,42 @@ def test_those_that_wait_for_their_turn_end_with_the_loader_and_with_its_process
     done.assert_quiet(-signal.SIGKILL if at == "kill" else 0)
 
 
-def test_a_name_waits_for_a_token_once_and_is_that_of_the_process() -> None:
+COLLECTOR = """
+import gc
+import torch.utils.data
+from shmloader import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return [self.was_enabled, gc.isenabled()]
+    def __setstate__(self, state):
+        self.was_enabled = gc.isenabled()
+    def __getstate__(self):
+        return {{"it": "has a state"}}
+
+if __name__ == "__main__":
+    context = {method!r}
+    print(*DataLoader(Data(), None, num_workers=1, multiprocessing_context=context))
+    print(gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_there_is_no_collector_until_a_worker_is_ready(method, tmp_path) -> None:
+    done = run_program(COLLECTOR.format(method=method), tmp_path / "program.py")
+    assert done.out.splitlines() == ["[False, True] [False, True]", "True"], done.err
+    assert done.code == 0
+
+
+def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) -> None:
     turns = Turns(1)
     found: list[object] = []
 
     def read() -> threading.Thread:
         process = SimpleNamespace(name="Process-7")
-        turns.admit(process)
+        get_ready(process, turns)
         data = pickle.dumps(process.name)
         # The process itself is pickled after its name.
         assert pickle.loads(pickle.dumps(process.name)) == "Process-7"
