@@ -97,6 +97,7 @@ class Peer:
         methods: Start methods it can be told to use.
         instead: Why not the others.
         shares: Whether its user has ``shmloader.share`` make the dataset anew first.
+        rows: Letters of the rows that it is made for; all rows, if empty.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Peer:
     methods: tuple[str, ...] = ("fork", "spawn")
     instead: str = ""
     shares: bool = False
+    rows: str = ""
 
 
 # ---------------------------------------------------------------- what several need
@@ -223,6 +225,17 @@ def _shmloader(task: Task) -> Iterator[Batches]:
 
     options = {**_torch_options(task), **task.options.get("shmloader", {})}
     return _repeat(shmloader.DataLoader(task.dataset, persistent_workers=True, **options), task)
+
+
+def _shmloader_threads(task: Task) -> Iterator[Batches]:
+    import shmloader
+
+    options = _torch_options(task)
+    del options["multiprocessing_context"]
+    loader = shmloader.DataLoader(
+        task.dataset, persistent_workers=True, thread_pool=True, **options
+    )
+    return _repeat(loader, task)
 
 
 def _torch(task: Task) -> Iterator[Batches]:
@@ -391,7 +404,14 @@ _PEERS = (
     Peer(
         "shmloader, share", "shmloader", "shmloader",
         "the same over `shmloader.share(dataset)`; in row G only.", _shmloader,
-        shares=True,
+        shares=True, rows="G",
+    ),
+    Peer(
+        "shmloader, threads", "shmloader", "shmloader",
+        "`DataLoader(persistent_workers=True, thread_pool=True)`, as its README says for arrays; "
+        "in row K only.",
+        _shmloader_threads,
+        rows="K",
     ),
     Peer(
         "torch", "torch", "torch",

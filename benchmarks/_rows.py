@@ -590,7 +590,7 @@ CASES = {
 
 def names_of(case: Case) -> list[str]:
     """Who is measured on a case."""
-    names = [name for name, peer in PEERS.items() if not peer.shares or case.key.startswith("G")]
+    names = [name for name, peer in PEERS.items() if not peer.rows or case.key[0] in peer.rows]
     return names + ([BARE] if case.bare else [])
 
 

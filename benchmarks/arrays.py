@@ -1,11 +1,11 @@
 """How fast is a loader over data that is an array already?
 
 A ``TensorDataset`` of rows and labels, shuffled and in order, with the default collate: torch's
-loader, ours, and a ceiling: as many processes that do nothing but ``index_select`` into a resident
-buffer, with the indices at hand. Each run is a fresh process and times whole epochs, from
-``iter()`` to the last batch, after a first one; kinds take turns within a round, and ratios are of
-one round. CPU time is that of all processes: it tells more than the clock where others use the
-machine.
+loader, ours with processes, with threads, and with neither, and a ceiling: as many processes that
+do nothing but ``index_select`` into a resident buffer, with the indices at hand. Each run is a
+fresh process and times whole epochs, from ``iter()`` to the last batch, after a first one; kinds
+take turns within a round, and ratios are of one round. CPU time is that of all processes: it tells
+more than the clock where others use the machine.
 
 ``--memory-map`` measures instead what a memory-mapped file of so many bytes costs each worker.
 
@@ -15,6 +15,7 @@ Exit code: 0; 2 if a run failed; 3 if the loaders' batches differ. No figure is 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -41,7 +42,12 @@ _WIDTH = 32
 _HASHED = 20
 _CEILING_S = 0.3
 _CEILING_STRIDE = 8
-LOADERS = {"torch": torch.utils.data.DataLoader, "shmloader": shmloader.DataLoader}
+LOADERS = {
+    "torch": torch.utils.data.DataLoader,
+    "shmloader": shmloader.DataLoader,
+    "shmloader, threads": functools.partial(shmloader.DataLoader, thread_pool=True),
+    "shmloader, no workers": shmloader.DataLoader,
+}
 KINDS = [
     *(f"{name}, {order}" for order in ("shuffled", "in order") for name in LOADERS),
     "ceiling, shuffled",
@@ -62,12 +68,15 @@ def _cpu_s() -> float:
 
 def run_loader(kind: str, samples: int, epochs: int, workers: int) -> dict[str, Any]:
     """Time some epochs of a loader; µs a batch."""
-    name, _, order = kind.partition(", ")
+    name, _, order = kind.rpartition(", ")
     torch.manual_seed(0)
-    loader = LOADERS[name](
-        make_dataset(samples), _BATCH_SIZE, order == "shuffled", num_workers=workers,
-        persistent_workers=True, multiprocessing_context="fork",
-    )  # fmt: skip
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
+    if name == "shmloader, no workers":
+        options = {}
+    elif name != "shmloader, threads":
+        options["multiprocessing_context"] = "fork"
+    make_loader = LOADERS[name]
+    loader = make_loader(make_dataset(samples), _BATCH_SIZE, order == "shuffled", **options)
     content = hashlib.blake2b(digest_size=8)
     for number, batch in enumerate(loader):
         if number < _HASHED or number == len(loader) - 1:
@@ -175,7 +184,7 @@ def _compare(options: argparse.Namespace) -> int:
     print("| loader | µs a batch | of CPU time | speed to torch | by CPU time | to the ceiling |")
     print("|---|---|---|---|---|---|")
     for kind, runs in figures.items():
-        order = kind.partition(", ")[2]
+        order = kind.rpartition(", ")[2]
         cells = [with_spread([run[unit] for run in runs], ",.0f") for unit in ("wall_us", "cpu_us")]
         for other, units in ((f"torch, {order}", ("wall_us", "cpu_us")), (KINDS[-1], ("wall_us",))):
             for unit in units:

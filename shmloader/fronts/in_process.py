@@ -16,13 +16,22 @@ from shmloader.engine.failures import FailureWatch
 from shmloader.engine.stream_states import Place, StreamHere
 from shmloader.engine.wording import describe_indices
 from shmloader.errors import ClosedLoaderError, TooManyFailures
-from shmloader.fronts.recipe import plan_and_watch, seed_of_workers, take_resumed, transform_here
+from shmloader.fronts.recipe import (
+    draw_batches,
+    next_batch,
+    plan_and_watch,
+    seed_of_workers,
+    take_resumed,
+    takes_arrays,
+    transform_here,
+)
 from shmloader.options import Options
 from shmloader.sampling.streams import kept
 from shmloader.stages.pin import pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import parse_device
 from shmloader.stats.record import Record
+from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.fetch import EmptyBatchError, Together, map_style_stop
 from shmloader.workers.sample_streams import SampleStreams
 from shmloader.workers.stopwatch import Stopwatch, bytes_of
@@ -47,7 +56,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._base_seed = seed_of_workers(loader, self._base_seed)
-        self._sampler_iter = loader._begin_draws(self._sampler_iter)
+        self._sampler_iter = loader._begin_draws(draw_batches(self, loader))
         self._device = parse_device(loader.device)
         self._devices = [parse_device(device) for device in options.devices or ()]
         self._transform = transform_here(options)
@@ -85,6 +94,13 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
                     loader.on_error,
                     together=together,
                 )
+        if takes_arrays(self, loader):
+            self._dataset_fetcher = ArrayFetcher(
+                ArraysHere(self._dataset).find_gatherer,
+                self._dataset_fetcher,
+                self._stopwatch.count,
+                may_shard=plan.may_shard,
+            )
         self._ticket_count = 0
         self._streams: StreamHere | None = None
         if self._dataset_kind == _DatasetKind.Iterable:
@@ -107,7 +123,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         """The next batch."""
         began_ns = time.monotonic_ns()
         try:
-            batch = super().__next__()
+            batch = next_batch(self, super().__next__)
         except Exception as error:
             self._record.waited(began_ns, time.monotonic_ns())
             if isinstance(error, StopIteration):

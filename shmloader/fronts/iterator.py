@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -28,6 +27,8 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.stream_states import StreamStates
 from shmloader.faults import FAULTS
 from shmloader.fronts.recipe import (
+    draw_batches,
+    next_batch,
     no_transform,
     plan_and_watch,
     seed_of_workers,
@@ -39,7 +40,6 @@ from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, slot_share
-from shmloader.sampling.index_arrays import array_batches
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
@@ -49,7 +49,6 @@ from shmloader.stages.plain import PlainStage
 from shmloader.stages.target import open_backend, parse_device
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.stats.record import Record
-from shmloader.workers.array_datasets import may_be_columns
 from shmloader.workers.finishing import finish
 from shmloader.workers.processes import ProcessPool
 
@@ -146,10 +145,9 @@ class EngineIterator(_BaseDataLoaderIter):
             self._finalizer.atexit = False
             self._next_batch: Callable[[], Any] = self._source.next_batch
             self._is_exhausted = False
-            self._has_length_to_check = self._IterableDataset_len_called is not None
             # As torch does: the sampler is iterated a second time.
             super()._reset(loader)
-            self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
+            self._begin_draws(loader)
             self._source.start(self._sampler_iter)
             self._record.begun()
         except BaseException:
@@ -163,9 +161,9 @@ class EngineIterator(_BaseDataLoaderIter):
     def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
-    def _draw_batches(self, loader: Any) -> Any:  # noqa: ARG002 - a subclass looks at it
-        """The epoch's index batches, in place of what ``iter()`` of the index sampler gave."""
-        return self._sampler_iter
+    def _begin_draws(self, loader: Any) -> None:
+        """Begin to draw the epoch's index batches."""
+        self._sampler_iter = loader._begin_draws(draw_batches(self, loader))
 
     @abc.abstractmethod
     def _make_end(self) -> Callable[[], None]:
@@ -178,10 +176,9 @@ class EngineIterator(_BaseDataLoaderIter):
         if self._adapter is not None and is_free and isinstance(self._source, StageThread):
             self._source.set_window(loader.num_workers * loader.prefetch_factor)
         super()._reset(loader, first_iter)
-        self._sampler_iter = loader._begin_draws(self._draw_batches(loader))
+        self._begin_draws(loader)
         self._progress = loader._progress
         self._is_exhausted = False
-        self._has_length_to_check = self._IterableDataset_len_called is not None
         self._source.restart(self._sampler_iter)
         begun = self._engine.stream_beginnings
         if begun is not None:
@@ -242,12 +239,7 @@ class EngineIterator(_BaseDataLoaderIter):
         streams = self._streams
         streams_mark = None if streams is None else streams.mark()
         try:
-            if self._has_length_to_check or _profiler_enabled():
-                # torch warns of an iterable dataset that is longer than it said, and records.
-                batch = super().__next__()
-            else:
-                batch = self._next_data()
-                self._num_yielded += 1
+            batch = next_batch(self, super().__next__)
             if FAULTS is not None:
                 FAULTS.reach("main.return")
             self._note_times(began_ns)
@@ -369,13 +361,6 @@ class WorkerIterator(EngineIterator):
         if options.shm_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
-
-    def _draw_batches(self, loader: Any) -> Any:
-        """As arrays, where torch's own samplers give them and the dataset is arrays, too."""
-        is_plain = loader.on_error == "raise" and loader.collate_fn is default_collate
-        if is_plain and self._auto_collation and may_be_columns(loader.dataset):
-            return array_batches(self._index_sampler) or self._sampler_iter
-        return self._sampler_iter
 
     def _make_end(self) -> Callable[[], None]:
         return functools.partial(_end, self._pool, self._engine.arena)

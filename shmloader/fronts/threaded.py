@@ -7,8 +7,9 @@ from typing import Any
 from shmloader.engine.arena import PageLocker
 from shmloader.engine.threaded import ThreadedEngine
 from shmloader.fronts.iterator import EngineIterator
-from shmloader.fronts.recipe import plan_and_watch
+from shmloader.fronts.recipe import plan_and_watch, takes_arrays
 from shmloader.options import Options
+from shmloader.workers.array_fetch import ArraysHere
 from shmloader.workers.thread_task import Recipe
 from shmloader.workers.threads import ThreadPool
 
@@ -27,7 +28,10 @@ class ThreadIterator(EngineIterator):
         locker: PageLocker | None,  # noqa: ARG002 - there are no slots to be locked
     ) -> None:
         plan, watch = plan_and_watch(self, loader)
-        self._recipe = Recipe(plan, loader.dataset, loader.collate_fn, loader.on_error)
+        self._arrays = ArraysHere(loader.dataset) if takes_arrays(self, loader) else None
+        self._recipe = Recipe(
+            plan, loader.dataset, loader.collate_fn, loader.on_error, self._arrays
+        )
         self._pool = ThreadPool(loader.num_workers, loader.worker_init_fn)
         self._engine = ThreadedEngine(
             self._pool,
@@ -37,6 +41,11 @@ class ThreadIterator(EngineIterator):
             timeout_s=loader.timeout,
             watch=watch,
         )
+
+    def _begin_draws(self, loader: Any) -> None:
+        if self._arrays is not None:
+            self._arrays.begin_epoch()
+        super()._begin_draws(loader)
 
     def _make_end(self) -> Callable[[], None]:
         return self._pool.close

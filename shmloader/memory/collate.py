@@ -112,13 +112,7 @@ class SlotCollate:
     def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
         self._collate_fn = collate_fn
         self._writer = writer
-        # The packer knows what torch's map says of tensors, arrays and numbers; a user who
-        # changed the map means to be asked.
-        is_plain = (
-            collate_fn is torch_collate.default_collate
-            and torch_collate.default_collate_fn_map.items() <= _plain_map().items()
-        )
-        self.packer = FlatPacker(writer) if is_plain else None
+        self.packer = FlatPacker(writer) if is_plain(collate_fn) else None
 
     def __call__(self, samples: object) -> "object | FlatLayout":
         """Collate the samples of one batch."""
@@ -133,10 +127,22 @@ class SlotCollate:
             self._writer.is_offered = was_offered
 
 
+def is_plain(collate_fn: object) -> bool:
+    """Whether a function makes of tensors, arrays and numbers what torch's own collate makes.
+
+    A user who changed torch's map, which says what becomes of which, means to be asked.
+    """
+    collate_map = dict(torch_collate.default_collate_fn_map)
+    if collate_map.get(torch.Tensor) is _collate_tensor_fn:
+        collate_map[torch.Tensor] = _torch_collate_tensor_fn
+    plain = _plain_map()
+    return collate_fn is torch_collate.default_collate and collate_map.items() <= plain.items()
+
+
 def _plain_map() -> dict[object, object]:
-    """torch's map as it is with nothing added by the user, our function in it."""
+    """torch's map as it is with nothing added by the user."""
     return {
-        torch.Tensor: _collate_tensor_fn,
+        torch.Tensor: _torch_collate_tensor_fn,
         np.ndarray: torch_collate.collate_numpy_array_fn,
         (np.bool_, np.number, np.object_): torch_collate.collate_numpy_scalar_fn,
         float: torch_collate.collate_float_fn,

@@ -136,11 +136,16 @@ class FlatReader:
         return [self._contain(fields[at : at + length]) for at in range(0, self._count, length)]
 
     def _contain(self, fields: list[Any]) -> object:
-        if self._container == LIST:
-            return fields
-        if self._container == BARE:
-            return fields[0]
-        return dict(zip(self._keys, fields, strict=True))
+        return contain(self._container, self._keys, fields)
+
+
+def contain(container: int, keys: tuple[object, ...], fields: list[Any]) -> object:
+    """A batch of these fields: one of them, the list, or a dict."""
+    if container == LIST:
+        return fields
+    if container == BARE:
+        return fields[0]
+    return dict(zip(keys, fields, strict=True))
 
 
 def private_memory(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":

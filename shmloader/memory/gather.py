@@ -1,7 +1,8 @@
-"""Gathers rows of arrays straight into the slot: batches of data that was never in samples.
+"""Gathers rows of arrays into batches: of data that was never in samples.
 
-What comes out is what torch's ``default_collate`` makes of the rows one by one. A run of indices is
-one copy; rows of some size are streamed past the caches, where the batch is large.
+Straight into the slot in a worker process, and into new tensors in the main one. What comes out is
+what torch's ``default_collate`` makes of the rows one by one. A run of indices is one copy; rows of
+some size are streamed past the caches, where the batch is large.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from shmloader.faults import FAULTS
-from shmloader.memory.flat import FlatLayout, group_tensor
+from shmloader.memory.flat import FlatLayout, contain, group_tensor
 from shmloader.memory.packer import PackingPlan, make_plan
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
@@ -81,20 +82,62 @@ def _make_source(column: Column) -> _Source:
 
 
 class RowGatherer:
-    """Gathers batches of one dataset into the slot of the task in work. One in each worker."""
+    """Gathers batches of one dataset into new tensors. Any threads may, at the same time."""
 
-    def __init__(self, columns: Columns, writer: SlotWriter) -> None:
+    def __init__(self, columns: Columns) -> None:
         self._columns = columns
-        self._writer = writer
         self._sources = [_make_source(column) for column in columns.fields]
         self._specs = [(column.dtype, tuple(column.rows.shape[1:])) for column in columns.fields]
-        # By batch size, and where in the slot the batch begins.
-        self._plans: dict[tuple[int, int], PackingPlan] = {}
 
     @property
     def length(self) -> int:
         """How many samples there are."""
         return self._columns.length
+
+    def gather(self, indices: "_Array | range") -> Any:
+        """A batch.
+
+        Args:
+            indices: Of its samples, at least one, each from 0 up to the length.
+
+        Returns:
+            The batch; of a subclass, what stands for it.
+        """
+        count = len(indices)
+        fields = [
+            torch.empty((count, *shape), dtype=dtype, device="cpu") for dtype, shape in self._specs
+        ]
+        self._fill(
+            indices,
+            [
+                field.view(source.tensor.dtype)
+                for field, source in zip(fields, self._sources, strict=True)
+            ],
+        )
+        return contain(self._columns.container, self._columns.keys, fields)
+
+    def _fill(self, indices: "_Array | range", targets: list[torch.Tensor]) -> None:
+        """Gather each field into its place."""
+        run = _as_run(indices)
+        array = None if run is not None else np.asarray(indices, dtype=np.intp)
+        for source, target in zip(self._sources, targets, strict=True):
+            if source.mapping is not None:
+                mapped = source.mapping[array if run is None else slice(run.start, run.stop)]
+                _copy(source, target, _as_run(mapped), mapped)
+            else:
+                _copy(source, target, run, array)
+            if FAULTS is not None:
+                FAULTS.reach("worker.write")
+
+
+class SlotGatherer(RowGatherer):
+    """Gathers into the slot of the task in work. One in each worker process."""
+
+    def __init__(self, columns: Columns, writer: SlotWriter) -> None:
+        super().__init__(columns)
+        self._writer = writer
+        # By batch size, and where in the slot the batch begins.
+        self._plans: dict[tuple[int, int], PackingPlan] = {}
 
     def gather(self, indices: "_Array | range") -> FlatLayout:
         """Put a batch behind what the slot holds already.
@@ -117,16 +160,7 @@ class RowGatherer:
             plan = make_plan(columns.container, columns.keys, batch, list(self._specs), start)
             self._plans[start, batch] = plan
         self._writer.allocate(plan.end - start)
-        run = _as_run(indices)
-        array = None if run is not None else np.asarray(indices, dtype=np.intp)
-        for source, target in zip(self._sources, self._targets(start, plan), strict=True):
-            if source.mapping is not None:
-                mapped = source.mapping[array if run is None else slice(run.start, run.stop)]
-                _fill(source, target, _as_run(mapped), mapped)
-            else:
-                _fill(source, target, run, array)
-            if FAULTS is not None:
-                FAULTS.reach("worker.write")
+        self._fill(indices, self._targets(start, plan))
         return plan.layout
 
     def _targets(self, start: int, plan: PackingPlan) -> list[torch.Tensor]:
@@ -164,7 +198,7 @@ def _as_run(indices: "_Array | range") -> range | None:
     return range(first, first + count) if is_run else None
 
 
-def _fill(source: _Source, target: torch.Tensor, run: range | None, indices: Any) -> None:
+def _copy(source: _Source, target: torch.Tensor, run: range | None, indices: Any) -> None:
     """Copy rows to their place."""
     if run is not None:
         target.copy_(source.tensor[run.start : run.stop])

@@ -48,6 +48,20 @@ def find_columns(dataset: Any) -> Columns | None:
     return _side_by_side(dataset.tensors, len(dataset))
 
 
+def parts_of(dataset: Any) -> list[Any]:
+    """What a dataset hands out from at present: it shows where something else is in its place."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return list(dataset.tensors)
+    if kind is Subset:
+        return [dataset.indices, *parts_of(dataset.dataset)]
+    if kind is StackDataset:
+        parts = dataset.datasets
+        each = parts.values() if type(parts) is dict else parts
+        return [inner for part in each for inner in parts_of(part)]
+    return [dataset]
+
+
 def _side_by_side(parts: Any, length: int) -> Columns | None:
     """The fields of a tuple, or of a dict; None if a part is not one field by itself."""
     is_dict = type(parts) is dict

@@ -1,16 +1,16 @@
-"""A worker's fetcher for datasets that are arrays, and what takes index arrays for all others."""
+"""The fetcher of datasets that are arrays, and what takes index arrays for all others."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from shmloader.memory.flat import FlatLayout
-from shmloader.memory.gather import RowGatherer
+from shmloader.memory.gather import RowGatherer, SlotGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.index_arrays import IndexArray, as_list
 from shmloader.sampling.plan import is_sharded
-from shmloader.workers.array_datasets import find_columns
+from shmloader.workers.array_datasets import find_columns, parts_of
 
 
 class AnyIndexFetcher:
@@ -32,28 +32,40 @@ class ArrayFetcher:
     """Has batches gathered; leaves to another fetcher what is no list of whole numbers, all there.
 
     So an index that is not there, or is counted from the end, comes to what torch makes of it.
+
+    Args:
+        find_gatherer: Gives what gathers the batch that is next; None if nothing can.
+        plain: What makes batches the ordinary way.
+        note: Told of each batch how many samples were gathered.
+        may_shard: Whether what is fetched may be a list of index lists.
     """
 
     def __init__(
-        self, gatherer: RowGatherer, plain: Any, note: Callable[[int], None], *, may_shard: bool
+        self,
+        find_gatherer: Callable[[], RowGatherer | None],
+        plain: Any,
+        note: Callable[[int], None],
+        *,
+        may_shard: bool,
     ) -> None:
-        self._gatherer = gatherer
+        self._find_gatherer = find_gatherer
         self._plain = plain
         self._note = note
         self._may_shard = may_shard
 
     def fetch(self, indices: Any) -> Any:
-        """The layout of a batch in the slot, or of several; or what the other fetcher gives."""
+        """What the gatherer gives for a batch, or for several; or what the other fetcher gives."""
         if self._may_shard and is_sharded(indices):
             return [self._fetch_one(shard) for shard in indices]
         return self._fetch_one(indices)
 
-    def _fetch_one(self, indices: Any) -> FlatLayout | Any:
-        known = _as_known(indices, self._gatherer.length)
-        if known is None:
+    def _fetch_one(self, indices: Any) -> Any:
+        gatherer = self._find_gatherer()
+        known = None if gatherer is None else _as_known(indices, gatherer.length)
+        if gatherer is None or known is None:
             return self._plain.fetch(as_list(indices))
         self._note(len(known))
-        return self._gatherer.gather(known)
+        return gatherer.gather(known)
 
 
 def _as_known(indices: Any, length: int) -> Any:
@@ -84,7 +96,7 @@ def fetcher_of_arrays(
     *,
     may_shard: bool,
 ) -> Any:
-    """The fetcher of a dataset that is collated by torch's own ``default_collate``.
+    """A worker process's fetcher of a dataset that is collated by torch's own ``default_collate``.
 
     Args:
         dataset: The worker's, after ``worker_init_fn``.
@@ -96,4 +108,34 @@ def fetcher_of_arrays(
     columns = find_columns(dataset)
     if columns is None:
         return AnyIndexFetcher(plain)
-    return ArrayFetcher(RowGatherer(columns, writer), plain, note, may_shard=may_shard)
+    gatherer = SlotGatherer(columns, writer)
+    return ArrayFetcher(lambda: gatherer, plain, note, may_shard=may_shard)
+
+
+class ArraysHere:
+    """The arrays of a dataset in the main process, where others may be put in their place.
+
+    By the user, between two batches, who then finds them in the next one, as with torch. Any
+    threads may ask, at the same time. The indices of a subset are looked at when an epoch begins.
+
+    Args:
+        dataset: Of which :func:`may_be_columns` says that it may have some.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._known: tuple[list[Any], RowGatherer | None] = [], None
+
+    def begin_epoch(self) -> None:
+        """Look at all of it anew."""
+        self._known = [], None
+
+    def find_gatherer(self) -> RowGatherer | None:
+        """What gathers of the dataset as it is; None if it is nothing but arrays no more."""
+        parts = parts_of(self._dataset)
+        known, gatherer = self._known
+        if len(parts) != len(known) or any(map(operator.is_not, parts, known)):
+            columns = find_columns(self._dataset)
+            gatherer = None if columns is None else RowGatherer(columns)
+            self._known = parts, gatherer
+        return gatherer

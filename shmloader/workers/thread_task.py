@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmloader.stats.times import WorkTimes
+from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.fetch import (
     EmptyBatchError,
@@ -23,6 +24,13 @@ from shmloader.workers.stopwatch import Stopwatch, bytes_of
 class Recipe:
     """How batches are made. Goes with each task, until that is done.
 
+    Attributes:
+        plan: What the loader's options say.
+        dataset: What is loaded from.
+        collate_fn: Makes a batch of samples.
+        on_error: What is done about bad samples.
+        arrays: Gathers batches, where the dataset may be nothing but arrays.
+
     All of it may hold the loader, whose end must end the threads: so no thread that waits holds it.
     """
 
@@ -30,6 +38,7 @@ class Recipe:
     dataset: Any
     collate_fn: Callable[[Any], Any]
     on_error: OnError
+    arrays: ArraysHere | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,10 @@ def load(
         together = Together(gatherer, None if streams is None else streams.begin_sample)
     samples = _Samples(task, dataset)
     fetcher = plan.make_fetcher(samples, collate_fn, recipe.on_error, where, together)
+    if recipe.arrays is not None:
+        fetcher = ArrayFetcher(
+            recipe.arrays.find_gatherer, fetcher, stopwatch.count, may_shard=plan.may_shard
+        )
     batch, error, is_empty = None, None, False
     try:
         with loading(streams, task.indices) as indices:

@@ -1,10 +1,10 @@
-"""Datasets that are arrays are gathered into the slot, and give torch's batches, bit for bit."""
+"""Datasets that are arrays are gathered, and give torch's batches, bit for bit."""
 
 from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import shmloader
 from shmloader.memory import gather as gather_module
@@ -31,8 +32,14 @@ from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.index_arrays import IndexArray, array_batches, as_list
 from shmloader.workers.array_datasets import find_columns, may_be_columns
-from shmloader.workers.array_fetch import fetcher_of_arrays
-from tests.parity.compare import assert_private_tensors, assert_same, run_both
+from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere, fetcher_of_arrays
+from tests.parity.compare import (
+    TorchLoader,
+    assert_private_tensors,
+    assert_same,
+    run_both,
+    run_ours,
+)
 
 LENGTH = 23
 ROWS = np.arange(LENGTH * 6, dtype=np.float32).reshape(LENGTH, 2, 3)
@@ -68,6 +75,14 @@ def fetched(dataset: Any, indices: Any, slot: Slot) -> tuple[Any, bool]:
     if isinstance(batch, FlatLayout):
         batch = FlatReader(batch).read(slot, None)
     writer.close()
+    return batch, not plain.asked
+
+
+def fetched_here(dataset: Any, indices: Any) -> tuple[Any, bool]:
+    """The same in the main process."""
+    plain = Plain(dataset)
+    find_gatherer = ArraysHere(dataset).find_gatherer
+    batch = ArrayFetcher(find_gatherer, plain, [].append, may_shard=False).fetch(indices)
     return batch, not plain.asked
 
 
@@ -138,10 +153,10 @@ def test_it_is_gathered_and_the_same_as_torch_s(name, slot):
         if indices == list(range(indices[0], indices[0] + len(indices))):
             given_as.append(range(indices[0], indices[-1] + 1))
         for one in given_as:
-            batch, was_gathered = fetched(dataset, one, slot)
-            assert was_gathered
-            assert_same(batch, expected)
-            assert_private_tensors(batch)
+            for batch, was_gathered in (fetched(dataset, one, slot), fetched_here(dataset, one)):
+                assert was_gathered
+                assert_same(batch, expected)
+                assert_private_tensors(batch)
     assert may_be_columns(dataset)
 
 
@@ -195,9 +210,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
 def test_what_is_not_torch_s_own_is_left_to_torch(name, slot):
     dataset = OTHERS[name]()
     indices = [1, 0, 5]
-    batch, was_gathered = fetched(dataset, IndexArray(np.array(indices)), slot)
-    assert not was_gathered
-    assert_same(batch, Plain(dataset).fetch(indices))
+    array = IndexArray(np.array(indices))
+    for batch, was_gathered in (fetched(dataset, array, slot), fetched_here(dataset, array)):
+        assert not was_gathered
+        assert_same(batch, Plain(dataset).fetch(indices))
 
 
 @pytest.mark.parametrize(
@@ -235,11 +251,14 @@ def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, na
             return type(error), str(error)
 
     expected = outcome(lambda: Plain(dataset).fetch(indices))
-    found = outcome(lambda: fetched(dataset, indices, slot)[0])
-    if isinstance(expected, tuple):
-        assert found == expected
-    else:
-        assert_same(found, expected)
+    for found in (
+        outcome(lambda: fetched(dataset, indices, slot)[0]),
+        outcome(lambda: fetched_here(dataset, indices)[0]),
+    ):
+        if isinstance(expected, tuple):
+            assert found == expected
+        else:
+            assert_same(found, expected)
 
 
 @settings(max_examples=60)
@@ -356,12 +375,129 @@ def test_samplers_of_other_kinds_have_no_plan_of_arrays():
     ids=str,
 )
 def test_a_loader_gives_torch_s_batches_and_uses_random_streams_as_torch(options):
-    def make() -> dict[str, Any]:
-        dataset = TensorDataset(torch.arange(300.0).view(100, 3), torch.arange(100))
-        fixed = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": "fork"}
-        return {"dataset": dataset, **fixed, **options}
+    dataset = TensorDataset(torch.arange(300.0).view(100, 3), torch.arange(100))
+    options = {"dataset": dataset, "batch_size": 8, **options}
 
-    run_both(make)
+    def in_processes() -> dict[str, Any]:
+        return {"num_workers": 2, "multiprocessing_context": "fork", **options}
+
+    def in_process() -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name != "persistent_workers"}
+
+    def in_threads() -> dict[str, Any]:
+        return {"num_workers": 2, "thread_pool": True, **options}
+
+    run_both(in_processes)
+    run_both(in_process)
+    assert_same(run_ours(in_threads), run_ours(in_processes))
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """The batches that are gathered in this process, counted."""
+    counted = []
+    gather = gather_module.RowGatherer.gather
+
+    def counting(self: Any, indices: Any) -> Any:
+        counted.append(len(indices))
+        return gather(self, indices)
+
+    monkeypatch.setattr(gather_module.RowGatherer, "gather", counting)
+    return counted
+
+
+HERE: dict[str, dict[str, Any]] = {
+    "in-process": {},
+    "threads": {"num_workers": 2, "thread_pool": True},
+    "a thread that stays": {"num_workers": 1, "thread_pool": True, "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize("where", HERE)
+def test_the_main_process_gathers_too(where, gathered):
+    dataset = Subset(TensorDataset(torch.arange(20), torch.arange(20.0)), list(range(19, 3, -1)))
+    options: dict[str, Any] = {"batch_size": 5, **HERE[where]}
+    with shmloader.DataLoader(dataset, **options) as loader:
+        batches = list(loader)
+        assert sorted(gathered) == [1, 5, 5, 5]
+        assert_same(batches, list(TorchLoader(dataset, batch_size=5)))
+        assert loader.stats().samples == 16
+        del gathered[:]
+        # A copy of the numbers was made for the first epoch; the next one is to see this.
+        dataset.indices[:2] = [4, 4]
+        assert_same(list(loader), list(TorchLoader(dataset, batch_size=5)))
+        assert sorted(gathered) == [1, 5, 5, 5]
+        del batches
+    seeded = {"seed": 3, "shuffle": True}
+    expected = list(shmloader.DataLoader(Own(torch.arange(9)), 4, **seeded))
+    del gathered[:]
+    with shmloader.DataLoader(TensorDataset(torch.arange(9)), **seeded, **options) as loader:
+        assert [-sample for (batch,) in loader for sample in batch.tolist()] == [
+            sample for (batch,) in expected for sample in batch.tolist()
+        ]
+    assert sorted(gathered) == [4, 5]
+    with shmloader.ShardedDataLoader(dataset, 4, num_shards=2, **HERE[where]) as sharded:
+        steps = list(sharded)
+        assert len(gathered) == 6
+        assert_same(steps[0][1], next(iter(TorchLoader(Subset(dataset, range(4, 8)), 4))))
+
+
+def changes_tensors(loader_class: Any) -> Iterator[Any]:
+    dataset = TensorDataset(torch.arange(12), torch.zeros(12))
+    batches = iter(loader_class(dataset, 2))
+    yield next(batches)
+    dataset.tensors[1][:] = 5
+    yield next(batches)
+    dataset.tensors = (torch.arange(12, 24),)
+    yield next(batches)
+    dataset.tensors = (torch.ones(12, requires_grad=True),)
+    stacked = next(batches)[0]
+    assert stacked.requires_grad
+    yield stacked.detach()
+    dataset.tensors = (torch.arange(10),)
+    yield from batches
+
+
+def changes_a_subset(loader_class: Any) -> Iterator[Any]:
+    rows = np.arange(12)
+    subset = Subset(StackDataset(one=rows, other=torch.arange(12)), range(12))
+    batches = iter(loader_class(subset, 2))
+    yield next(batches)
+    rows += 1
+    yield next(batches)
+    subset.dataset.datasets["other"] = torch.arange(12, 24)
+    yield next(batches)
+    subset.indices = [3] * 12
+    yield next(batches)
+    subset.dataset = Subset(subset.dataset, range(5, 12))
+    yield from batches
+
+
+@pytest.mark.parametrize("walk", [changes_tensors, changes_a_subset])
+def test_without_workers_what_is_put_into_a_dataset_is_seen_at_once(walk, gathered):
+    def walked(loader_class: Any) -> list[Any]:
+        found: list[Any] = []
+        try:
+            found.extend(walk(loader_class))
+        except IndexError as error:
+            found.append(str(error))
+        return found
+
+    ours = walked(shmloader.DataLoader)
+    # Rows that require a gradient are stacked; a row that is not there is not gathered.
+    assert len(gathered) == (4 if walk is changes_tensors else 6)
+    assert_same(ours, walked(TorchLoader))
+
+
+def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, gathered):
+    def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
+        return torch.stack(samples) * 2
+
+    loader = shmloader.DataLoader(torch.arange(4), 2)
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, doubled)
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+    monkeypatch.undo()
+    assert gathered == []
 
 
 def change(worker_id: int) -> None:
