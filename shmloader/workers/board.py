@@ -257,8 +257,17 @@ def stalled_here() -> int | None:
 
     None where the kernel does not tell.
     """
+    return _stalled("thread-self")
+
+
+def stalled_thread(native_id: int) -> int | None:
+    """The same of another thread of this process; None as well if it has ended."""
+    return _stalled(f"self/task/{native_id}")
+
+
+def _stalled(thread: str) -> int | None:
     try:
-        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:  # noqa: PTH123 - 5 µs
+        with open(f"/proc/{thread}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123 - 5 µs
             return int(file.read(64).split()[1])
     except (OSError, ValueError, IndexError):
         return None

@@ -41,7 +41,7 @@ import torch
 from shmloader.errors import ClosedLoaderError
 from shmloader.stats.readings import Readings, Vitals
 from shmloader.workers.bell import Bell
-from shmloader.workers.board import AtWork, Phase, stalled_here
+from shmloader.workers.board import AtWork, Phase, stalled_here, stalled_thread
 from shmloader.workers.finishing import finish
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parking import Parkable, is_exiting, may_wait_here
@@ -87,8 +87,9 @@ class _Worker(Parkable):
             Phase.STARTING, None, time.monotonic(),
         )  # fmt: skip
         self.has_begun = Bell()
-        #: What it has used.
-        self.vitals = Vitals()
+        # What it has used.
+        self._cpu_ns = 0
+        self._stalled_ns: int | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -117,6 +118,15 @@ class _Worker(Parkable):
         if self._is_over.wait(timeout_s):
             thread.join()
 
+    def vitals(self) -> Vitals:
+        """What it has used, until its last batch. From any thread."""
+        thread = self._thread
+        if thread is not None and thread.native_id is not None and not self._is_over.is_set():
+            stalled_ns = stalled_thread(thread.native_id)
+            if stalled_ns is not None:
+                self._stalled_ns = stalled_ns
+        return Vitals(None, self._cpu_ns, self._stalled_ns)
+
     def ask(self) -> AtWork:
         """What it is at, with its stack. From any thread."""
         phase, task, since = self._at_work
@@ -140,6 +150,7 @@ class _Worker(Parkable):
             while self._serve_one():
                 pass
         finally:
+            self._stalled_ns = stalled_here()
             self.leave()
             if self._gatherer is not None:
                 self._gatherer.close()
@@ -173,7 +184,7 @@ class _Worker(Parkable):
             if self._gatherer is None:
                 self._gatherer = recipe.plan.make_gatherer()
             task.answer = self._init_answer or load(task, recipe, self._where, self._gatherer)
-            self.vitals = Vitals(None, time.thread_time_ns(), stalled_here())
+            self._cpu_ns = time.thread_time_ns()
             self._post.bell.ring()
         return True
 
@@ -284,7 +295,7 @@ class ThreadPool:
 
 
 def _read_vitals(workers: list[_Worker], _: bool) -> list[Vitals]:
-    return [worker.vitals for worker in workers]
+    return [worker.vitals() for worker in workers]
 
 
 # What calls the user's code.
