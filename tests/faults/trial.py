@@ -578,12 +578,14 @@ class Trial:
     def _judge_promptness(self, taken_ns: int) -> None:
         """From the fault on, something happens at least every two seconds."""
         afresh = self.cell.method != "fork"
-        before, last, is_replaced = taken_ns, "", False
+        before, last, is_replaced, is_starting = taken_ns, "", False, False
         for at, what in self._marks:
             is_replaced = is_replaced or last == "log"
             if at > taken_ns:
-                # Workers that are started afresh import torch first.
-                is_slow = afresh and (is_replaced or last == "start")
+                # Workers that are started afresh import torch first; a fault in the main process
+                # may come, and be told, before they give their first batch.
+                awaits_first = is_starting and what == "batch"
+                is_slow = afresh and (is_replaced or last == "start" or awaits_first)
                 gap_s = (at - before) / 1e9
                 self._check(
                     gap_s < (START_S if is_slow else TOLD_S),
@@ -593,6 +595,8 @@ class Trial:
                     self._stall_s = max(self._stall_s, gap_s)
                 before = at
             last = what
+            if what in ("start", "batch"):
+                is_starting = what == "start"
 
     def _epoch_is_whole(self) -> bool:
         return self._delivered == list(range(BATCHES))
