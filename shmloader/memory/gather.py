@@ -58,13 +58,13 @@ class _Source(NamedTuple):
 
     Attributes:
         tensor: Its rows; of a plain integer type where the true one does not matter.
-        array: The same, where numpy can take rows of it without a copy of all.
+        takes: Whether numpy can take rows of it without a copy of all.
         mapping: As the column's.
         row_bytes: Length of a row.
     """
 
     tensor: torch.Tensor
-    array: _Array | None
+    takes: bool
     mapping: _Array | None
     row_bytes: int
 
@@ -77,8 +77,30 @@ def _make_source(column: Column) -> _Source:
     rows = column.rows
     rows = rows.view(_STAND_INS.get(rows.element_size(), rows.dtype))
     row_bytes = rows[:1].numel() * rows.element_size()
-    array = rows.numpy() if rows.is_contiguous() and row_bytes else None
-    return _Source(rows, array, column.mapping, row_bytes)
+    takes = rows.is_contiguous() and row_bytes > 0
+    return _Source(rows, takes, column.mapping, row_bytes)
+
+
+class _Memory:
+    """What numpy makes an array of."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": f"|V{tensor.element_size()}",
+        }
+
+
+def _array_over(tensor: torch.Tensor) -> _Array:
+    """An array over a contiguous tensor's memory, for as long as somebody else holds that.
+
+    After ``tensor.numpy()`` nobody could resize the tensor any more: it is the user's own.
+    """
+    return np.asarray(_Memory(tensor))
 
 
 class RowGatherer:
@@ -202,8 +224,8 @@ def _copy(source: _Source, target: torch.Tensor, run: range | None, indices: Any
     """Copy rows to their place."""
     if run is not None:
         target.copy_(source.tensor[run.start : run.stop])
-    elif source.array is None:
+    elif not source.takes:
         torch.index_select(source.tensor, 0, torch.from_numpy(indices), out=target)
     elif not stream_rows(source.tensor.data_ptr(), indices, source.row_bytes, target.data_ptr()):
         # Clipping is the fast way; the indices are known to be right.
-        np.take(source.array, indices, 0, target.numpy(), "clip")
+        np.take(_array_over(source.tensor), indices, 0, _array_over(target), "clip")

@@ -60,7 +60,8 @@ def array_batches(index_sampler: Any) -> Iterator[Any] | None:
         index_sampler: What a loader draws.
 
     Returns:
-        None unless it is torch's own batch sampler, with torch's own order or shuffle in it.
+        None unless it is torch's own batch sampler, with torch's own order or shuffle in it, that
+        is drawn on the CPU.
     """
     if type(index_sampler) is not BatchSampler:
         return None
@@ -68,6 +69,8 @@ def array_batches(index_sampler: Any) -> Iterator[Any] | None:
     if type(sampler) is SequentialSampler:
         return _in_order(index_sampler, sampler)
     if type(sampler) is RandomSampler and not sampler.replacement:
+        if sampler.generator is not None and sampler.generator.device.type != "cpu":
+            return None
         return _shuffled(index_sampler, sampler)
     return None
 

@@ -62,6 +62,15 @@ def parts_of(dataset: Any) -> list[Any]:
     return [dataset]
 
 
+def form_of(part: Any) -> Any:
+    """What may become another in an array that stays: where its rows are, and what they are."""
+    if isinstance(part, torch.Tensor):
+        return part.data_ptr(), part.shape, part.stride(), part.dtype, part.requires_grad
+    if isinstance(part, np.ndarray):
+        return part.__array_interface__["data"], part.shape, part.strides, part.dtype
+    return None
+
+
 def _side_by_side(parts: Any, length: int) -> Columns | None:
     """The fields of a tuple, or of a dict; None if a part is not one field by itself."""
     is_dict = type(parts) is dict

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from shmloader.memory.gather import RowGatherer, SlotGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.index_arrays import IndexArray, as_list
 from shmloader.sampling.plan import is_sharded
-from shmloader.workers.array_datasets import find_columns, parts_of
+from shmloader.workers.array_datasets import find_columns, form_of, parts_of
 
 
 class AnyIndexFetcher:
@@ -124,18 +125,24 @@ class ArraysHere:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._known: tuple[list[Any], RowGatherer | None] = [], None
+        self._known: tuple[list[Any], list[Any], RowGatherer | None] = [], [], None
 
     def begin_epoch(self) -> None:
         """Look at all of it anew."""
-        self._known = [], None
+        self._known = [], [], None
 
     def find_gatherer(self) -> RowGatherer | None:
-        """What gathers of the dataset as it is; None if it is nothing but arrays no more."""
+        """What gathers of the dataset as it is; None if it is nothing but arrays no more.
+
+        None as well in a mode of torch's, of another default device for one: collate is under it.
+        """
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return None
         parts = parts_of(self._dataset)
-        known, gatherer = self._known
-        if len(parts) != len(known) or any(map(operator.is_not, parts, known)):
+        known, forms, gatherer = self._known
+        is_other = len(parts) != len(known) or any(map(operator.is_not, parts, known))
+        if is_other or (gatherer is not None and list(map(form_of, parts)) != forms):
             columns = find_columns(self._dataset)
             gatherer = None if columns is None else RowGatherer(columns)
-            self._known = parts, gatherer
+            self._known = parts, [] if gatherer is None else list(map(form_of, parts)), gatherer
         return gatherer

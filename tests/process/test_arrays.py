@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,9 @@ def test_samplers_of_other_kinds_have_no_plan_of_arrays():
         [[1, 2]],
     ):
         assert array_batches(outer) is None
+    elsewhere = RandomSampler(data)
+    elsewhere.generator = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    assert array_batches(BatchSampler(elsewhere, 2, False)) is None
     more = BatchSampler(RandomSampler(data, num_samples=30), 4, False)
     torch.manual_seed(1)
     expected = list(more)
@@ -487,6 +491,57 @@ def test_without_workers_what_is_put_into_a_dataset_is_seen_at_once(walk, gather
     # Rows that require a gradient are stacked; a row that is not there is not gathered.
     assert len(gathered) == (4 if walk is changes_tensors else 6)
     assert_same(ours, walked(TorchLoader))
+
+
+def changes_in_place(loader_class: Any, change: Callable[[torch.Tensor], Any]) -> list[Any]:
+    rows = torch.arange(12.0).view(6, 2).clone()
+    batches = iter(loader_class(rows, sampler=[4, 1, 5, 0], batch_size=2))
+    first = next(batches)
+    change(rows)
+    second = next(batches)
+    return [first, second.requires_grad, second.detach()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.Tensor.requires_grad_,
+        lambda rows: setattr(rows, "data", torch.ones(6, 3)),
+        lambda rows: rows.resize_(100, 50).zero_(),
+        lambda rows: rows.resize_(6, 1),
+    ],
+    ids=["needs a gradient", "other data", "larger", "smaller"],
+)
+def test_without_workers_what_a_tensor_becomes_is_seen_at_once(change):
+    assert_same(
+        changes_in_place(shmloader.DataLoader, change), changes_in_place(TorchLoader, change)
+    )
+
+
+@pytest.mark.parametrize("where", HERE)
+def test_neither_the_rows_nor_a_batch_that_was_gathered_are_kept_from_being_resized(
+    where, gathered
+):
+    rows = torch.arange(12.0)
+    with shmloader.DataLoader(rows, sampler=[3, 1, 2, 0], batch_size=4, **HERE[where]) as loader:
+        (batch,) = loader
+    assert gathered == [4]
+    assert batch.resize_(400)[:4].tolist() == [3, 1, 2, 0]
+    assert rows.resize_(400)[:12].tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:, 0, 0]], ids=["arrays", "scalars"])
+def test_without_workers_numpy_s_rows_come_to_the_default_device(rows):
+    def second(loader_class: Any) -> torch.Tensor:
+        batches = iter(loader_class(rows, 4))
+        next(batches)
+        with torch.device("meta"):
+            batch: torch.Tensor = next(batches)
+        return batch
+
+    ours, expected = second(shmloader.DataLoader), second(TorchLoader)
+    assert (ours.device, ours.shape) == (expected.device, expected.shape)
+    assert ours.is_meta
 
 
 def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, gathered):
