@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.memory.gather import RowGatherer, SlotGatherer
+from shmloader.memory.gather import Column, RowGatherer, SlotGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.index_arrays import IndexArray, as_list
 from shmloader.sampling.plan import is_sharded
@@ -113,6 +113,20 @@ def fetcher_of_arrays(
     return ArrayFetcher(lambda: gatherer, plain, note, may_shard=may_shard)
 
 
+def _is_stacked_in_order(column: Column) -> bool:
+    """Whether torch makes contiguous batches of a column's rows.
+
+    In a worker process it always does; here, rows of four or five dimensions whose channels are
+    last stay so.
+    """
+    rows = column.rows
+    if rows.is_contiguous():
+        return True
+    row = torch.empty_strided(rows.shape[1:], rows.stride()[1:], device="meta")
+    batch = torch.stack([row, row])
+    return batch.stride() == torch.empty(batch.shape, device="meta").stride()
+
+
 class ArraysHere:
     """The arrays of a dataset in the main process, where others may be put in their place.
 
@@ -143,6 +157,8 @@ class ArraysHere:
         is_other = len(parts) != len(known) or any(map(operator.is_not, parts, known))
         if is_other or (gatherer is not None and list(map(form_of, parts)) != forms):
             columns = find_columns(self._dataset)
-            gatherer = None if columns is None else RowGatherer(columns)
+            gatherer = None
+            if columns is not None and all(map(_is_stacked_in_order, columns.fields)):
+                gatherer = RowGatherer(columns)
             self._known = parts, [] if gatherer is None else list(map(form_of, parts)), gatherer
         return gatherer

@@ -544,6 +544,19 @@ def test_without_workers_numpy_s_rows_come_to_the_default_device(rows):
     assert ours.is_meta
 
 
+@pytest.mark.parametrize("where", HERE)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 1), (1, 2, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("is_last", [False, True], ids=["in order", "channels last"])
+def test_channels_that_are_last_stay_so_in_the_main_process(shape, is_last, where, gathered):
+    rows = torch.rand(6, *shape)
+    if is_last:
+        rows = rows.movedim(2, -1).contiguous().movedim(-1, 2)
+    options: dict[str, Any] = {"sampler": [5, 2, 4], "batch_size": 2}
+    with shmloader.DataLoader(rows, **options, **HERE[where]) as loader:
+        assert_same(list(loader), list(TorchLoader(rows, **options)))
+    assert is_last or sorted(gathered) == [1, 2]
+
+
 def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, gathered):
     def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
         return torch.stack(samples) * 2
