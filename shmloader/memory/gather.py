@@ -58,13 +58,13 @@ class _Source(NamedTuple):
 
     Attributes:
         tensor: Its rows; of a plain integer type where the true one does not matter.
-        takes: Whether numpy can take rows of it without a copy of all.
+        array: The same, where numpy can take rows of it without a copy of all.
         mapping: As the column's.
         row_bytes: Length of a row.
     """
 
     tensor: torch.Tensor
-    takes: bool
+    array: _Array | None
     mapping: _Array | None
     row_bytes: int
 
@@ -72,13 +72,20 @@ class _Source(NamedTuple):
 # Stand for others of their size, which numpy or index_select may not know.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# What index_select knows.
+_COMMON = {
+    *_STAND_INS.values(),
+    *(torch.int8, torch.bool, torch.complex64, torch.complex128),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+
 
 def _make_source(column: Column) -> _Source:
     rows = column.rows
     rows = rows.view(_STAND_INS.get(rows.element_size(), rows.dtype))
     row_bytes = rows[:1].numel() * rows.element_size()
-    takes = rows.is_contiguous() and row_bytes > 0
-    return _Source(rows, takes, column.mapping, row_bytes)
+    array = _array_over(rows) if rows.is_contiguous() and row_bytes else None
+    return _Source(rows, array, column.mapping, row_bytes)
 
 
 class _Memory:
@@ -109,7 +116,6 @@ class RowGatherer:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._sources = [_make_source(column) for column in columns.fields]
-        self._specs = [(column.dtype, tuple(column.rows.shape[1:])) for column in columns.fields]
 
     @property
     def length(self) -> int:
@@ -125,31 +131,21 @@ class RowGatherer:
         Returns:
             The batch; of a subclass, what stands for it.
         """
-        count = len(indices)
-        fields = [
-            torch.empty((count, *shape), dtype=dtype, device="cpu") for dtype, shape in self._specs
-        ]
-        self._fill(
-            indices,
-            [
-                field.view(source.tensor.dtype)
-                for field, source in zip(fields, self._sources, strict=True)
-            ],
-        )
-        return contain(self._columns.container, self._columns.keys, fields)
-
-    def _fill(self, indices: "_Array | range", targets: list[torch.Tensor]) -> None:
-        """Gather each field into its place."""
         run = _as_run(indices)
-        array = None if run is not None else np.asarray(indices, dtype=np.intp)
-        for source, target in zip(self._sources, targets, strict=True):
-            if source.mapping is not None:
-                mapped = source.mapping[array if run is None else slice(run.start, run.stop)]
-                _copy(source, target, _as_run(mapped), mapped)
+        fields = []
+        for column, source in zip(self._columns.fields, self._sources, strict=True):
+            rows = _rows_of(source, run, indices)
+            if column.dtype not in _COMMON:
+                shape = (len(indices), *column.rows.shape[1:])
+                field = torch.empty(shape, dtype=column.dtype, device="cpu")
+                _copy(source, field.view(source.tensor.dtype), rows)
+            elif type(rows) is range:
+                part = column.rows[rows.start : rows.stop]
+                field = part.clone(memory_format=torch.contiguous_format)
             else:
-                _copy(source, target, run, array)
-            if FAULTS is not None:
-                FAULTS.reach("worker.write")
+                field = torch.index_select(column.rows, 0, torch.from_numpy(rows))
+            fields.append(field)
+        return contain(self._columns.container, self._columns.keys, fields)
 
 
 class SlotGatherer(RowGatherer):
@@ -158,6 +154,7 @@ class SlotGatherer(RowGatherer):
     def __init__(self, columns: Columns, writer: SlotWriter) -> None:
         super().__init__(columns)
         self._writer = writer
+        self._specs = [(column.dtype, tuple(column.rows.shape[1:])) for column in columns.fields]
         # By batch size, and where in the slot the batch begins.
         self._plans: dict[tuple[int, int], PackingPlan] = {}
 
@@ -182,7 +179,13 @@ class SlotGatherer(RowGatherer):
             plan = make_plan(columns.container, columns.keys, batch, list(self._specs), start)
             self._plans[start, batch] = plan
         self._writer.allocate(plan.end - start)
-        self._fill(indices, self._targets(start, plan))
+        run = _as_run(indices)
+        if run is None:
+            indices = np.asarray(indices, dtype=np.intp)
+        for source, target in zip(self._sources, self._targets(start, plan), strict=True):
+            _copy(source, target, _rows_of(source, run, indices))
+            if FAULTS is not None:
+                FAULTS.reach("worker.write")
         return plan.layout
 
     def _targets(self, start: int, plan: PackingPlan) -> list[torch.Tensor]:
@@ -220,12 +223,23 @@ def _as_run(indices: "_Array | range") -> range | None:
     return range(first, first + count) if is_run else None
 
 
-def _copy(source: _Source, target: torch.Tensor, run: range | None, indices: Any) -> None:
+def _rows_of(source: _Source, run: range | None, indices: Any) -> "_Array | range":
+    """Which rows of a column these samples are; a range, if each is one more than that before."""
+    if source.mapping is None:
+        return indices if run is None else run
+    mapped = source.mapping[indices if run is None else slice(run.start, run.stop)]
+    run = _as_run(mapped)
+    return mapped if run is None else run
+
+
+def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None:
     """Copy rows to their place."""
-    if run is not None:
-        target.copy_(source.tensor[run.start : run.stop])
-    elif not source.takes:
-        torch.index_select(source.tensor, 0, torch.from_numpy(indices), out=target)
-    elif not stream_rows(source.tensor.data_ptr(), indices, source.row_bytes, target.data_ptr()):
+    if type(rows) is range:
+        target.copy_(source.tensor[rows.start : rows.stop])
+        return
+    rows = np.asarray(rows, dtype=np.intp)
+    if source.array is None:
+        torch.index_select(source.tensor, 0, torch.from_numpy(rows), out=target)
+    elif not stream_rows(source.tensor.data_ptr(), rows, source.row_bytes, target.data_ptr()):
         # Clipping is the fast way; the indices are known to be right.
-        np.take(_array_over(source.tensor), indices, 0, _array_over(target), "clip")
+        np.take(source.array, rows, 0, _array_over(target), "clip")
