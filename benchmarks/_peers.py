@@ -227,15 +227,12 @@ def _shmloader(task: Task) -> Iterator[Batches]:
     return _repeat(shmloader.DataLoader(task.dataset, persistent_workers=True, **options), task)
 
 
-def _shmloader_threads(task: Task) -> Iterator[Batches]:
+def _shmloader_alone(task: Task) -> Iterator[Batches]:
     import shmloader
 
     options = _torch_options(task)
-    del options["multiprocessing_context"]
-    loader = shmloader.DataLoader(
-        task.dataset, persistent_workers=True, thread_pool=True, **options
-    )
-    return _repeat(loader, task)
+    del options["multiprocessing_context"], options["num_workers"]
+    return _repeat(shmloader.DataLoader(task.dataset, **options), task)
 
 
 def _torch(task: Task) -> Iterator[Batches]:
@@ -407,10 +404,10 @@ _PEERS = (
         shares=True, rows="G",
     ),
     Peer(
-        "shmloader, threads", "shmloader", "shmloader",
-        "`DataLoader(persistent_workers=True, thread_pool=True)`, as its README says for arrays; "
-        "in row K only.",
-        _shmloader_threads,
+        "shmloader, no workers", "shmloader", "shmloader",
+        "`DataLoader(num_workers=0)`, as its README advises for small batches of arrays; in row K "
+        "only.",
+        _shmloader_alone,
         rows="K",
     ),
     Peer(

@@ -165,10 +165,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             complete: one that is left early neither loses nor repeats what it began with. Not
             together with ``drop_last`` or ``batch_sampler``.
         thread_pool: Whether workers are threads of this process, for map-style datasets that wait,
-            let go of the interpreter, or are nothing but arrays, and are safe to use from several
-            threads. Nothing is copied, ``get_worker_info()`` is None, and no random stream is
-            seeded: the threads use this process's. Not with ``multiprocessing_context``,
-            ``shm_size``, ``worker_restarts``.
+            or let go of the interpreter, and are safe to use from several threads. Nothing is
+            copied, ``get_worker_info()`` is None, and no random stream is seeded: the threads use
+            this process's. Not with ``multiprocessing_context``, ``shm_size``, ``worker_restarts``.
         seed: A whole number: randomness depends on it, the epoch and a sample's position in the
             order alone, not on who loads what, and when. ``shuffle=True`` orders by it, in place
             of torch's global stream; a ``sampler`` or ``batch_sampler`` is drawn under streams of

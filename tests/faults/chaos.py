@@ -32,6 +32,13 @@ _PAUSE_S = {"fork": 0.06, "spawn": 2.0, "forkserver": 1.0}
 _METHODS = ["fork"] * 18 + ["spawn", "forkserver"]
 # Of ten programs, so many are killed themselves.
 _MAINS_OF_TEN = 7
+# What each problem begins with, and what several are called.
+_SORTS = {
+    "hang": "hangs",
+    "wrong batch": "wrong batches",
+    "leak": "leaks",
+    "other problem": "other problems",
+}
 
 
 class Chaos:
@@ -39,7 +46,7 @@ class Chaos:
 
     Attributes:
         counts: What happened, by name.
-        problems: What must not happen, in words.
+        problems: What must not happen, in words, by the program's number.
 
     Args:
         seed: Decides all but the times at which things happen.
@@ -50,7 +57,7 @@ class Chaos:
         self.seed = seed
         self.kills = kills
         self.counts: Counter[str] = Counter()
-        self.problems: list[str] = []
+        self.problems: list[tuple[int, str]] = []
         self._lock = threading.Lock()
         self._programs = 0
         self._began = time.monotonic()
@@ -79,6 +86,12 @@ class Chaos:
         finally:
             starter.close()
 
+    @property
+    def verdict(self) -> str:
+        """How many problems of each sort there are."""
+        found = Counter(problem.partition(":")[0] for _, problem in self.problems)
+        return ", ".join(f"{found[sort]} {several}" for sort, several in _SORTS.items())
+
     def count(self, what: str, times: int = 1) -> None:
         """Note that something happened."""
         with self._lock:
@@ -89,7 +102,7 @@ class Chaos:
         with self._lock:
             self.counts += counts
             self.counts["programs"] += 1
-            self.problems += [f"program {number}: {problem}" for problem in problems]
+            self.problems += [(number, problem) for problem in problems]
             elapsed_s = time.monotonic() - self._began
             print(
                 f"{self.done}/{self.kills} kills {elapsed_s:.0f} s  program {number}: "
@@ -145,11 +158,11 @@ class _Program:
         problems += _lines(self._directory / "problems")
         expected = -signal.SIGKILL if is_main_killed else 0
         if not self._hang and ended.code != expected:
-            problems.append(f"exit code {ended.code}, not {expected}")
+            problems.append(f"other problem: exit code {ended.code}, not {expected}")
         if ended.left:
-            problems.append(f"left: {ended.left}")
+            problems.append(f"leak: {ended.left}")
         if ended.err:
-            problems.append(f"on stderr: {ended.err}")
+            problems.append(f"other problem: on stderr: {ended.err}")
         counts = Counter(json.loads(ended.out)) if ended.out else Counter()
         counts["steps"] = max(0, self._steps)
         self._chaos.tell(self._number, counts, problems)
@@ -163,7 +176,7 @@ class _Program:
                 self._steps, self._stepped = steps, time.monotonic()
             elif time.monotonic() - self._stepped > _STALL_S[self._method]:
                 stacks = stacks_of(self._pid, self._directory)
-                self._hang = f"a hang\n{stacks}"
+                self._hang = f"hang:\n{stacks}"
         return code
 
     def _read_steps(self) -> int:
@@ -205,9 +218,10 @@ def main() -> None:
     chaos.run(options.jobs)
     minutes = (time.monotonic() - began) / 60
     print(f"--seed {seed}: {chaos.done} kills in {minutes:.1f} minutes: {dict(chaos.counts)}")
-    print(*chaos.problems, f"{len(chaos.problems)} problems", sep="\n")
+    told = [f"program {number}: {problem}" for number, problem in chaos.problems]
+    print(*told, chaos.verdict, sep="\n")
     if options.docs:
-        docs.write_chaos(seed, chaos.done, minutes, chaos.counts, chaos.problems)
+        docs.write_chaos(seed, chaos.done, minutes, chaos.counts, chaos.verdict, told)
     sys.exit(bool(chaos.problems))
 
 

@@ -58,7 +58,7 @@ def write_campaign(results: Iterable[tuple[Cell, bool]]) -> None:
 
 
 def write_chaos(
-    seed: int, kills: int, minutes: float, counts: Counter[str], problems: list[str]
+    seed: int, kills: int, minutes: float, counts: Counter[str], verdict: str, problems: list[str]
 ) -> None:
     """What came of the kills.
 
@@ -67,12 +67,13 @@ def write_chaos(
         kills: How many.
         minutes: How long they took.
         counts: What happened.
-        problems: What must not have.
+        verdict: How many problems of each sort there were.
+        problems: They.
     """
     lines = [
         (
             f"{_where_and_when()}; {minutes:.0f} minutes, `--seed {seed}`: **{kills} kills, "
-            f"{len(problems)} problems**."
+            f"{verdict}**."
         ),
         "",
         "| | |",

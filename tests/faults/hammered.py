@@ -148,9 +148,9 @@ class Hammered:
         self.counts[what] += 1
         self._progress[:8] = self._steps.to_bytes(8, "little")
 
-    def _problem(self, text: str) -> None:
+    def _problem(self, text: str, sort: str = "wrong batch") -> None:
         with (self._directory / "problems").open("a") as file:
-            file.write(f"{text} ({self._words})\n")
+            file.write(f"{sort}: {text} ({self._words})\n")
 
     def _run_epoch(self, loader: Any, options: dict[str, Any]) -> None:
         from shmloader import WorkerDiedError
@@ -172,9 +172,9 @@ class Hammered:
         except WorkerDiedError as error:
             self._step("deaths told")
             if "is killed by signal: Killed" not in str(error):
-                self._problem(f"a death in other words: {error}")
+                self._problem(f"a death in other words: {error}", "other problem")
         except BaseException as error:
-            self._problem(f"{error!r} after {seen}")
+            self._problem(f"{error!r} after {seen}", "other problem")
         else:
             self._step("whole epochs" if ends_after is None else "epochs left")
             if len(seen) != (ends_after or length):
@@ -221,7 +221,7 @@ class Hammered:
             if not left:
                 return
             if time.monotonic() > deadline:
-                self._problem(f"left: {left}")
+                self._problem(str(left), "leak")
                 return
             time.sleep(0.01)
 
