@@ -103,6 +103,7 @@ class WorkerStart:
         demand: What the iterator may ask of memory; None: nobody asks whether it is there.
         is_debugging: Whether answers carry a checksum.
         turns: Whose turn it is to get ready; None: everybody's.
+        is_fresh: Whether it is an interpreter of its own, that was told how to get ready.
     """
 
     worker_id: int
@@ -114,6 +115,7 @@ class WorkerStart:
     demand: Demand | None = None
     is_debugging: bool = False
     turns: Turns | WorkerTurn | None = None
+    is_fresh: bool = False
 
 
 def worker_main(
@@ -153,7 +155,7 @@ def worker_main(
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
         try:
-            _Worker(channel, start, line, is_forked=close_inherited is not None).run(payload)
+            _Worker(channel, start, line).run(payload)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -165,10 +167,7 @@ def worker_main(
 class _Worker:
     """State of a worker between its messages."""
 
-    def __init__(
-        self, channel: socket.socket, start: WorkerStart, line: Line, *, is_forked: bool
-    ) -> None:
-        self._is_forked = is_forked
+    def __init__(self, channel: socket.socket, start: WorkerStart, line: Line) -> None:
         self._channel = channel
         self._start = start
         self._line = line
@@ -259,7 +258,7 @@ class _Worker:
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
-                if not self._is_forked:
+                if start.is_fresh:
                     is_ready(start.turns)
             self._by_value = payload.by_value
             torch_worker._worker_info = torch_worker.WorkerInfo(

@@ -173,7 +173,8 @@ class ProcessPool:
         self._turns: Turns | None = None
         self._board: Board | None = None
         try:
-            if self._context.get_start_method() == "spawn":
+            method = self._context.get_start_method()
+            if method == "spawn":
                 cores = usable_cores(Path("/" if demand is None else demand.root))
                 self._turns = Turns(cores) if worker_count > cores else None
             lifeline = self._lifeline = Lifeline()
@@ -182,7 +183,7 @@ class ProcessPool:
             for worker_id in range(worker_count):
                 start = WorkerStart(
                     worker_id, worker_count, base_seed, plan, lifeline, board, demand,
-                    is_debugging(), self._turns,
+                    is_debugging(), self._turns, is_fresh=method != "fork",
                 )  # fmt: skip
                 self._starts.append(start)
             for worker_id in range(worker_count if started is None else started):
@@ -225,7 +226,7 @@ class ProcessPool:
             args=(self._payload, theirs, self._starts[worker_id], closer),
             daemon=True,
         )
-        if not isinstance(self._payload, ForkedPayload):
+        if self._starts[worker_id].is_fresh:
             get_ready(process, self._turns)
         self._starting = ours
         try:
