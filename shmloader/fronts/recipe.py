@@ -77,7 +77,7 @@ def draw_batches(iterator: _BaseDataLoaderIter, loader: Any) -> Any:
 
 
 def next_batch(iterator: Any, by_torch: Callable[[], Any]) -> Any:
-    """What torch's ``__next__`` gives, which takes 15 µs: only where it does more than ask.
+    """What torch's ``__next__`` gives, by that only where it does more than ask: it takes longer.
 
     It warns of an iterable dataset that is longer than it said, and records for the profiler.
 

@@ -1,7 +1,7 @@
 """Fresh interpreters get ready: without the garbage collector, and in turns, as there are cores.
 
 Importing torch makes a quarter of a million objects, all of which stay. The collector looks through
-them again and again meanwhile, a tenth of the time, so it is off until the worker is ready.
+them again and again meanwhile, one twelfth of the time, so it is off until the worker is ready.
 
 Under spawn a worker imports torch and unpickles the dataset, seconds of a core's time. Where all do
 so at once on fewer cores, the first is ready when the last is: with eight workers on two cores the

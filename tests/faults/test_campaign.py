@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.faults.campaign import COST, run_cells
@@ -38,8 +40,14 @@ def test_after_a_few_kills_at_random_times_nothing_is_amiss() -> None:
     chaos = Chaos(seed=5, kills=12)
     chaos.run(jobs=2)
     assert chaos.done >= 12
-    assert not chaos.problems
-    assert chaos.verdict == "0 hangs, 0 wrong batches, 0 leaks, 0 other problems"
+    assert not chaos.problems, "\n".join(text for _, text in chaos.problems)
+
+
+def test_chaos_tells_problems_by_their_sort() -> None:
+    chaos = Chaos(seed=5, kills=0)
+    chaos.tell(3, Counter(), ["hang:\na stack", "leak: a process"])
+    chaos.tell(4, Counter(), ["leak: a file", "wrong batch: leak: none", "other problem: x"])
+    assert chaos.verdict == "1 hangs, 1 wrong batches, 2 leaks, 1 other problems"
 
 
 def test_an_id_names_its_cell() -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from tests.faults import actions, hammered
-from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, cell_of
+from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Place, cell_of
 from tests.holdings import Holdings
 
 # What a death may take to be told, and what may be left after close() for how long.
@@ -578,13 +578,14 @@ class Trial:
     def _judge_promptness(self, taken_ns: int) -> None:
         """From the fault on, something happens at least every two seconds."""
         afresh = self.cell.method != "fork"
+        is_in_main = self.cell.point.place is Place.MAIN
         before, last, is_replaced, is_starting = taken_ns, "", False, False
         for at, what in self._marks:
             is_replaced = is_replaced or last == "log"
             if at > taken_ns:
                 # Workers that are started afresh import torch first; a fault in the main process
                 # may come, and be told, before they give their first batch.
-                awaits_first = is_starting and what == "batch"
+                awaits_first = is_in_main and is_starting and what == "batch"
                 is_slow = afresh and (is_replaced or last == "start" or awaits_first)
                 gap_s = (at - before) / 1e9
                 self._check(
