@@ -496,3 +496,22 @@ def test_a_ctrl_c_while_next_waits_loses_nothing() -> None:
     gate.open()
     assert list(batches) == list(range(2, 20))
     gate.close()
+
+
+def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
+    batches = iter(make(lambda index: index, 12, timeout=0.5))
+    scheduler = batches._engine._scheduler
+
+    def all_is_loaded() -> bool:
+        return all(ticket.answer is not None for ticket in scheduler.tickets)
+
+    wait_until(all_is_loaded)
+    pid = batches._workers[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    seen = [next(batches)]
+    while len(seen) < 12:
+        wait_until(all_is_loaded)
+        seen.append(next(batches))
+    assert seen == list(range(12))
+    os.kill(pid, signal.SIGCONT)
+    assert next(batches, None) is None
