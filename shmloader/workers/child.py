@@ -51,6 +51,7 @@ from shmloader.messages import (
     pack,
     unpack,
 )
+from shmloader.workers.allocator import keep_freed_memory
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.board import Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
@@ -152,6 +153,7 @@ def worker_main(
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
+    keep_freed_memory()
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
         try:
