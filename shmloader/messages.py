@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     RESUME_STREAM = 8
     BATCH_EMPTY = 9
     STATE_PART = 10
+    NEXT_WANTED = 11
 
 
 class Spilled(NamedTuple):
@@ -181,6 +182,14 @@ class StreamEnded(NamedTuple):
     snapshot: bytes | Spilled | TooLong | None = None
 
 
+class NextWanted(NamedTuple):
+    """Worker → main: all but the end of the batch in work is done, so the next task may come.
+
+    Where a task waits for whichever worker is idle, that would else be told by the batch, and the
+    worker would have nothing to do until the task is there. The answer to the task follows.
+    """
+
+
 class StatePart(NamedTuple):
     """Worker → main: a piece of the state that :class:`EpochStarted` is about to give the rest of.
 
@@ -202,7 +211,9 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
-FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart
+FromWorker = (
+    BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart | NextWanted
+)
 
 _KINDS: dict[type, int] = {
     NewSlot: int(Kind.NEW_SLOT),
@@ -216,6 +227,7 @@ _KINDS: dict[type, int] = {
     ResumeStream: int(Kind.RESUME_STREAM),
     BatchEmpty: int(Kind.BATCH_EMPTY),
     StatePart: int(Kind.STATE_PART),
+    NextWanted: int(Kind.NEXT_WANTED),
 }
 _TYPES = (
     NewSlot,
@@ -229,6 +241,7 @@ _TYPES = (
     ResumeStream,
     BatchEmpty,
     StatePart,
+    NextWanted,
 )
 
 

@@ -52,6 +52,7 @@ from shmloader.messages import (
     BatchEmpty,
     BatchFailed,
     EpochStarted,
+    NextWanted,
     Spilled,
     StartEpoch,
     StatePart,
@@ -466,8 +467,6 @@ class Engine(EngineBase):
                 self._lose(worker_id)
             else:
                 self._take(worker_id, data)
-                if self.any_worker:
-                    self._note_pace(worker_id)
         if self.any_worker and happened:
             self._assign()
         self._is_amid = False
@@ -634,6 +633,8 @@ class Engine(EngineBase):
             if self._streams is not None:
                 self._streams.entered(worker_id, message.state)
             self._ready_workers.add(worker_id)
+        elif type(message) is NextWanted:
+            self._scheduler.asked(worker_id)
         elif type(message) is StatePart and self._streams is not None:
             self._streams.note_part(worker_id, message.data)
         else:
@@ -692,6 +693,8 @@ class Engine(EngineBase):
 
     def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure | Empty) -> Ticket:
         ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
+        if self.any_worker:
+            self._note_pace(ticket.holder)
         if ticket.is_dropped:
             if answer.is_kept:
                 self._sender.retire(ticket.place)

@@ -6,12 +6,12 @@ a worker whose stream has ended is passed over. In any order, the next worker ro
 has not yet its share of the window.
 
 Where any worker will do, a ticket waits until one has room for it (:func:`pick_idle`). A worker has
-room for one task: a second would be stuck behind a slow one while others are idle. Only while
-batches are short, so that the way from an answer to the next task counts, it has room for two
-(:class:`Pace`).
+room for one task: a second would be stuck behind a slow one while others are idle. When it is about
+to be done it asks for the next one, and has room for two until it is. While batches are short, so
+that asking would take too long, it has room for two all the time (:class:`Pace`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 # With one task, a worker is idle for some 0.1 ms after each batch; with two, one of them may be
 # stuck behind a slow one. Simulated, with 1 % of samples 50 times slower, 16 in a batch, 2 workers
@@ -61,21 +61,25 @@ class Router:
         return fallback
 
 
-def pick_idle(candidates: Iterable[int], in_flight: Sequence[int], limit: int) -> int | None:
+def pick_idle(
+    candidates: Iterable[int], in_flight: Sequence[int], limit: int, asking: Container[int] = ()
+) -> int | None:
     """The worker for the oldest ticket where any will do.
 
     Args:
         candidates: Workers that live.
         in_flight: For each worker, the tickets that it has.
         limit: Most tasks of a worker.
+        asking: Those that may have two, since they are about to be done with one.
 
     Returns:
         The one with the fewest tasks, of several the first; None if none has room.
     """
-    found, fewest = None, limit
+    found, fewest = None, max(limit, 2)
     for worker_id in candidates:
-        if in_flight[worker_id] < fewest:
-            found, fewest = worker_id, in_flight[worker_id]
+        count = in_flight[worker_id]
+        if count < fewest and (count < limit or worker_id in asking):
+            found, fewest = worker_id, count
     return found
 
 

@@ -125,6 +125,8 @@ class Scheduler:
         self._arrived: collections.deque[Ticket] = collections.deque()
         # Tickets that wait for a worker, the oldest first.
         self._waiting: collections.deque[Ticket] = collections.deque()
+        # Workers that will be done with a ticket in a moment.
+        self._asking: set[int] = set()
         # Workers that are lost, and will be replaced.
         self._absent: set[int] = set()
         # Workers that are lost for good, and had no ticket in which the user would be told.
@@ -182,7 +184,9 @@ class Scheduler:
             elif not self._has_any_left():
                 worker_id = 0  # nobody is left: as if it had been given to one of them
             else:
-                worker_id = pick_idle(self._present(), self._in_flight, self.task_limit)
+                worker_id = pick_idle(
+                    self._present(), self._in_flight, self.task_limit, self._asking
+                )
             if worker_id is None:
                 return None
             ticket = self._waiting.popleft()
@@ -227,8 +231,13 @@ class Scheduler:
         self._answer(ticket, answer, is_kept=is_kept)
         return ticket
 
+    def asked(self, worker_id: int) -> None:
+        """A worker will answer a ticket in a moment: it may be given one more."""
+        self._asking.add(worker_id)
+
     def _answer(self, ticket: Ticket, answer: object, *, is_kept: bool = False) -> None:
         self._in_flight[ticket.holder] -= 1
+        self._asking.discard(ticket.holder)
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
             self.slots.move(ticket.place, _after_use(is_kept))
@@ -279,6 +288,7 @@ class Scheduler:
             for ticket in self.tickets
             if ticket.worker_id == worker_id and ticket.answer is None
         ]
+        self._asking.discard(worker_id)
         culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
         if culprit is not None:
             culprit.kill_count += 1

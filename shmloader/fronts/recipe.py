@@ -35,6 +35,7 @@ def plan_and_watch(
         loader.snapshot_every_n_steps if is_iterable else 0,
         loader.persistent_workers,
         loader.fetch_concurrency,
+        asks_early=loader._any_worker_will_do,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None

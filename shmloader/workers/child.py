@@ -10,6 +10,7 @@ import errno
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -53,7 +54,8 @@ from shmloader.messages import (
 )
 from shmloader.workers.allocator import keep_freed_memory
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
-from shmloader.workers.board import Board, Line, Phase, WorkerBoard
+from shmloader.workers.asking import NextTask
+from shmloader.workers.board import MEMORY_IDLE_MS, Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
 from shmloader.workers.fetch import (
     EmptyBatchError,
@@ -205,18 +207,24 @@ class _Worker:
         self._last_flat_layout: object = None
         self._shard_layouts = ShardLayouts()
         self._stopwatch = Stopwatch()
+        # Where tasks wait for whichever worker is idle.
+        self._next_task: NextTask | None = None
+        if start.plan.asks_early:
+            self._next_task = NextTask(channel.send, self._stopwatch)
+        self._poll = select.poll()
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the socket ends."""
         self._prepare(payload)
         del payload
         receive, note, idle = self._channel.recvmsg, self._line.note, self._line.idle
+        self._poll.register(self._channel, select.POLLIN)
         while True:
             idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
             received = receive_soon(receive, RECEIVE_BYTES, _DESCRIPTOR_SPACE, socket.MSG_DONTWAIT)
-            self._line.note_memory(is_idle=received is None)
+            self._note_use(has_task=received is not None)
             data, ancillary, flags, _ = received or receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
             if not data:
                 self._line.note_vitals()
@@ -243,6 +251,12 @@ class _Worker:
                 self._resumption = _with_state(message, ancillary, flags)
             else:
                 raise InternalError(f"a worker does not take {message!r}")
+
+    def _note_use(self, *, has_task: bool) -> None:
+        line = self._line
+        line.note_use(has_task=has_task)
+        if not has_task and line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS):
+            line.note_memory()
 
     def _send(self, answer: bytes) -> None:
         if FAULTS is not None:
@@ -324,10 +338,18 @@ class _Worker:
         collate = self._stopwatch.wrap(
             cast("Callable[[Any], Any]", self._collate), counts_items=plan.auto_collation
         )
+        next_task = self._next_task
+        if next_task is not None and not plan.may_shard:  # else it is called for each shard
+            collate = next_task.before(collate)
         if plan.seed is None:
             return dataset, collate
         is_alone = plan.sets_global_streams
-        self._streams = SampleStreams(plan.seed, self._start.worker_id, sets_global=is_alone)
+        self._streams = SampleStreams(
+            plan.seed,
+            self._start.worker_id,
+            sets_global=is_alone,
+            note_last=None if next_task is None else next_task.note_last,
+        )
         return self._streams.wrap(
             dataset,
             collate,
@@ -393,6 +415,8 @@ class _Worker:
         )
         writer = self._writer
         self._stopwatch.begin()
+        if self._next_task is not None:
+            self._next_task.begin()
         writer.open(
             slot,
             is_offered=self._offers and not self._start.plan.auto_collation,

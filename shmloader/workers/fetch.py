@@ -41,6 +41,7 @@ class FetchPlan(NamedTuple):
         lives_on: Whether workers have further epochs.
         concurrency: How many samples of a batch are loaded at once in a worker; None: one after
             the other, on its own thread.
+        asks_early: Whether a worker asks for its next task when it is about to be done with one.
     """
 
     is_iterable: bool
@@ -52,6 +53,7 @@ class FetchPlan(NamedTuple):
     snapshot_every: int = 0
     lives_on: bool = False
     concurrency: int | None = None
+    asks_early: bool = False
 
     @property
     def sets_global_streams(self) -> bool:

@@ -41,6 +41,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.sampling.places import Placed
+from shmloader.sampling.plan import is_sharded
 from shmloader.workers.plain_data import only_hands_out
 
 _DIGEST_BYTES = 64
@@ -142,10 +143,18 @@ class SampleStreams:
         epoch: The one that begins, where it is known before the first ticket.
         sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads,
             nor where several samples are loaded at once.
+        note_last: Called when the last sample of a ticket with one batch begins, with how many it
+            has.
     """
 
     def __init__(
-        self, seed: int, worker_id: int = 0, *, epoch: int | None = None, sets_global: bool = True
+        self,
+        seed: int,
+        worker_id: int = 0,
+        *,
+        epoch: int | None = None,
+        sets_global: bool = True,
+        note_last: Callable[[int], None] | None = None,
     ) -> None:
         self._seed = seed
         self._worker_id = worker_id
@@ -156,12 +165,19 @@ class SampleStreams:
         # Samples that the ticket has had, and those before the batch in work.
         self._count = 0
         self._batch_start = 0
+        self._note_last = note_last
+        # Samples of a ticket with one batch.
+        self._size = -1
 
     @contextlib.contextmanager
     def at(self, placed: Placed) -> Iterator[Any]:
         """Load a ticket inside of this; gives its indices."""
         self._placed, self._epoch = placed, placed.epoch
         self._count = self._batch_start = 0
+        if self._note_last is not None:
+            indices = placed.indices
+            is_one_batch = isinstance(indices, list) and not is_sharded(indices)
+            self._size = len(indices) if is_one_batch else -1
         before = _MOMENT.set(None)
         try:
             yield placed.indices
@@ -199,6 +215,8 @@ class SampleStreams:
         """The next sample of the ticket."""
         key = self._placed.key(self._count)
         self._count += 1
+        if self._count == self._size and self._note_last is not None:
+            self._note_last(self._size)
         self._set(_Use.SAMPLE, *key)
 
     def begin_stream_sample(self) -> None:

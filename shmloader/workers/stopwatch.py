@@ -46,6 +46,11 @@ class Stopwatch:
 
         return timed
 
+    @property
+    def elapsed_ns(self) -> int:
+        """Since the batch was begun."""
+        return _now_ns() - self._began_ns
+
     def count(self, sample_count: int) -> None:
         """Note samples of the batch."""
         self._sample_count += sample_count

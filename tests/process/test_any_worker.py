@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -15,8 +16,15 @@ import weakref
 import pytest
 import torch
 
-from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader import (
+    ClosedLoaderError,
+    DataLoader,
+    LoaderTimeoutError,
+    ShardedDataLoader,
+    WorkerDiedError,
+)
 from shmloader.engine import routing
+from shmloader.workers import asking
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
@@ -499,19 +507,131 @@ def test_a_ctrl_c_while_next_waits_loses_nothing() -> None:
 
 
 def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
-    batches = iter(make(lambda index: index, 12, timeout=0.5))
-    scheduler = batches._engine._scheduler
+    loads, seen = Loads(12), []
+
+    def sample(index):
+        loads.note(index)
+        return index
 
     def all_is_loaded() -> bool:
-        return all(ticket.answer is not None for ticket in scheduler.tickets)
+        is_begun = len(loads.begun) == min(12, 8 + len(seen))  # the window
+        return is_begun and all(ticket.answer is not None for ticket in scheduler.tickets)
 
+    batches = iter(make(sample, 12, timeout=0.5))
+    scheduler = batches._engine._scheduler
     wait_until(all_is_loaded)
     pid = batches._workers[1].pid
     os.kill(pid, signal.SIGSTOP)
-    seen = [next(batches)]
     while len(seen) < 12:
-        wait_until(all_is_loaded)
         seen.append(next(batches))
+        wait_until(all_is_loaded)
     assert seen == list(range(12))
     os.kill(pid, signal.SIGCONT)
     assert next(batches, None) is None
+
+
+# Asking early -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def all_are_long(monkeypatch) -> None:
+    """Workers ask for their next task however short a batch is."""
+    monkeypatch.setattr(asking, "_SHORT_NS", -1)
+
+
+@pytest.mark.usefixtures("all_are_long")
+@pytest.mark.parametrize("options", [{"seed": 1}, {"in_order": False}], ids=str)
+def test_a_worker_asks_for_its_next_task_before_it_is_done(options) -> None:
+    gate = Gate()
+
+    def sample(index):
+        if index == 1 and "seed" in options:
+            gate.pass_through()
+        return index
+
+    def collate(samples):
+        if 1 in samples and "seed" not in options:
+            gate.pass_through()
+        return samples
+
+    loader = DataLoader(
+        Calls(sample, 24), batch_size=2, num_workers=2, prefetch_factor=4, collate_fn=collate,
+        **options,
+    )  # fmt: skip
+    batches = iter(loader)
+    scheduler = batches._engine._scheduler
+    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
+    gate.open()
+    assert sorted(batches) == [[index, index + 1] for index in range(0, 24, 2)]
+    gate.close()
+
+
+@pytest.mark.usefixtures("all_are_long")
+@pytest.mark.parametrize(
+    ("batch_size", "sample_ns"), [(2, 4_000_000), (1, 0)], ids=["not its last", "long samples"]
+)
+def test_nothing_is_asked_for_before_a_sample_that_may_be_slow(
+    batch_size, sample_ns, monkeypatch
+) -> None:
+    monkeypatch.setattr(asking, "_LONG_SAMPLE_NS", sample_ns)
+    gate, loads = Gate(), Loads(8)
+
+    def sample(index):
+        loads.note(index)
+        if index == 0:
+            gate.pass_through()
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 8), batch_size=batch_size, num_workers=2, prefetch_factor=4, seed=1,
+        collate_fn=list,
+    )  # fmt: skip
+    batches = iter(loader)
+    waiting = 2 if batch_size == 2 else 1
+    wait_until(lambda: len(loads.begun) == 8 - waiting + 1)
+    scheduler = batches._engine._scheduler
+    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [1, 0])
+    gate.open()
+    assert [*itertools.chain.from_iterable(batches)] == list(range(8))
+    gate.close()
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_a_worker_that_has_asked_and_dies_loses_nothing() -> None:
+    armed = Switch(is_on=True)
+
+    def sample(index):
+        if index == 1 and armed:
+            armed.turn(on=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 24), batch_size=2, num_workers=2, prefetch_factor=4, collate_fn=list, seed=1,
+        worker_restarts=1,
+    )  # fmt: skip
+    assert [*itertools.chain.from_iterable(loader)] == list(range(24))
+
+
+@pytest.mark.usefixtures("all_are_long")
+def test_steps_of_several_batches_ask_for_nothing_before_their_end() -> None:
+    gate, loads = Gate(), Loads(32)
+
+    def sample(index):
+        loads.note(index)
+        if index == 3:
+            gate.pass_through()
+        return index
+
+    loader = ShardedDataLoader(
+        Calls(sample, 32), batch_size=2, num_shards=2, num_workers=2, prefetch=8,
+        collate_fn=list, seed=1,
+    )  # fmt: skip
+    batches = iter(loader)
+    scheduler = batches._engine._scheduler
+    wait_until(lambda: len(loads.begun) == 32)
+    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [1, 0])
+    gate.open()
+    shards = itertools.chain.from_iterable(batches)
+    assert [*itertools.chain.from_iterable(shards)] == list(range(32))
+    gate.close()

@@ -76,20 +76,25 @@ def test_in_any_order_no_worker_ever_has_more_than_its_share(worker_count, prefe
 
 
 @pytest.mark.parametrize(
-    ("candidates", "in_flight", "limit", "picked"),
+    ("candidates", "in_flight", "limit", "asking", "picked"),
     [
-        ([0, 1, 2], [0, 0, 0], 1, 0),
-        ([0, 1, 2], [1, 0, 0], 1, 1),
-        ([0, 2], [1, 0, 0], 1, 2),
-        ([0, 1, 2], [1, 1, 1], 1, None),
-        ([0, 1, 2], [1, 1, 1], 2, 0),
-        ([0, 1, 2], [2, 1, 0], 2, 2),
-        ([0, 1, 2], [2, 2, 2], 2, None),
-        ([], [0, 0, 0], 2, None),
+        ([0, 1, 2], [0, 0, 0], 1, (), 0),
+        ([0, 1, 2], [1, 0, 0], 1, (), 1),
+        ([0, 2], [1, 0, 0], 1, (), 2),
+        ([0, 1, 2], [1, 1, 1], 1, (), None),
+        ([0, 1, 2], [1, 1, 1], 2, (), 0),
+        ([0, 1, 2], [2, 1, 0], 2, (), 2),
+        ([0, 1, 2], [2, 2, 2], 2, (), None),
+        ([], [0, 0, 0], 2, (), None),
+        ([0, 1, 2], [1, 1, 1], 1, {1}, 1),
+        ([0, 1, 2], [1, 1, 0], 1, {1}, 2),
+        ([0, 1, 2], [1, 2, 1], 1, {1}, None),
+        ([0, 1, 2], [2, 2, 2], 2, {1}, None),
+        ([0, 2], [1, 1, 1], 1, {1}, None),
     ],
 )
-def test_any_worker_is_the_one_with_the_fewest_tasks(candidates, in_flight, limit, picked):
-    assert pick_idle(candidates, in_flight, limit) == picked
+def test_any_worker_is_the_one_with_the_fewest_tasks(candidates, in_flight, limit, asking, picked):
+    assert pick_idle(candidates, in_flight, limit, asking) == picked
 
 
 def test_a_worker_holds_one_task_until_batches_are_known_to_be_short():

@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queues: list[collections.deque[Known]] = [
             collections.deque() for _ in range(worker_count)
         ]
+        self.asking: set[int] = set()
         self.is_dead = [False] * worker_count
         self.deaths = [f"death of worker {worker_id}" for worker_id in range(worker_count)]
         self.unsent: list[Known] = []
@@ -171,7 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             loads = {w: len(self.queues[w]) for w in self._present()}
             assert not self.untold, "a death that nobody is told of"
             assert loads[ticket.worker_id] == min(loads.values()), "another worker had more room"
-            assert loads[ticket.worker_id] < self.scheduler.task_limit, "a worker has no room"
+            most = 2 if ticket.worker_id in self.asking else self.scheduler.task_limit
+            assert loads[ticket.worker_id] < most, "a worker has no room"
             assert ticket.answer is None
             assert ticket.slot_id not in self._held(), "I1: the slot of a task has a holder"
             assert ticket.slot_id not in self.retired, "I9: a retired slot is filled again"
@@ -205,6 +207,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 2))
     def batches_become_shorter_or_longer(self, limit):
         self.scheduler.task_limit = limit
+        self._assign()
+
+    @precondition(lambda self: self.any_worker and self._busy())
+    @rule(data=st.data())
+    def a_worker_is_about_to_be_done(self, data):
+        worker_id = data.draw(st.sampled_from(self._busy()))
+        self.asking.add(worker_id)
+        self.scheduler.asked(worker_id)
         self._assign()
 
     @precondition(lambda self: any(self.is_absent))
@@ -244,6 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _answer(self, worker_id, kind):
         known = self.queues[worker_id].popleft()
+        self.asking.discard(worker_id)
         if self.has_ended[worker_id]:
             self._answer_end(worker_id, known)
             return
@@ -297,6 +308,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if at_work is not None:
             at_work.kills += 1
         death = self.deaths[worker_id]
+        self.asking.discard(worker_id)
         again = self.scheduler.worker_lost(worker_id, death, at_work.seq if at_work else None)
         is_replaced = self.restarts < self.restart_limit and not (at_work and at_work.kills > 1)
         assert (again is not None) == is_replaced, "a restart too many, or too few"
@@ -815,6 +827,43 @@ def test_while_batches_are_short_a_worker_holds_two():
     assert taken(subject) == [(2, 0), (3, 1)]
     subject.task_limit = 1
     subject.answered(0, 0, "batch")
+    assert taken(subject) == []
+
+
+def test_a_worker_that_is_about_to_be_done_holds_two():
+    subject = idle_takes_oldest()
+    assert taken(subject) == [(0, 0), (1, 1)]
+    subject.asked(1)
+    assert taken(subject) == [(2, 1)]
+    subject.asked(1)
+    assert taken(subject) == [], "it is asked for again before it is done"
+    subject.answered(1, 0, "batch")
+    assert taken(subject) == [], "one more for each that is done"
+    subject.answered(2, 0, "batch")
+    assert taken(subject) == [(3, 1)]
+
+
+def test_an_idle_worker_comes_before_one_that_is_about_to_be_done():
+    subject = idle_takes_oldest(window=2)
+    taken(subject)
+    subject.answered(1, 0, "batch")
+    subject.asked(0)
+    subject.answered(0, 0, "batch")
+    [subject.take_next() for _ in range(2)]
+    offered(subject, 1)
+    assert taken(subject) == [(2, 0)]
+    subject.asked(0)
+    offered(subject, 1)
+    assert taken(subject) == [(3, 1)]
+
+
+def test_what_a_lost_worker_has_asked_for_its_replacement_has_not():
+    subject = idle_takes_oldest(restart_limit=1)
+    taken(subject)
+    subject.asked(0)
+    assert taken(subject) == [(2, 0)]
+    assert [ticket.seq for ticket in subject.worker_lost(0, "death", at_work=0)] == [0]
+    subject.worker_replaced(0)
     assert taken(subject) == []
 
 

@@ -1,0 +1,56 @@
+"""How a worker asks for its next task when it is about to be done with one.
+
+Where any worker will do, a task waits for whichever is idle. From the last sample of a batch to the
+first of the next one, a worker would wait for its batch to be told of, and for the task: 1.0 ms
+where two workers sleep in their samples (batches of 64 that take 94 ms), 0.4 ms if it asks first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.messages import NextWanted, pack
+from shmloader.workers.stopwatch import Stopwatch
+
+# Shorter batches ask for nothing: their workers have two tasks at a time (engine.routing).
+_SHORT_NS = 2_000_000
+
+# Where a sample takes longer, it is collate that asks: what would be spared counts for less than
+# that the task may be stuck behind a last sample that is a slow one.
+_LONG_SAMPLE_NS = 4_000_000
+
+
+class NextTask:
+    """Asks for the next task, once in a batch. Of one worker, on its thread.
+
+    Args:
+        send: Sends a message to the main process.
+        stopwatch: Of the batch in work.
+    """
+
+    def __init__(self, send: Callable[[bytes], Any], stopwatch: Stopwatch) -> None:
+        self._send = send
+        self._stopwatch = stopwatch
+        self._has_asked = False
+
+    def begin(self) -> None:
+        """A batch is begun."""
+        self._has_asked = False
+
+    def note_last(self, sample_count: int) -> None:
+        """The last of so many samples begins."""
+        if self._stopwatch.elapsed_ns < sample_count * _LONG_SAMPLE_NS:
+            self._ask()
+
+    def before(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A collate function that asks first, if that has not been done."""
+
+        def collate_then(samples: Any) -> Any:
+            self._ask()
+            return collate(samples)
+
+        return collate_then
+
+    def _ask(self) -> None:
+        if not self._has_asked and self._stopwatch.elapsed_ns > _SHORT_NS:
+            self._has_asked = True
+            self._send(pack(NextWanted()))
