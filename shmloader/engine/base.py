@@ -17,10 +17,6 @@ def _do_nothing() -> None:
     """Where no other thread has anything to say."""
 
 
-def _always() -> bool:
-    return True
-
-
 def _do_it(function: Callable[[], None]) -> None:
     function()
 
@@ -89,7 +85,7 @@ class EngineBase(abc.ABC):
         self._inbox: Inbox | None = None
         self._pause: Callable[[], None] = _do_nothing
         self._have_done: Callable[[Callable[[], None]], None] = _do_it
-        self._may_deliver: Callable[[], bool] = _always
+        self._may_deliver: Callable[[], bool] | None = None
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class EngineBase(abc.ABC):
         inbox: Inbox,
         pause: Callable[[], None],
         have_done: Callable[[Callable[[], None]], None],
-        may_deliver: Callable[[], bool] = _always,
+        may_deliver: Callable[[], bool] | None = None,
     ) -> None:
         """Belong to a thread of its own until :meth:`detach`.
 
@@ -125,7 +121,7 @@ class EngineBase(abc.ABC):
             have_done: Has the user's thread do something.
             may_deliver: Whether ``next_batch`` may return a batch now. If not, it goes on to send
                 tickets and to take answers; asked again after each :meth:`wake`. With
-                ``any_worker`` only.
+                ``any_worker`` only. None: always.
         """
         self._inbox, self._draw = inbox, inbox.__next__
         self._pause, self._have_done = pause, have_done
@@ -135,7 +131,7 @@ class EngineBase(abc.ABC):
         """Belong to the user's thread again."""
         self._inbox, self._draw = None, iter(()).__next__
         self._pause, self._have_done = _do_nothing, _do_it
-        self._may_deliver = _always
+        self._may_deliver = None
 
     def take_tickets(self) -> None:
         """Send what has been drawn by the user's thread to workers."""

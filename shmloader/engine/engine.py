@@ -258,7 +258,9 @@ class Engine(EngineBase):
         while True:
             if self._inbox:
                 self.take_tickets()
-            if self._may_deliver():
+            if self._may_deliver is None or self._may_deliver():
+                # Where any worker will do, all of them are to be looked after.
+                has_taken = not self.any_worker and self._take_awaited()
                 self._is_handing_over = True
                 ticket = scheduler.take_next()
                 if ticket is not None:
@@ -267,7 +269,7 @@ class Engine(EngineBase):
                         continue
                     return self._hand_over(ticket)
                 self._is_handing_over = False
-                if self._take_awaited():
+                if has_taken:
                     continue
                 if scheduler.is_exhausted and not self._awaits_tickets():
                     if self._inbox:
@@ -284,19 +286,22 @@ class Engine(EngineBase):
             self.check_open()
 
     def _take_awaited(self) -> bool:
-        """Take the answer that must come next, if it is here or about to come; whether it was.
+        """Take a message of the worker whose answer must come next, if one is here, or about to be.
 
-        Most often it is here already, which spares us asking for events. Where any worker will
-        do, all of them are to be looked after.
+        Most often it is here already, which spares us asking for events.
+
+        Returns:
+            Whether there was one.
         """
-        awaited = None if self.any_worker else self._scheduler.awaited()
-        if awaited is None:
+        awaited = self._scheduler.awaited()
+        if awaited is None or awaited.answer is not None:
             return False
         self._is_amid = True
-        data = self._pool.receive(awaited.holder)
+        worker_id = awaited.holder
+        data = self._pool.receive(worker_id)
         if data is None:
             return False
-        self._take(awaited.holder, data)
+        self._take(worker_id, data)
         self._is_amid = False
         return True
 
@@ -336,7 +341,8 @@ class Engine(EngineBase):
         answer = ticket.answer
         if type(answer) is not Death:
             times = self._times(ticket, answer) if type(answer) is Batch else None
-            self._give_receipt(ticket.seq, self._stream_notes(ticket), times)
+            notes = () if self._streams is None else self._stream_notes(self._streams, ticket)
+            self._give_receipt(ticket.seq, notes, times)
         if type(answer) is Batch:
             try:
                 return self._build(ticket, answer)
@@ -368,10 +374,9 @@ class Engine(EngineBase):
             self._scheduler.slots.lent_count,
         )
 
-    def _stream_notes(self, ticket: Ticket) -> Sequence[StreamNote]:
-        if self._streams is None:
-            return ()
-        return self._streams.handed_over(ticket.holder, ticket.seq, _snapshot_of(ticket.answer))
+    @staticmethod
+    def _stream_notes(streams: StreamBook, ticket: Ticket) -> Sequence[StreamNote]:
+        return streams.handed_over(ticket.holder, ticket.seq, _snapshot_of(ticket.answer))
 
     def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader

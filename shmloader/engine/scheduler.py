@@ -236,8 +236,9 @@ class Scheduler:
         self._asking.add(worker_id)
 
     def _answer(self, ticket: Ticket, answer: object, *, is_kept: bool = False) -> None:
-        self._in_flight[ticket.holder] -= 1
-        self._asking.discard(ticket.holder)
+        worker_id = ticket.holder
+        self._in_flight[worker_id] -= 1
+        self._asking.discard(worker_id)
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
             self.slots.move(ticket.place, _after_use(is_kept))

@@ -19,6 +19,9 @@ from shmloader.errors import InternalError
 class SlotState(enum.Enum):
     """Who holds a slot."""
 
+    # Members are the only ones of their kind: enum's own is a call of Python's, ten in a batch.
+    __hash__ = object.__hash__
+
     FREE = "the free list"
     FILLING = "a worker"
     FULL = "the reorder buffer"
@@ -52,12 +55,8 @@ class SlotTable:
         self._free: list[int] = []
         self._last_worker: dict[int, int] = {}
         self._next_id = 0
-        self._lent = 0
-
-    @property
-    def lent_count(self) -> int:
-        """Slots that are lent."""
-        return self._lent
+        #: Slots that are lent.
+        self.lent_count = 0
 
     @property
     def free_ids(self) -> list[int]:
@@ -107,9 +106,9 @@ class SlotTable:
         if old is SlotState.FREE:
             self._free.remove(slot_id)
         if old is SlotState.LENT:
-            self._lent -= 1
+            self.lent_count -= 1
         if new is SlotState.LENT:
-            self._lent += 1
+            self.lent_count += 1
         if new is SlotState.RETIRED:
             del self._states[slot_id]
             self._last_worker.pop(slot_id, None)
