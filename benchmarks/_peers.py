@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,6 @@ class Task:
         is_text: Whether batches are lists of strings.
         fetch: Makes a batch from its indices, where a user would not do that one by one.
         fetch_arrays: The same, of arrays.
-        options: Of a peer's own, for this workload, by the peer's name.
     """
 
     dataset: Any
@@ -66,7 +65,6 @@ class Task:
     arrays: Any = None
     fetch: Callable[[Sequence[int]], Any] | None = None
     fetch_arrays: Callable[[Sequence[int]], Any] | None = None
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def array_dataset(self) -> Any:
@@ -223,8 +221,15 @@ def _repeat(loader: Iterable[Any], task: Task) -> Iterator[Batches]:
 def _shmloader(task: Task) -> Iterator[Batches]:
     import shmloader
 
-    options = {**_torch_options(task), **task.options.get("shmloader", {})}
+    options = _torch_options(task)
     return _repeat(shmloader.DataLoader(task.dataset, persistent_workers=True, **options), task)
+
+
+def _shmloader_seed(task: Task) -> Iterator[Batches]:
+    import shmloader
+
+    options = {**_torch_options(task), "persistent_workers": True, "seed": 0}
+    return _repeat(shmloader.DataLoader(task.dataset, **options), task)
 
 
 def _shmloader_alone(task: Task) -> Iterator[Batches]:
@@ -402,6 +407,13 @@ _PEERS = (
         "shmloader, share", "shmloader", "shmloader",
         "the same over `shmloader.share(dataset)`; in row G only.", _shmloader,
         shares=True, rows="G",
+    ),
+    Peer(
+        "shmloader, seed", "shmloader", "shmloader",
+        "the same with `seed=0`, by which each sample has random streams of its own and an idle "
+        "worker takes the oldest batch; in rows D and E only.",
+        _shmloader_seed,
+        rows="DE",
     ),
     Peer(
         "shmloader, no workers", "shmloader", "shmloader",

@@ -14,7 +14,7 @@ from typing import Any
 from _record import Run, select
 from _spread import with_spread_if_any
 
-OURS = ("shmloader", "shmloader, share", "shmloader, no workers")
+OURS = ("shmloader", "shmloader, share", "shmloader, seed", "shmloader, no workers")
 BARE = "bare work"
 
 

@@ -264,8 +264,6 @@ def _run_stragglers(peer: Peer, settings: Settings) -> dict:
         workers=settings.workers,
         batch_bytes=options.batch_size * 16 * 8,
         is_by_sample=True,
-        # Then an idle worker takes the oldest batch.
-        options={"shmloader": {"seed": 0}},
     )
     epochs = peer.epochs(task)
     began = time.perf_counter()

@@ -36,7 +36,7 @@ _LINE_BYTES = 64
 # A worker notes its vitals so often, between two batches, which takes 0.05 to 0.1 ms while others
 # have no task for it; and more rarely where it has the next one already.
 _VITALS_NS = 50_000_000
-_VITALS_BUSY_NS = 1_000_000_000
+_VITALS_BUSY_NS = 200_000_000
 # And its memory, which takes milliseconds to measure: where it has been without a task for so long.
 MEMORY_IDLE_MS = 20
 _MEMORY_NS = 1_000_000_000
