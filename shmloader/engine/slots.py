@@ -19,7 +19,7 @@ from shmloader.errors import InternalError
 class SlotState(enum.Enum):
     """Who holds a slot."""
 
-    # Members are the only ones of their kind: enum's own is a call of Python's, ten in a batch.
+    # Members are the only ones of their kind: enum's own is a call of Python's, six in a batch.
     __hash__ = object.__hash__
 
     FREE = "the free list"

@@ -40,7 +40,7 @@ _VITALS_BUSY_NS = 200_000_000
 # And its memory, which takes milliseconds to measure: where it has been without a task for so long.
 MEMORY_IDLE_MS = 20
 _MEMORY_NS = 1_000_000_000
-# Later, even if it never is.
+# Where it never is: once after that time, and then so often.
 _MEMORY_BUSY_NS = 10_000_000_000
 
 #: Asks a worker for its stack. Python, torch and their libraries leave real-time signals alone.
@@ -233,11 +233,13 @@ class Line:
         Args:
             has_task: Whether there is something to do by now.
         """
+        due_ns = _MEMORY_NS if self._pss_bytes < 0 else _MEMORY_BUSY_NS
+        if self._idle_ns - self._memory_ns > due_ns:
+            self.note_memory()
+            return
         due_ns = _VITALS_BUSY_NS if has_task else _VITALS_NS
         if self._idle_ns - self._vitals_ns > due_ns:
             self.note_vitals()
-        if has_task and self._idle_ns - self._memory_ns > _MEMORY_BUSY_NS:
-            self.note_memory()
 
     @property
     def memory_is_due(self) -> bool:

@@ -4,9 +4,11 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from shmloader.workers import board as module
 from shmloader.workers.board import Board, Phase, _frames
 
 TRACE = """Thread 0x00007f0000000001 (most recent call first):
@@ -158,3 +160,72 @@ def test_lines_do_not_touch_each_other(board):
     finally:
         for child in children:
             child.end()
+
+
+def noted(board, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]:
+    """What a worker notes by a clock that is set, whose time is its CPU time and its memory.
+
+    Args:
+        board: Where.
+        steps: Seconds since it began, at which it is idle, and whether it has a task by then.
+
+    Returns:
+        When it noted its vitals last, and its memory, and whether this is due at the end.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            clock = SimpleNamespace(now_ns=0)
+            clock.monotonic_ns = clock.process_time_ns = lambda: clock.now_ns
+            module.time, module.measure_memory = clock, lambda _: clock.now_ns
+            line = board.open_line(0)
+            for second, has_task in steps:
+                clock.now_ns = round(second * 1e9)
+                line.idle()
+                line.note_use(has_task=has_task)
+            code = line.memory_is_due
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in {0, 1}
+    vitals = board.vitals(0, pid)
+    memory_ns = vitals.pss_bytes
+    return vitals.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9, bool(code)
+
+
+@pytest.mark.parametrize(
+    ("steps", "vitals_s"),
+    [
+        ([(0.04, False)], 0.0),
+        ([(0.06, False)], 0.06),
+        ([(0.06, False), (0.1, False)], 0.06),
+        ([(0.06, False), (0.12, False)], 0.12),
+        ([(0.06, True)], 0.0),
+        ([(0.21, True)], 0.21),
+        ([(0.21, True), (0.4, True)], 0.21),
+        ([(0.21, True), (0.4, False)], 0.4),
+    ],
+)
+def test_vitals_are_noted_where_nothing_waits_for_it_and_now_and_then(board, steps, vitals_s):
+    board.clear(0)
+    assert noted(board, *steps) == (vitals_s, None, False)
+
+
+@pytest.mark.parametrize("has_task", [True, False])
+@pytest.mark.parametrize(
+    ("seconds", "memory_s", "is_due"),
+    [
+        ([0.9], None, False),
+        ([1.1], 1.1, False),
+        ([1.1, 2.0], 1.1, False),
+        ([1.1, 9.0], 1.1, True),
+        ([1.1, 11.2], 11.2, False),
+    ],
+)
+def test_memory_is_measured_once_soon_and_then_rarely_unless_there_is_time(
+    board, seconds, memory_s, is_due, has_task
+):
+    board.clear(0)
+    steps = [(second, has_task) for second in seconds]
+    assert noted(board, *steps)[1:] == (memory_s, is_due)
