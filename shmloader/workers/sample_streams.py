@@ -143,8 +143,8 @@ class SampleStreams:
         epoch: The one that begins, where it is known before the first ticket.
         sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads,
             nor where several samples are loaded at once.
-        note_last: Called when the last sample of a ticket with one batch begins, with how many it
-            has.
+        note_last: Called when the last sample of a ticket begins, with how many it has; not where
+            there is no batching.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SampleStreams:
         self._count = 0
         self._batch_start = 0
         self._note_last = note_last
-        # Samples of a ticket with one batch.
+        # Samples of the ticket, where somebody wants to know.
         self._size = -1
 
     @contextlib.contextmanager
@@ -175,9 +175,7 @@ class SampleStreams:
         self._placed, self._epoch = placed, placed.epoch
         self._count = self._batch_start = 0
         if self._note_last is not None:
-            indices = placed.indices
-            is_one_batch = isinstance(indices, list) and not is_sharded(indices)
-            self._size = len(indices) if is_one_batch else -1
+            self._size = _sample_count(placed.indices)
         before = _MOMENT.set(None)
         try:
             yield placed.indices
@@ -267,6 +265,13 @@ class SampleStreams:
         _MOMENT.set(_Moment(digest))
         if self._sets_global:
             _set_global_streams(digest)
+
+
+def _sample_count(indices: Any) -> int:
+    """Samples of a ticket; -1 for one that is no list."""
+    if is_sharded(indices):
+        return sum(map(len, indices))
+    return len(indices) if isinstance(indices, list) else -1
 
 
 class _SeededSamples:

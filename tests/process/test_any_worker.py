@@ -614,12 +614,13 @@ def test_a_worker_that_has_asked_and_dies_loses_nothing() -> None:
 
 
 @pytest.mark.usefixtures("all_are_long")
-def test_steps_of_several_batches_ask_for_nothing_before_their_end() -> None:
+@pytest.mark.parametrize(("slow", "task_counts"), [(1, [1, 0]), (2, [1, 0]), (3, [2, 0])])
+def test_a_step_of_several_batches_asks_before_the_last_sample_of_all(slow, task_counts) -> None:
     gate, loads = Gate(), Loads(32)
 
     def sample(index):
         loads.note(index)
-        if index == 3:
+        if index == slow:
             gate.pass_through()
         return index
 
@@ -629,8 +630,8 @@ def test_steps_of_several_batches_ask_for_nothing_before_their_end() -> None:
     )  # fmt: skip
     batches = iter(loader)
     scheduler = batches._engine._scheduler
-    wait_until(lambda: len(loads.begun) == 32)
-    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [1, 0])
+    wait_until(lambda: len(loads.begun) == 32 - (3 - slow) - 4 * (task_counts[0] - 1))
+    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == task_counts)
     gate.open()
     shards = itertools.chain.from_iterable(batches)
     assert [*itertools.chain.from_iterable(shards)] == list(range(32))
