@@ -15,6 +15,7 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -218,17 +219,10 @@ def _repeat(loader: Iterable[Any], task: Task) -> Iterator[Batches]:
         yield iter(loader)
 
 
-def _shmloader(task: Task) -> Iterator[Batches]:
+def _shmloader(task: Task, seed: int | None = None) -> Iterator[Batches]:
     import shmloader
 
-    options = _torch_options(task)
-    return _repeat(shmloader.DataLoader(task.dataset, persistent_workers=True, **options), task)
-
-
-def _shmloader_seed(task: Task) -> Iterator[Batches]:
-    import shmloader
-
-    options = {**_torch_options(task), "persistent_workers": True, "seed": 0}
+    options = {**_torch_options(task), "persistent_workers": True, "seed": seed}
     return _repeat(shmloader.DataLoader(task.dataset, **options), task)
 
 
@@ -412,7 +406,7 @@ _PEERS = (
         "shmloader, seed", "shmloader", "shmloader",
         "the same with `seed=0`, by which each sample has random streams of its own and an idle "
         "worker takes the oldest batch; in rows D and E only.",
-        _shmloader_seed,
+        partial(_shmloader, seed=0),
         rows="DE",
     ),
     Peer(

@@ -49,8 +49,6 @@ class Arena:
         self._touched: dict[int, int] = {}
         self._recent_bytes = 0.0
         self._batches = 0
-        #: Whether it is time to look for slots that hold too much.
-        self.wants_trim = False
         #: Where it counts how slots grow.
         self.counts = Counts()
 
@@ -67,11 +65,8 @@ class Arena:
         """A batch has taken so many bytes of a slot."""
         if used_bytes > self._touched.get(slot_id, 0):
             self._grow_to(slot_id, used_bytes)
-        if used_bytes > self._recent_bytes:  # noqa: PLR1730 - a call costs more
-            self._recent_bytes = used_bytes
-        self._batches = count = self._batches + 1
-        if count >= _TRIM_EVERY:
-            self.wants_trim = True
+        self._recent_bytes = max(self._recent_bytes, used_bytes)
+        self._batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
         """A batch that failed has taken so many bytes of a slot, which says nothing of others."""
@@ -106,10 +101,14 @@ class Arena:
         if slot is not None:
             poison(slot, self.touched_bytes(slot_id))
 
+    @property
+    def wants_trim(self) -> bool:
+        """Whether it is time to look for slots that hold too much."""
+        return self._batches >= _TRIM_EVERY
+
     def trim(self, free_ids: list[int]) -> None:
         """Give back what free slots hold far above what recent batches needed."""
         self._batches = 0
-        self.wants_trim = False
         keep = int(self._recent_bytes)
         self._recent_bytes *= _RECENT_DECAY
         for slot_id in free_ids:

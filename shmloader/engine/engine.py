@@ -341,7 +341,10 @@ class Engine(EngineBase):
         answer = ticket.answer
         if type(answer) is not Death:
             times = self._times(ticket, answer) if type(answer) is Batch else None
-            notes = () if self._streams is None else self._stream_notes(self._streams, ticket)
+            notes: Sequence[StreamNote] = ()
+            if self._streams is not None:
+                snapshot = _snapshot_of(answer)
+                notes = self._streams.handed_over(ticket.holder, ticket.seq, snapshot)
             self._give_receipt(ticket.seq, notes, times)
         if type(answer) is Batch:
             try:
@@ -373,10 +376,6 @@ class Engine(EngineBase):
             answer.used_bytes,
             self._scheduler.slots.lent_count,
         )
-
-    @staticmethod
-    def _stream_notes(streams: StreamBook, ticket: Ticket) -> Sequence[StreamNote]:
-        return streams.handed_over(ticket.holder, ticket.seq, _snapshot_of(ticket.answer))
 
     def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader

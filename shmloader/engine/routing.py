@@ -62,7 +62,7 @@ class Router:
 
 
 def pick_idle(
-    candidates: Iterable[int], in_flight: Sequence[int], limit: int, asking: Container[int] = ()
+    candidates: Iterable[int], in_flight: Sequence[int], limit: int, asking: Container[int]
 ) -> int | None:
     """The worker for the oldest ticket where any will do.
 

@@ -204,9 +204,7 @@ class EngineIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if not self._is_exhausted:
             try:
-                batch = self._next_batch()
-                if self._transform is not no_transform:
-                    batch = self._transform(batch)
+                batch = self._transform(self._next_batch())
             except StopIteration:
                 self._is_exhausted = self._progress.is_ended = True
                 if self._streams is not None:

@@ -48,9 +48,6 @@ class Progress:
 
     def done_until(self, seq: int) -> None:
         """All tickets up to the one that was drawn as number ``seq`` are done."""
-        if not self._ahead and not self._before:  # most often, and then a call less
-            self.position = self._start + seq + 1
-            return
         number = self._number(seq)
         if self._ahead:
             for passed in range(self.position, number):

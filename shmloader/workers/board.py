@@ -33,8 +33,8 @@ _VITALS = struct.Struct("=3q")
 # Lines do not share a cache line.
 _LINE_BYTES = 64
 
-# A worker notes its vitals so often, between two batches, which takes 0.05 to 0.1 ms while others
-# have no task for it; and more rarely where it has the next one already.
+# A worker notes its vitals so often, between two batches, where there is no task for it yet: that
+# takes 0.05 to 0.1 ms. Where there is one, more rarely.
 _VITALS_NS = 50_000_000
 _VITALS_BUSY_NS = 200_000_000
 # And its memory, which takes milliseconds to measure: where it has been without a task for so long.
@@ -228,7 +228,7 @@ class Line:
         _LINE.pack_into(self._mapping, self._offset, Phase.IDLE, 0, 0, now_ns, self._thread)
 
     def note_use(self, *, has_task: bool) -> None:
-        """Say what this process has used since it became idle, if that is due.
+        """Say what this process has used, if that is due.
 
         Args:
             has_task: Whether there is something to do by now.

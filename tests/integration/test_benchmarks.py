@@ -140,7 +140,8 @@ def test_the_comparison_with_other_loaders_measures_who_is_there_and_names_who_i
         told = r"[\d.]+ \| [\d.]+ \| " if is_there else "absent: ModuleNotFoundError: "
         assert re.search(rf"^\| {peer} \| {told}", text, re.MULTILINE), text
     assert re.search(r"^\| shmloader \| [\d.]+ \| ", text, re.MULTILINE), text
-    assert re.search(r"^Content: `[0-9a-f]{32}` shmloader, shmloader, seed, torch", text, re.M), text
+    names = "shmloader, shmloader, seed, torch"
+    assert re.search(rf"^Content: `[0-9a-f]{{32}}` {names}", text, re.MULTILINE), text
     assert "</svg>" in (tmp_path / "results" / "E.svg").read_text()
 
     again = run("peers.py", *arguments, f"--results={results}")
