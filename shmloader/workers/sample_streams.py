@@ -32,6 +32,7 @@ import functools
 import hashlib
 import operator
 import random
+import struct
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -65,22 +66,35 @@ class _Use(enum.IntEnum):
     BASE_SEED = 5
 
 
-def _digest(use: _Use, seed: int, epoch: int, first: int, second: int) -> bytes:
-    text = b"%d,%d,%d,%d,%d" % (use, seed, epoch, first, second)
-    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"shmloader sample").digest()
+def _begin_digest(use: _Use, seed: int, epoch: int) -> "hashlib.blake2b":
+    text = b"%d,%d,%d," % (use, seed, epoch)
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"shmloader sample")
+
+
+def _end_digest(begun: "hashlib.blake2b", first: int, second: int) -> bytes:
+    # A copy, since to begin one takes three times as long as the rest.
+    whole = begun.copy()
+    whole.update(b"%d,%d" % (first, second))
+    return whole.digest()
 
 
 def base_seed(seed: int, epoch: int) -> int:
     """What workers that start in this epoch are seeded from, in place of torch's draw."""
-    return int.from_bytes(_digest(_Use.BASE_SEED, seed, epoch, 0, 0)[:8], "little") >> 1
+    digest = _end_digest(_begin_digest(_Use.BASE_SEED, seed, epoch), 0, 0)
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+# Of random (its low word and its high one), of numpy.random, and of torch.
+_SEEDS = struct.Struct("<QQIQ")
 
 
 def _set_global_streams(digest: bytes) -> None:
-    random.seed(int.from_bytes(digest[:16], "little"))
+    low, high, word, seed = _SEEDS.unpack_from(digest)
+    random.seed(high << 64 | low)
     # Of one word: of several it takes 7 µs more, half of what a sample may cost. torch uses no more
     # than 32 bits either. Not torch.manual_seed, which asks every kind of device.
-    np.random.seed(int.from_bytes(digest[16:20], "little"))
-    torch.default_generator.manual_seed(int.from_bytes(digest[20:28], "little"))
+    np.random.seed(word)
+    torch.default_generator.manual_seed(seed)
 
 
 class _Moment:
@@ -158,7 +172,9 @@ class SampleStreams:
     ) -> None:
         self._seed = seed
         self._worker_id = worker_id
-        self._epoch = epoch
+        self._epoch: int | None = None
+        if epoch is not None:
+            self._begin_epoch(epoch)
         self._sets_global = sets_global
         self.position = 0
         self._placed = Placed(None, 0, 0)
@@ -172,7 +188,9 @@ class SampleStreams:
     @contextlib.contextmanager
     def at(self, placed: Placed) -> Iterator[Any]:
         """Load a ticket inside of this; gives its indices."""
-        self._placed, self._epoch = placed, placed.epoch
+        self._placed = placed
+        if placed.epoch != self._epoch:
+            self._begin_epoch(placed.epoch)
         self._count = self._batch_start = 0
         if self._note_last is not None:
             self._size = _sample_count(placed.indices)
@@ -181,6 +199,10 @@ class SampleStreams:
             yield placed.indices
         finally:
             _MOMENT.reset(before)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._digests = [_begin_digest(use, self._seed, epoch) for use in _Use]
 
     def wrap(
         self,
@@ -260,8 +282,7 @@ class SampleStreams:
         return collate
 
     def _set(self, use: _Use, first: int, second: int) -> None:
-        assert self._epoch is not None
-        digest = _digest(use, self._seed, self._epoch, first, second)
+        digest = _end_digest(self._digests[use], first, second)
         _MOMENT.set(_Moment(digest))
         if self._sets_global:
             _set_global_streams(digest)
