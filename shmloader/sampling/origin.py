@@ -70,6 +70,11 @@ def is_known(sampler: object) -> bool:
     )
 
 
+def draws_first(index_sampler: object) -> bool:
+    """Whether an epoch draws from the process's streams for its first index alone, if at all."""
+    return all(map(is_known, chain(index_sampler)))
+
+
 def tell_passed_over(index_sampler: object, position: int) -> None:
     """Say in the log that a user's sampler draws once more what it gave before the position."""
     if position and not all(map(is_known, chain(index_sampler))):
@@ -120,12 +125,11 @@ class Origin:
         self.stateful: Any = next(
             (each for each in self._chain if not is_known(each) and has_own_state(each)), None
         )
-        is_known_whole = all(map(is_known, self._chain))
         draws = any(
             type(sampler) in _DRAWING and sampler.generator is None for sampler in self._chain
         )
         self.streams: tuple[str, ...] = ("torch",) if draws else ()
-        if not is_known_whole:
+        if not draws_first(index_sampler):
             self.streams, self._seeding = ("torch", "numpy", "python"), []
         if self.stateful is not None:
             self.streams = ()

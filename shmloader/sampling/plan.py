@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 from shmloader.sampling.origin import (
     Origin,
     describe,
+    draws_first,
     not_over,
     size_of_batches,
     tell_passed_over,
@@ -188,6 +189,7 @@ class StepPlan(Sampler[list[Any]]):
             return DrawnSteps(
                 functools.partial(self._begin_items, self.epoch, start),
                 streams,
+                draws_first(self._items),
                 self._cut,
                 self._tail,
                 self.rest,

@@ -7,6 +7,7 @@ from torch.utils.data import DistributedSampler
 
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
+from shmloader.sampling.origin import draws_first
 from shmloader.sampling.plan import set_epoch_of
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.steps import Cut, DrawnSteps, step_count
@@ -79,7 +80,8 @@ class ShardedSampler(EpochSampler[Any]):
     def _draw(self, epoch: int) -> Iterator[Any]:
         """This rank's items."""
         set_epoch_of(self.sampler, epoch)
-        steps = DrawnSteps(self.sampler.__iter__, Streams(self.seed, epoch), self._cut, self.tail)
+        streams, is_first = Streams(self.seed, epoch), draws_first(self.sampler)
+        steps = DrawnSteps(self.sampler.__iter__, streams, is_first, self._cut, self.tail)
         for step in steps:
             yield from step
 

@@ -178,6 +178,7 @@ class DrawnSteps(Steps):
     Args:
         draw: Iterates over the sampler.
         streams: The global random streams that it draws from.
+        draws_first: Whether it draws from them for its first item alone.
         cut: The rank's part.
         tail: Of the last global step.
         first: Items that come first.
@@ -189,6 +190,7 @@ class DrawnSteps(Steps):
         self,
         draw: Callable[[], Iterator[Any]],
         streams: Streams,
+        draws_first: bool,
         cut: Cut,
         tail: Tail,
         first: Iterable[Any] = (),
@@ -199,6 +201,9 @@ class DrawnSteps(Steps):
         self._to_pass = start
         self._draw = draw
         self._streams = streams
+        self._draws_first = draws_first
+        # Whether it has given its first item.
+        self._has_begun = False
         self._cut = cut
         self._tail = tail
         self._weigh = weigh
@@ -251,6 +256,9 @@ class DrawnSteps(Steps):
         return step
 
     def _take(self, count: int) -> list[Any]:
+        # To set them aside takes 0.1 ms, and 0.5 ms after a training step.
+        if self._has_begun and self._draws_first:
+            return self._draw_items(count)
         with self._streams.used():
             return self._draw_items(count)
 
@@ -258,7 +266,9 @@ class DrawnSteps(Steps):
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         if self._items is None:
             self._items = self._draw()
-        taken += islice(self._items, count - len(taken))
+        waited = len(taken)
+        taken += islice(self._items, count - waited)
+        self._has_begun = self._has_begun or len(taken) > waited
         return taken
 
 

@@ -12,11 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from shmloader.sampling import BucketBatchSampler
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.steps import Cut, Tail, step_count
+from shmloader.sampling.streams import Streams
 
 TAILS: list[Tail] = ["pad", "drop", "uneven", "rollover"]
 
@@ -222,6 +230,52 @@ def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() 
     weights.generator.manual_seed(3)
     plan = StepPlan(1, 0, Cut(1), "pad", 0, items=weights)
     assert [index for step in epoch_of(plan) for index in step] == expected
+
+
+class Unknown(Sampler):
+    """Another sampler, of a kind that nothing is known of."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+
+@pytest.mark.parametrize("rest", [[], [7, 8], [5, 6, 7, 8]])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(9)),
+        RandomSampler(range(9), replacement=True, num_samples=99),
+        SubsetRandomSampler(range(9)),
+        WeightedRandomSampler([1.0, 2.0, 3.0], 9),
+        SequentialSampler(range(9)),
+    ],
+)
+def test_a_sampler_of_torchs_has_the_epochs_streams_for_its_first_index_alone(
+    sampler, rest, monkeypatch
+) -> None:
+    times = []
+    used = Streams.used
+    monkeypatch.setattr(Streams, "used", lambda streams: times.append(1) or used(streams))
+
+    def order_of(items: Any) -> list[list[int]]:
+        times.clear()
+        plan = StepPlan(2, 0, Cut(2), "rollover", 0, items=items)
+        plan.rest = list(rest)
+        return epoch_of(plan)
+
+    expected = order_of(Unknown(sampler))
+    assert len(times) > len(expected)
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    assert order_of(sampler) == expected
+    assert len(times) == 1 + len(rest) // 2
 
 
 def test_a_sampler_that_counts_epochs_is_told_the_epoch() -> None:
