@@ -21,6 +21,7 @@ from shmloader.engine.answers import (
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.failures import FailureWatch
+from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.routing import Pace
 from shmloader.engine.scheduler import Scheduler, Ticket
@@ -258,7 +259,8 @@ class Engine(EngineBase):
         while True:
             if self._inbox:
                 self.take_tickets()
-            if self._may_deliver is None or self._may_deliver():
+            has_place = self._may_deliver is None or self._may_deliver()
+            if has_place:
                 # Where any worker will do, all of them are to be looked after.
                 has_taken = not self.any_worker and self._take_awaited()
                 self._is_handing_over = True
@@ -281,9 +283,23 @@ class Engine(EngineBase):
                 FAULTS.reach("main.next")
             self._replace_workers()
             self._adapt()
-            self._receive_any(deadline)
+            if self._inbox is None or self._may_wait(self._inbox, has_place=has_place):
+                self._receive_any(deadline)
             self._pause()
             self.check_open()
+
+    def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
+        """Have the user's thread wake us if we have use for what it brings; whether to wait for it.
+
+        Not if it has come since we looked: that woke nobody.
+        """
+        if not self.any_worker:
+            return True
+        lacks_place = not has_place and self._scheduler.has_next
+        inbox.is_awaited = lacks_place or self._scheduler.has_room
+        if not inbox.is_awaited:
+            return True
+        return not inbox and (has_place or self._may_deliver is None or not self._may_deliver())
 
     def _take_awaited(self) -> bool:
         """Take a message of the worker whose answer must come next, if one is here, or about to be.

@@ -10,6 +10,8 @@ class Inbox:
 
     Attributes:
         is_ended: Whether the sampler has no more.
+        is_awaited: Whether the engine's thread is to be woken for what the user's brings: else it
+            looks here by itself before it waits, and as soon as it has use for it. Set by it.
 
     Args:
         wake: Gets the engine's thread out of its wait.
@@ -21,11 +23,13 @@ class Inbox:
         self._wake = wake
         self.ask = ask
         self.is_ended = False
+        self.is_awaited = True
 
     def put(self, indices: object) -> None:
         """Hand one over. On the user's thread."""
         self._waiting.append(indices)
-        self._wake()
+        if self.is_awaited:
+            self._wake()
 
     def end(self) -> None:
         """Say that there are no more. On the user's thread."""

@@ -184,9 +184,7 @@ class Scheduler:
             elif not self._has_any_left():
                 worker_id = 0  # nobody is left: as if it had been given to one of them
             else:
-                worker_id = pick_idle(
-                    self._present(), self._in_flight, self.task_limit, self._asking
-                )
+                worker_id = self._idle()
             if worker_id is None:
                 return None
             ticket = self._waiting.popleft()
@@ -196,6 +194,16 @@ class Scheduler:
                 return ticket
             self._answer(ticket, self._deaths[worker_id])
         return None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a further ticket would be assigned, or answered, at once."""
+        return not self._waiting and (
+            bool(self._untold) or not self._has_any_left() or self._idle() is not None
+        )
+
+    def _idle(self) -> int | None:
+        return pick_idle(self._present(), self._in_flight, self.task_limit, self._asking)
 
     def _has_any_left(self) -> bool:
         return any(
@@ -353,6 +361,14 @@ class Scheduler:
         return clean
 
     # What comes next ---------------------------------------------------------------------
+
+    @property
+    def has_next(self) -> bool:
+        """Whether :meth:`take_next` would return one."""
+        if not self._in_order:
+            return bool(self._arrived)
+        first = self._first()
+        return first is not None and first.answer is not None
 
     def take_next(self) -> Ticket | None:
         """The next ticket to be delivered, if its answer is here. Its slot stays FULL."""

@@ -24,7 +24,7 @@ from shmloader import (
     WorkerDiedError,
 )
 from shmloader.engine import routing
-from shmloader.workers import asking
+from shmloader.workers import asking, processes
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
@@ -157,6 +157,59 @@ def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
         gate.open(4)
         assert len(list(batches)) == 4
     gate.close()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(2, 4), (1, 1)])
+def test_whoever_takes_a_batch_wakes_the_engine_if_it_has_use_for_what_that_brings(
+    num_workers, prefetch_factor, in_order, monkeypatch
+) -> None:
+    monkeypatch.setattr(processes, "SIGNAL_S", 1e3)  # else it looks about by itself
+    loads = Loads(60)
+
+    def sample(index):
+        loads.note(index)
+        return index
+
+    options = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+    batches = iter(make(sample, 60, in_order=in_order, **options))
+    seen = []
+    for taken in range(52):
+        window = num_workers * prefetch_factor
+        wait_until(lambda count=window + taken: len(loads.begun) == count)
+        seen.append(next(batches))  # all workers are idle
+    seen.extend(batches)
+    assert sorted(seen) == list(range(60))
+
+
+def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
+    first, second, loads, wakes = Gate(), Gate(), Loads(20), []
+    wake = processes.ProcessPool.wake
+    monkeypatch.setattr(processes.ProcessPool, "wake", lambda pool: wakes.append(1) or wake(pool))
+
+    def sample(index):
+        loads.note(index)
+        if index in (0, 3):
+            (second if index else first).pass_through()
+        return index
+
+    batches = iter(make(sample, 20, in_order=False))
+    wait_until(lambda: loads.begun == [0, 1, 2, 3])
+    assert next(batches) == 1
+    inbox = batches._source.running.thread.inbox
+    wait_until(lambda: not inbox.is_awaited and batches._source.running.thread.results)
+    count = len(wakes)
+    assert next(batches) == 2
+    assert inbox, "nobody has looked for it"
+    assert len(wakes) == count
+    first.open()
+    second.open()
+    assert sorted(batches) == [0, *range(3, 20)]
+    first.close()
+    second.close()
 
 
 def test_round_robin_has_no_thread() -> None:

@@ -25,6 +25,17 @@ def test_whatever_is_put_in_wakes_the_engine_after_it_is_there() -> None:
     assert seen == [(True, False), (False, True)]
 
 
+def test_nobody_is_woken_while_nothing_is_awaited_but_for_the_end() -> None:
+    woken = []
+    inbox = Inbox(lambda: woken.append(len(woken)), lambda: None)
+    inbox.is_awaited = False
+    inbox.put([0])
+    assert inbox
+    assert not woken
+    inbox.end()
+    assert woken == [0]
+
+
 def test_it_asks_by_what_it_was_given() -> None:
     asked = []
     Inbox(lambda: None, lambda: asked.append(1)).ask()

@@ -503,6 +503,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert ticket is not None, "I5: no slot or no worker for a ticket"
 
     @invariant()
+    def what_it_says_of_room_and_of_the_next_batch_is_so(self):
+        found = copy.deepcopy(self.scheduler)
+        assert self.scheduler.has_next == (found.take_next() is not None)
+        if self.any_worker and self._may_offer():
+            found = copy.deepcopy(self.scheduler)
+            ticket = found.offer(None)
+            while found.assign() is not None:
+                pass
+            assert self.scheduler.has_room == (ticket.worker_id is not None)
+
+    @invariant()
     def i5_no_ticket_waits_for_a_worker_that_has_room(self):
         if self.waiting:
             assert not self.untold
@@ -906,6 +917,21 @@ def test_the_death_of_an_idle_worker_is_told_at_the_place_of_the_next_ticket():
     assert subject.take_next().answer == "death"
     subject.answered(1, 0, "batch")
     assert taken(subject) == [(2, 0)], "it is told once"
+
+
+def test_there_is_room_for_a_ticket_that_a_death_will_answer():
+    subject = Scheduler(2, 4, 2, in_order=True, any_worker=True)
+    offered(subject, 1)
+    assert taken(subject) == [(0, 0)]
+    assert subject.has_room
+    subject.worker_lost(1, "death")
+    assert subject.has_room, "worker 0 has its task, and the next ticket tells of worker 1"
+    offered(subject, 1)
+    assert taken(subject) == []
+    assert not subject.has_room
+    subject.worker_lost(0, "death", at_work=0)
+    assert taken(subject) == []
+    assert subject.has_room, "nobody is left to wait for"
 
 
 def test_where_no_worker_is_left_no_ticket_waits_for_one():
