@@ -5,11 +5,12 @@ Pure but for ``draw``: takes runs as ``peers.py`` has recorded them, and gives M
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _record import Run, select
 from _spread import with_spread_if_any
@@ -52,6 +53,10 @@ are medians, with least and most. The consumer touches every tensor; a hash over
 in order, must be the same for all. Ratios above 1 are in favour of the loader that is named. The
 first batch counts from before the loader is made; modules are imported already. Where samples are
 drawn at random, all draw the same."""
+
+_STANDING = """\
+Where ours is measured in several ways, the one with the better median stands for it, beside the
+best other loader. Ratios of medians, and of rounds; who leads is said where all rounds agree."""
 
 _FIRST = Figure("first_s", "first batch, s", ".2f", less=True)
 _MAIN = Figure("main_us", "main process, µs of CPU a batch", ",.0f", less=True)
@@ -238,13 +243,36 @@ def _wrong(runs: Sequence[Run]) -> str:
     return "; ".join(f"**{error}**" for error in errors).replace("|", "\\|")
 
 
-def standing(
-    runs: Sequence[Run], case: str, peers: Sequence[str]
-) -> list[tuple[Figure, str, float]]:
-    """Of each figure, the best other loader, and how many times as good as it ours is.
+class Standing(NamedTuple):
+    """How ours stands beside the best other loader.
 
-    Compares medians; where ours has two kinds, the better one counts.
+    Attributes:
+        figure: In what.
+        own: Which of ours has the better median.
+        other: The other loader that has the best one.
+        ratio: How many times as good ours is, by the medians.
+        rounds: The same of each round.
     """
+
+    figure: Figure
+    own: str
+    other: str
+    ratio: float
+    rounds: list[float]
+
+    @property
+    def verdict(self) -> str:
+        """Who leads, if all rounds agree."""
+        found = [self.ratio, *self.rounds]
+        if any(map(math.isnan, found)):
+            return ""
+        if min(found) >= 1:
+            return "we lead"
+        return "**we lose**" if max(found) < 1 else "rounds differ"
+
+
+def standing(runs: Sequence[Run], case: str, peers: Sequence[str]) -> list[Standing]:
+    """Of each figure, how the better of ours stands beside the best other loader."""
     found = []
     for figure in ROWS[case[0]].figures:
         if figure.less is None:
@@ -254,15 +282,18 @@ def standing(
             for peer in peers
             if peer != BARE and (values := values_of(select(runs, case, peer), figure))
         }
-        ours = [value for peer, value in medians.items() if peer in OURS]
+        ours = {peer: value for peer, value in medians.items() if peer in OURS}
         others = {peer: value for peer, value in medians.items() if peer not in OURS}
         if not ours or not others:
             continue
         choose = min if figure.less else max
-        name = choose(others, key=others.__getitem__)
-        own, other = choose(ours), others[name]
-        better, worse = (other, own) if figure.less else (own, other)
-        found.append((figure, name, better / worse if worse > 0 else float("nan")))
+        own = choose(ours, key=ours.__getitem__)
+        other = choose(others, key=others.__getitem__)
+        better, worse = ours[own], others[other]
+        if figure.less:
+            better, worse = worse, better
+        ratio = better / worse if worse > 0 else float("nan")
+        found.append(Standing(figure, own, other, ratio, ratios(runs, case, own, other, figure)))
     return found
 
 
@@ -307,6 +338,8 @@ def report(
         "",
         "## Where we stand",
         "",
+        _STANDING,
+        "",
         *_summary(runs, cases),
         "",
         "## How each is used",
@@ -338,12 +371,13 @@ def report(
 
 
 def _summary(runs: Sequence[Run], cases: Mapping[str, Sequence[str]]) -> list[str]:
-    lines = [["workload", "figure", "best other loader", "shmloader to it", ""]]
+    lines = [["workload", "figure", "of ours", "best other loader", "ours to it", "rounds", ""]]
     for case, peers in cases.items():
-        for figure, name, ratio in standing(runs, case, peers):
-            verdict = "we lead" if ratio >= 1 else "**we lose**"
-            verdict = "" if ratio != ratio else verdict  # noqa: PLR0124 - not a number
-            lines.append([case, figure.heading, name, f"{ratio:.2f}", verdict])
+        for found in standing(runs, case, peers):
+            ratio = "" if math.isnan(found.ratio) else f"{found.ratio:.2f}"
+            spread = f"{min(found.rounds):.2f}–{max(found.rounds):.2f}" if found.rounds else ""
+            cells = [case, found.figure.heading, found.own, found.other, ratio, spread]
+            lines.append([*cells, found.verdict])
     return markdown(lines)
 
 

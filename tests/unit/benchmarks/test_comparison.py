@@ -92,14 +92,30 @@ def test_where_we_lose_is_said_as_well(report, record_module):
         made_up(record_module, "torch", 0, case="G", grown_mb=400.0, first_s=8.0),
         made_up(record_module, "SPDL, threads", 0, case="G", grown_mb=100.0, first_s=9.0),
     ]
-    found = {figure.key: rest for figure, *rest in report.standing(runs, "G", peers)}
-    assert found["grown_mb"] == ["SPDL, threads", pytest.approx(0.5)]
-    assert found["first_s"] == ["torch", pytest.approx(4.0)]
+    found = {one.figure.key: one for one in report.standing(runs, "G", peers)}
+    grown, first = found["grown_mb"], found["first_s"]
+    assert grown[1:] == ("shmloader, share", "SPDL, threads", pytest.approx(0.5), [0.5])
+    assert first[1:] == ("shmloader", "torch", pytest.approx(4.0), [4.0])
 
     text = report.report(runs, {"G": peers}, {"date": "today"}, {}, {"torch": "as it is."}, {})
-    assert "| G | PSS of all processes, MB more | SPDL, threads | 0.50 | **we lose** |" in text
-    assert "| G | first batch, s | torch | 4.00 | we lead |" in text
+    lost = "shmloader, share | SPDL, threads | 0.50 | 0.50–0.50 | **we lose** |"
+    assert f"| G | PSS of all processes, MB more | {lost}" in text
+    assert "| G | first batch, s | shmloader | torch | 4.00 | 4.00–4.00 | we lead |" in text
     assert "- date: today\n" in text
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [([3, 3, 3], "we lead"), ([1, 1, 1], "**we lose**"), ([3, 1, 3], "rounds differ")],
+)
+def test_who_leads_is_said_if_all_rounds_agree(ours, expected, report, record_module):
+    runs = [
+        made_up(record_module, peer, round_, case="H", batches_per_s=float(rate))
+        for peer, rates in (("shmloader", ours), ("torch", [2, 2, 2]))
+        for round_, rate in enumerate(rates)
+    ]
+    (found,) = report.standing(runs, "H", ["shmloader", "torch"])
+    assert found.verdict == expected
 
 
 def test_other_content_is_told(report, record_module):
