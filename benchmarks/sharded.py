@@ -4,8 +4,9 @@ Compares a ``DataLoader`` with a ``ShardedDataLoader`` of the same total batch: 
 (*rank*), and cut into four shards a step (*shards*). A sharded loader has a seed, and so random
 streams for each sample, which these samples, that do nothing, have no use for: the cost of cutting
 is to a ``DataLoader`` with ``seed=0`` (*seeded*), and the other ratio is to one without (*plain*).
-A step of four shards has four times as many tensors as one batch; *small* is such a ``DataLoader``,
-too, that gives as many and as large ones: four batches of a shard's size count as a step.
+A step of four shards has four times as many tensors as one batch. Two ways to have as many by a
+``DataLoader(seed=0)``: *by hand*, whose batches the consumer cuts into four, and *small*, where
+four batches of a shard's size count as a step.
 Each run is a fresh process; they take turns within a round, and a round's ratio compares runs that
 lie next to each other in time. The consumer touches every tensor. Then it draws one epoch of 100
 million shuffled samples as one rank of eight, with no data at all, and says how long that takes and
@@ -23,9 +24,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
+import torch
 from _fresh import run_anew
 from _machine import describe_machine
+from _peers import map_leaves
 from _spread import with_spread
 from _workloads import WORKLOADS, Samples, Workload, smallest, touch
 
@@ -33,7 +38,7 @@ import shmloader
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.steps import Cut
 
-KINDS = ("plain", "seeded", "small", "rank", "shards")
+KINDS = ("plain", "seeded", "by hand", "small", "rank", "shards")
 _SHARDS = 4
 # Their batches can be cut into four.
 _WORKLOADS = ("a", "c", "d")
@@ -57,13 +62,19 @@ def _consume(steps: Iterator[object], seconds: float, at_least: int, stride: int
     raise RuntimeError("the loader has ended")
 
 
+def _cut(batch: Any) -> list[Any]:
+    """A batch as four, as one would have them on four devices."""
+    chunked = map_leaves(lambda leaf: leaf.chunk(_SHARDS), batch, torch.Tensor)
+    return [map_leaves(itemgetter(part), chunked, tuple) for part in range(_SHARDS)]
+
+
 def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[str, float]:
     """Measure one loader in this process."""
     dataset = Samples(work)
     options = {"num_workers": workers, "multiprocessing_context": "fork"}
     if kind == "plain":
         loader = shmloader.DataLoader(dataset, work.batch_size, **options)
-    elif kind == "seeded":
+    elif kind in {"seeded", "by hand"}:
         loader = shmloader.DataLoader(dataset, work.batch_size, seed=0, **options)
     elif kind == "small":
         loader = shmloader.DataLoader(dataset, work.batch_size // _SHARDS, seed=0, **options)
@@ -74,7 +85,7 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
             dataset, work.batch_size // _SHARDS, num_shards=_SHARDS, **options
         )
     with loader:
-        steps = iter(loader)
+        steps = map(_cut, loader) if kind == "by hand" else iter(loader)
         _consume(steps, 0.3, _WARMUP_STEPS, work.clock_stride)
         rate = _consume(steps, seconds, 1, work.clock_stride)
         # One after the other: who held four at once would have some of them copied out.
