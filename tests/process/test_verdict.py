@@ -216,8 +216,9 @@ def test_slots_that_the_consumer_holds() -> None:
     kept: collections.deque[torch.Tensor] = collections.deque(maxlen=24)
     stats = second_epoch(
         DataLoader(
-            # The worker does nothing for it.
-            Calls(lambda _: shmloader.empty(1 << 20), 100),
+            # The worker does nothing for it. It is so large that copying it takes longer than
+            # waking somebody on a busy machine.
+            Calls(lambda _: shmloader.empty(1 << 22), 100),
             batch_size=None,
             num_workers=2,
             persistent_workers=True,
