@@ -104,7 +104,7 @@ class Peer:
     distribution: str
     note: str
     epochs: Callable[[Task], Iterator[Batches]]
-    methods: tuple[str, ...] = ("fork", "spawn")
+    methods: tuple[str, ...] = ("fork", "forkserver", "spawn")
     instead: str = ""
     shares: bool = False
     rows: str = ""

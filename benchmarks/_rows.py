@@ -577,6 +577,7 @@ CASES = {
         Case("E", _run_stragglers),
         Case("F", _run_ragged),
         Case("G, fork", partial(_run_texts, "fork", 4, 3), None, 600.0, "fork"),
+        Case("G, forkserver", partial(_run_texts, "forkserver", 4, 3), None, 600.0, "forkserver"),
         Case("G, spawn", partial(_run_texts, "spawn", 4, 3), None, 600.0, "spawn"),
         Case("G, spawn, 8 workers", partial(_run_texts, "spawn", 8, 1), None, 600.0, "spawn"),
         Case("H", _run_keeper),

@@ -95,7 +95,8 @@ def _start_method() -> Finding:
     method = multiprocessing.get_context().get_start_method()
     meaning = {
         "fork": "Workers start in milliseconds and share what is loaded; nothing is pickled.",
-        "forkserver": "Workers import anew, and the dataset is pickled once for all of them.",
+        "forkserver": "Workers start in milliseconds once a server has imported torch; the dataset "
+        "is pickled once for all of them.",
         "spawn": "Each worker starts an interpreter, seconds with torch: keep them "
         "(persistent_workers=True).",
     }

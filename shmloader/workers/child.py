@@ -135,12 +135,12 @@ def worker_main(
         start: See there.
         close_inherited: In a forked worker, closes what other workers and loaders use.
     """
-    if close_inherited is not None:
-        # The collector notes what it finds in the objects themselves: the first full collection
-        # would write to the page of every container of the main process, and the kernel would copy
-        # them all. Frozen objects are not looked at; what is garbage among them stays. Not before
-        # the fork: to unfreeze there is to unfreeze what the user, or Python 3.12, has frozen.
-        gc.freeze()
+    # The collector notes what it finds in the objects themselves: the first full collection would
+    # write to the page of every container of the main process, or of the fork server, and the
+    # kernel would copy them all. Frozen objects are not looked at; what is garbage among them
+    # stays. Not before the fork: to unfreeze there is to unfreeze what the user, or Python 3.12,
+    # has frozen.
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process's to handle
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if FAULTS is not None:

@@ -48,6 +48,7 @@ from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
+from shmloader.workers.fork_server import preload
 from shmloader.workers.handle import KILL_S, WorkerHandle, end_all
 from shmloader.workers.lifeline import Lifeline
 from shmloader.workers.parking import all_parked
@@ -177,6 +178,8 @@ class ProcessPool:
             if method == "spawn":
                 cores = usable_cores(Path("/" if demand is None else demand.root))
                 self._turns = Turns(cores) if worker_count > cores else None
+            elif method == "forkserver":
+                preload(self._context)
             lifeline = self._lifeline = Lifeline()
             board = self._board = Board(worker_count)
             self._payload = self._make_payload(objects)
