@@ -372,17 +372,14 @@ class Scheduler:
 
     def take_next(self) -> Ticket | None:
         """The next ticket to be delivered, if its answer is here. Its slot stays FULL."""
+        if not self.has_next:
+            return None
         if not self._in_order:
-            if not self._arrived:
-                return None
             ticket = self._arrived.popleft()
             del self._tickets[ticket.seq]
             return ticket
-        first = self._first()
-        if first is None or first.answer is None:
-            return None
-        del self._tickets[first.seq]
-        self._next_delivery = first.seq + 1
+        first = self._tickets.pop(self._next_delivery)
+        self._next_delivery += 1
         return first
 
     def _first(self) -> Ticket | None:

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from shmloader.sampling.index_arrays import as_list
 from shmloader.sampling.origin import (
     Origin,
+    are_known,
     chain,
     describe,
     has_own_state,
@@ -223,8 +224,8 @@ class Draws(Iterator[Any]):
         None for torch's samplers and ours that give each rank a part: whoever saves the state of
         one rank for all has the same position in each.
         """
-        samplers = chain(self._index_sampler)
-        if any(map(is_cut_for_ranks, samplers)) and all(map(is_known, samplers)):
+        is_cut = any(map(is_cut_for_ranks, chain(self._index_sampler)))
+        if is_cut and are_known(self._index_sampler):
             return None
         last = self._progress.position - 1
         for number, indices in self._drawn:

@@ -70,14 +70,17 @@ def is_known(sampler: object) -> bool:
     )
 
 
-def draws_first(index_sampler: object) -> bool:
-    """Whether an epoch draws from the process's streams for its first index alone, if at all."""
+def are_known(index_sampler: object) -> bool:
+    """Whether it is, and all that it draws from.
+
+    An epoch then draws from the process's streams for its first index alone, if at all.
+    """
     return all(map(is_known, chain(index_sampler)))
 
 
 def tell_passed_over(index_sampler: object, position: int) -> None:
     """Say in the log that a user's sampler draws once more what it gave before the position."""
-    if position and not all(map(is_known, chain(index_sampler))):
+    if position and not are_known(index_sampler):
         _log.info(
             "the epoch goes on at batch %d: %s gives the %d before it once more, to nobody",
             position,
@@ -105,6 +108,7 @@ class Origin:
 
     def __init__(self, index_sampler: object, carrier: Any = None) -> None:
         self._chain = chain(index_sampler)
+        self._is_known = are_known(index_sampler)
         self._carrier = carrier
         if isinstance(index_sampler, RolloverBatchSampler):
             self._carrier = index_sampler
@@ -129,7 +133,7 @@ class Origin:
             type(sampler) in _DRAWING and sampler.generator is None for sampler in self._chain
         )
         self.streams: tuple[str, ...] = ("torch",) if draws else ()
-        if not draws_first(index_sampler):
+        if not self._is_known:
             self.streams, self._seeding = ("torch", "numpy", "python"), []
         if self.stateful is not None:
             self.streams = ()
@@ -166,7 +170,7 @@ class Origin:
             ValueError: If it does not fit, or cannot be read.
         """
         count = len(found.get("generators", ()))
-        if count != len(self._generators) and all(map(is_known, self._chain)):
+        if count != len(self._generators) and self._is_known:
             raise ValueError(
                 "the state does not fit this loader (generators of its samplers: "
                 f"{count} found, {len(self._generators)} expected)"

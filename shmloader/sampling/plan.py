@@ -8,8 +8,8 @@ from torch.utils.data import Sampler
 
 from shmloader.sampling.origin import (
     Origin,
+    are_known,
     describe,
-    draws_first,
     not_over,
     size_of_batches,
     tell_passed_over,
@@ -189,7 +189,7 @@ class StepPlan(Sampler[list[Any]]):
             return DrawnSteps(
                 functools.partial(self._begin_items, self.epoch, start),
                 streams,
-                draws_first(self._items),
+                are_known(self._items),
                 self._cut,
                 self._tail,
                 self.rest,

@@ -7,7 +7,7 @@ from torch.utils.data import DistributedSampler
 
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
-from shmloader.sampling.origin import draws_first
+from shmloader.sampling.origin import are_known
 from shmloader.sampling.plan import set_epoch_of
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.steps import Cut, DrawnSteps, step_count
@@ -80,7 +80,7 @@ class ShardedSampler(EpochSampler[Any]):
     def _draw(self, epoch: int) -> Iterator[Any]:
         """This rank's items."""
         set_epoch_of(self.sampler, epoch)
-        streams, is_first = Streams(self.seed, epoch), draws_first(self.sampler)
+        streams, is_first = Streams(self.seed, epoch), are_known(self.sampler)
         steps = DrawnSteps(self.sampler.__iter__, streams, is_first, self._cut, self.tail)
         for step in steps:
             yield from step

@@ -42,10 +42,9 @@ def _is_like_here() -> bool:
         stems = {entry.partition(".")[0] for entry in os.listdir(here)}  # noqa: PTH208 - as above
     except OSError:  # gone, or not to be read
         return False
+    users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    places = [here, *filter(None, listed), *site.getsitepackages()]
-    if site.ENABLE_USER_SITE:
-        places.append(site.getusersitepackages())
+    places = [here, *filter(None, listed), *users, *site.getsitepackages()]
     for name in _PACKAGES:
         found = PathFinder.find_spec(name, places)
         if found is None or found.origin != getattr(sys.modules.get(name), "__file__", None):

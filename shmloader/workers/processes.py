@@ -160,12 +160,6 @@ class ProcessPool:
         self._is_woken = False
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
-        _Pools.live.add(self)
-        # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped;
-        # this comes first, whatever was registered when.
-        self._at_exit = multiprocessing.util.Finalize(
-            None, _close_pool, args=(weakref.ref(self),), exitpriority=100
-        )
         #: What the workers use.
         self.readings = Readings()
         # Of each worker number, what those used that were replaced.
@@ -173,6 +167,13 @@ class ProcessPool:
         self._lifeline: Lifeline | None = None
         self._turns: Turns | None = None
         self._board: Board | None = None
+        # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped;
+        # this comes first, whatever was registered when.
+        self._at_exit = multiprocessing.util.Finalize(
+            None, _close_pool, args=(weakref.ref(self),), exitpriority=100
+        )
+        # Last: another thread may fork a worker at any time, which then abandons what is here.
+        _Pools.live.add(self)
         try:
             method = self._context.get_start_method()
             if method == "spawn":

@@ -173,6 +173,7 @@ class SampleStreams:
         self._seed = seed
         self._worker_id = worker_id
         self._epoch: int | None = None
+        self._digests: list[hashlib.blake2b] = []
         if epoch is not None:
             self._begin_epoch(epoch)
         self._sets_global = sets_global

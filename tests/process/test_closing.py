@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
+from shmloader.workers import processes
 from tests.process.support import (
     TOLD_S,
     Calls,
@@ -365,6 +366,32 @@ def test_two_loaders_in_two_threads_start_and_end_side_by_side() -> None:
     for thread in threads:
         thread.join(40)
     assert failed == []
+
+
+class Forks(weakref.WeakSet):
+    """Forks a child at the moment when a pool is first seen, which lets go of it."""
+
+    code = -1
+
+    def add(self, pool: Any) -> None:
+        super().add(pool)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                processes.close_inherited()
+                code = 0
+            finally:
+                os._exit(code)
+        self.code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_another_thread_may_fork_a_worker_while_a_pool_is_made(monkeypatch) -> None:
+    seen = Forks()
+    monkeypatch.setattr(processes._Pools, "live", seen)
+    with DataLoader(Calls(large, 8), batch_size=2, num_workers=2) as loader:
+        assert [numbers(b) for b in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert seen.code == 0
 
 
 def test_workers_of_a_thread_that_ended_go_on() -> None:

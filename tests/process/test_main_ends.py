@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 
-from tests.process.support import Program, run_program
+from tests.process.support import Program, run_program, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -235,17 +236,22 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
 @pytest.mark.parametrize("server", ["new", "running"])
 def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path) -> None:
     start = "from multiprocessing import forkserver; forkserver.ensure_running()\n"
-    options = "start = {'num_workers': 2, 'multiprocessing_context': 'forkserver'}\n"
     running = program(
         (start if server == "running" else "")
-        + options
-        + "batches = iter(DataLoader(Data(), **start))\n"
-        "print('ready', flush=True)\n"
-        "next(batches)",
+        + "print('ready', flush=True)\n"
+        + "options = {'num_workers': 2, 'multiprocessing_context': 'forkserver'}\n"
+        "batches = iter(DataLoader(Data(), **options))\n"
+        "print('started', flush=True)\n"
+        "time.sleep(60)",
         tmp_path,
     )
     assert running.read_line() == "ready"
-    os.killpg(running.pid, signal.SIGINT)  # the workers import torch by now
+    if server == "running":
+        assert running.read_line() == "started"  # the workers import torch by now
+    else:  # the server does
+        main = psutil.Process(running.pid)
+        wait_until(lambda: any("forkserver" in " ".join(c.cmdline()) for c in main.children()))
+    os.killpg(running.pid, signal.SIGINT)
     done = running.finish(30)
     assert done.err.count("Traceback") == 1, done.err
     assert done.err.strip().endswith("KeyboardInterrupt")

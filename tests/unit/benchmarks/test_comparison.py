@@ -6,10 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.process.support import wait_until
+from tests.process.support import wait_for_end
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -189,14 +188,7 @@ def test_a_run_that_hangs_is_ended_with_its_children(fresh, tmp_path):
     assert time.monotonic() - began < 60
     # On a machine that is busy enough it has not come so far; then there is nothing to see.
     for pid in map(int, pids.read_text().split() if pids.exists() else []):
-        wait_until(lambda pid=pid: has_ended(pid))  # nobody waits for the child
-
-
-def has_ended(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        wait_for_end(pid)  # nobody waits for the child
 
 
 def test_a_run_that_fails_is_told_in_a_line(fresh, tmp_path):
