@@ -36,13 +36,13 @@ demo: $(STAMP)-examples
 	@$(BIN)/python examples/train_digits.py $(ARGS)
 
 test: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=3 --ignore=tests/integration $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=4 --ignore=tests/integration $(ARGS)
 
 test-integration: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=3 tests/integration $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=4 tests/integration $(ARGS)
 
 test-all: $(STAMP)-test
-	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=3 --override-ini=faulthandler_timeout=3600 $(ARGS)
+	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=4 --override-ini=faulthandler_timeout=3600 $(ARGS)
 
 check: $(STAMP)-test
 	$(BIN)/ruff check .

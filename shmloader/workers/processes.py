@@ -30,6 +30,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -232,6 +233,8 @@ class ProcessPool:
         )
         if self._starts[worker_id].is_fresh:
             get_ready(process, self._turns)
+            # Else the start below would, and let Ctrl-C through from there on.
+            resource_tracker.ensure_running()
         self._starting = ours
         try:
             with theirs, _sigint_blocked(), self._others_parked(), unimportable_main_hidden():

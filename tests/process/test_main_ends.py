@@ -233,6 +233,31 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
     done.assert_quiet(-signal.SIGINT)
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, tmp_path) -> None:
+    done = run_program(
+        f"""
+        import signal
+        from shmloader import DataLoader
+
+        BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+        class Data:
+            def __len__(self):
+                return 1
+            def __getitem__(self, index):
+                return signal.SIGINT in BLOCKED
+
+        if __name__ == "__main__":
+            options = {{"num_workers": 1, "multiprocessing_context": {method!r}}}
+            print(signal.SIGINT in BLOCKED, *DataLoader(Data(), batch_size=None, **options))
+        """,
+        tmp_path / "program.py",
+    )
+    done.assert_quiet()
+    assert done.out.split() == ["False", "True"]
+
+
 @pytest.mark.parametrize("server", ["new", "running"])
 def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path) -> None:
     start = "from multiprocessing import forkserver; forkserver.ensure_running()\n"
