@@ -107,12 +107,16 @@ class SlotCollate:
     Returns:
         What the wrapped function returned; or the :class:`FlatLayout` of a batch that is in
         the slot already.
+
+    Attributes:
+        before: Called before the function is, and so not for a batch that was packed in its place.
     """
 
     def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
         self._collate_fn = collate_fn
         self._writer = writer
         self.packer = FlatPacker(writer) if is_plain(collate_fn) else None
+        self.before: Callable[[], None] | None = None
 
     def __call__(self, samples: object) -> "object | FlatLayout":
         """Collate the samples of one batch."""
@@ -120,6 +124,8 @@ class SlotCollate:
             layout = self.packer.pack(samples)
             if layout is not None:
                 return layout
+        if self.before is not None:
+            self.before()
         was_offered, self._writer.is_offered = self._writer.is_offered, True
         try:
             return self._collate_fn(samples)

@@ -350,12 +350,17 @@ class _Worker:
             sets_global=is_alone,
             note_last=None if next_task is None else next_task.note_last,
         )
+        # To pack a batch runs nothing that draws: setting its streams takes as long as a sample's.
+        is_packed = self._collate.packer is not None and not plan.is_iterable
+        if is_packed:
+            self._collate.before = self._streams.begin_collate
         return self._streams.wrap(
             dataset,
             collate,
             is_iterable=plan.is_iterable,
             may_fail=self._on_error != "raise",
             begins_samples=is_alone,
+            begins_collate=not is_packed,
         )
 
     def _begin_stream(self) -> Any:

@@ -213,6 +213,7 @@ class SampleStreams:
         is_iterable: bool = False,
         may_fail: bool = True,
         begins_samples: bool = True,
+        begins_collate: bool = True,
     ) -> tuple[Any, Callable[[Any], Any]]:
         """A dataset and a collate function for a fetcher, under whose calls the streams are set.
 
@@ -223,14 +224,18 @@ class SampleStreams:
             may_fail: Whether a bad sample runs code of the user's, or leaves a batch shorter.
             begins_samples: Whether a sample's streams are set when it is asked for; else whoever
                 loads calls :meth:`begin_sample` itself.
+            begins_collate: Whether a batch's streams are set when ``collate_fn`` is called; else
+                that calls :meth:`begin_collate` itself, if anything of it may draw. Always for an
+                iterable dataset.
         """
         if is_iterable:
             return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
-        if not begins_samples:
-            return dataset, self._wrap_collate(collate_fn)
-        if not may_fail and only_hands_out(dataset):
-            return dataset, self._wrap_collate(collate_fn, counts_samples=True)
-        return _SeededSamples(self, dataset), self._wrap_collate(collate_fn)
+        counts_samples = begins_samples and not may_fail and only_hands_out(dataset)
+        if begins_samples and not counts_samples:
+            dataset = _SeededSamples(self, dataset)
+        return dataset, self._wrap_collate(
+            collate_fn, begins=begins_collate, counts_samples=counts_samples
+        )
 
     def begin_sample(self) -> None:
         """The next sample of the ticket."""
@@ -239,6 +244,10 @@ class SampleStreams:
         if self._count == self._size and self._note_last is not None:
             self._note_last(self._size)
         self._set(_Use.SAMPLE, *key)
+
+    def begin_collate(self) -> None:
+        """The batch of the samples that were begun since the last one."""
+        self._set(_Use.COLLATE, *self._placed.key(self._batch_start))
 
     def begin_stream_sample(self) -> None:
         """The next sample of an iterable dataset."""
@@ -263,15 +272,17 @@ class SampleStreams:
         return self._epoch is not None
 
     def _wrap_collate(
-        self, collate_fn: Callable[[Any], Any], *, counts_samples: bool = False
+        self, collate_fn: Callable[[Any], Any], *, begins: bool, counts_samples: bool
     ) -> Callable[[Any], Any]:
         def collate(samples: Any) -> Any:
-            self._set(_Use.COLLATE, *self._placed.key(self._batch_start))
+            if begins:
+                self.begin_collate()
             # The one sample of a ticket without batches may have no length, and is its only one.
             if counts_samples and isinstance(samples, list):
                 self._count += len(samples)
+            batch = collate_fn(samples)
             self._batch_start = self._count  # a further batch of the step comes next
-            return collate_fn(samples)
+            return batch
 
         return collate
 

@@ -343,6 +343,31 @@ def test_a_dataset_that_draws_nothing_is_collated_under_the_same_streams(options
     assert batches_of(held) == batches_of(Calls(held.__getitem__, LENGTH))
 
 
+class Copied(dict[str, Any]):
+    """torch's own collate copies the first sample of this type, and so lets it draw."""
+
+    def __copy__(self) -> Copied:
+        return Copied(self, drawn=draws())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_shards": 3, "batch_size": 4}])
+def test_what_default_collate_lets_samples_draw_is_the_batchs_own(options) -> None:
+    """In workers, whose plain batches are packed without any streams."""
+
+    def sample(index: int) -> Any:
+        values = {"number": torch.tensor(index)}
+        return Copied(values) if index % 8 < 4 else values
+
+    def batches_of(**workers: Any) -> Any:
+        kind = ShardedDataLoader if "num_shards" in options else DataLoader
+        arguments = {"batch_size": 4, "shuffle": False, "seed": 5, **options, **workers}
+        return epochs_of(kind(Calls(sample, 48), **arguments))
+
+    found = batches_of(num_workers=2)
+    assert str(found) == str(batches_of())
+    assert "drawn" in str(found)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rollover_loses_and_repeats_nothing(workers) -> None:
     loader = loader_of(last_batch="rollover", num_workers=workers, collate_fn=list)
