@@ -30,7 +30,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -182,6 +182,8 @@ class ProcessPool:
                 self._turns = Turns(cores) if worker_count > cores else None
             elif method == "forkserver":
                 preload(self._context)
+                with _sigint_blocked(is_fresh=True):
+                    forkserver.ensure_running()  # it imports while we pickle
             lifeline = self._lifeline = Lifeline()
             board = self._board = Board(worker_count)
             self._payload = self._make_payload(objects)
@@ -231,13 +233,17 @@ class ProcessPool:
             args=(self._payload, theirs, self._starts[worker_id], closer),
             daemon=True,
         )
-        if self._starts[worker_id].is_fresh:
+        is_fresh = self._starts[worker_id].is_fresh
+        if is_fresh:
             get_ready(process, self._turns)
-            # Else the start below would, and let Ctrl-C through from there on.
-            resource_tracker.ensure_running()
         self._starting = ours
         try:
-            with theirs, _sigint_blocked(), self._others_parked(), unimportable_main_hidden():
+            with (
+                theirs,
+                _sigint_blocked(is_fresh=is_fresh),
+                self._others_parked(),
+                unimportable_main_hidden(),
+            ):
                 _spare_descriptors(ours)
                 process.start()
             self._lifeline.tie(process.pid or 0)
@@ -580,8 +586,11 @@ def _raise_what_lacks(error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
+def _sigint_blocked(*, is_fresh: bool) -> Iterator[None]:
     """Keep Ctrl-C from a worker until it ignores it; the main process gets it afterwards."""
+    if is_fresh:
+        # Else multiprocessing would inside of this, and let Ctrl-C through from there on.
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
