@@ -30,7 +30,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -182,8 +182,6 @@ class ProcessPool:
                 self._turns = Turns(cores) if worker_count > cores else None
             elif method == "forkserver":
                 preload(self._context)
-                with _sigint_blocked(is_fresh=True):
-                    forkserver.ensure_running()  # it imports while we pickle
             lifeline = self._lifeline = Lifeline()
             board = self._board = Board(worker_count)
             self._payload = self._make_payload(objects)

@@ -49,15 +49,9 @@ def run(tmp_path, before: str = "pass", *, epochs: int = 1) -> Done:
     return run_program(source, tmp_path / "program.py")
 
 
-def test_workers_have_torch_in_common(tmp_path) -> None:
-    done = run(tmp_path, epochs=2)
-    assert done.out.splitlines() == ["True True False"] * 2, done.err
-    done.assert_quiet()
-
-
-def test_what_its_user_has_it_import_is_imported_too(tmp_path) -> None:
-    done = run(tmp_path, "multiprocessing.set_forkserver_preload(['colorsys'])")
-    assert done.out.splitlines() == ["True True True"], done.err
+def test_workers_have_torch_in_common_and_what_its_user_has_it_import(tmp_path) -> None:
+    done = run(tmp_path, "multiprocessing.set_forkserver_preload(['colorsys'])", epochs=2)
+    assert done.out.splitlines() == ["True True True"] * 2, done.err
     done.assert_quiet()
 
 
