@@ -588,23 +588,30 @@ def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
 
 @pytest.fixture
 def all_are_long(monkeypatch) -> None:
-    """Workers ask for their next task however short a batch is."""
+    """Workers ask for their next task however short a batch is, and however long a sample."""
     monkeypatch.setattr(asking, "_SHORT_NS", -1)
+    monkeypatch.setattr(asking, "_LONG_SAMPLE_NS", 10**12)
 
 
 @pytest.mark.usefixtures("all_are_long")
 @pytest.mark.parametrize("options", [{"seed": 1}, {"in_order": False}], ids=str)
 def test_a_worker_asks_for_its_next_task_before_it_is_done(options) -> None:
-    gate = Gate()
+    gate, begun = Gate(), Gate()
+
+    def begin() -> None:
+        begun.open()
+        gate.pass_through()
 
     def sample(index):
         if index == 1 and "seed" in options:
-            gate.pass_through()
+            begin()
+        if index == 2:
+            begun.pass_through()  # else all could be done before the other worker has woken up
         return index
 
     def collate(samples):
         if 1 in samples and "seed" not in options:
-            gate.pass_through()
+            begin()
         return samples
 
     loader = DataLoader(
@@ -617,6 +624,7 @@ def test_a_worker_asks_for_its_next_task_before_it_is_done(options) -> None:
     gate.open()
     assert sorted(batches) == [[index, index + 1] for index in range(0, 24, 2)]
     gate.close()
+    begun.close()
 
 
 @pytest.mark.usefixtures("all_are_long")
@@ -669,12 +677,15 @@ def test_a_worker_that_has_asked_and_dies_loses_nothing() -> None:
 @pytest.mark.usefixtures("all_are_long")
 @pytest.mark.parametrize(("slow", "task_counts"), [(1, [1, 0]), (2, [1, 0]), (3, [2, 0])])
 def test_a_step_of_several_batches_asks_before_the_last_sample_of_all(slow, task_counts) -> None:
-    gate, loads = Gate(), Loads(32)
+    gate, begun, loads = Gate(), Gate(), Loads(32)
 
     def sample(index):
         loads.note(index)
         if index == slow:
+            begun.open()
             gate.pass_through()
+        if index == 4:
+            begun.pass_through()  # as above
         return index
 
     loader = ShardedDataLoader(
@@ -689,3 +700,4 @@ def test_a_step_of_several_batches_asks_before_the_last_sample_of_all(slow, task
     shards = itertools.chain.from_iterable(batches)
     assert [*itertools.chain.from_iterable(shards)] == list(range(32))
     gate.close()
+    begun.close()
