@@ -405,9 +405,10 @@ _PEERS = (
     Peer(
         "shmloader, seed", "shmloader", "shmloader",
         "the same with `seed=0`, by which each sample has random streams of its own and an idle "
-        "worker takes the oldest batch; in rows D and E only.",
+        "worker takes the oldest batch, which a thread of the engine's looks after; in rows D, E "
+        "and I only.",
         partial(_shmloader, seed=0),
-        rows="DE",
+        rows="DEI",
     ),
     Peer(
         "shmloader, no workers", "shmloader", "shmloader",

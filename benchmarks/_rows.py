@@ -265,8 +265,8 @@ def _run_stragglers(peer: Peer, settings: Settings) -> dict:
         batch_bytes=options.batch_size * 16 * 8,
         is_by_sample=True,
     )
-    epochs = peer.epochs(task)
     began = time.perf_counter()
+    epochs = peer.epochs(task)  # some start their workers here
     for number, _ in enumerate(next(epochs)):
         if not number:
             first_s = time.perf_counter() - began

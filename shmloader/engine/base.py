@@ -145,6 +145,14 @@ class EngineBase(abc.ABC):
     def wake(self) -> None:
         """Get the engine's thread out of its wait; from any thread."""
 
+    @abc.abstractmethod
+    def wake_soon(self) -> None:
+        """The same, but rather when ``next()`` has come back. From the user's thread."""
+
+    @abc.abstractmethod
+    def hurry(self) -> None:
+        """The user's thread is about to wait: what would be soon is to be now."""
+
     # One batch ---------------------------------------------------------------------------
 
     def next_batch(self) -> object:

@@ -192,6 +192,14 @@ class Engine(EngineBase):
         """Get the engine's thread out of its wait; from any thread."""
         self._pool.wake()
 
+    def wake_soon(self) -> None:
+        """See :meth:`EngineBase.wake_soon`."""
+        self._pool.wake_soon()
+
+    def hurry(self) -> None:
+        """See :meth:`EngineBase.hurry`."""
+        self._pool.hurry()
+
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers.
 

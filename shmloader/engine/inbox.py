@@ -14,27 +14,30 @@ class Inbox:
             looks here by itself before it waits, and as soon as it has use for it. Set by it.
 
     Args:
-        wake: Gets the engine's thread out of its wait.
         ask: Asks the user's thread for one more.
     """
 
-    def __init__(self, wake: Callable[[], None], ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], None]) -> None:
         self._waiting: collections.deque[object] = collections.deque()
-        self._wake = wake
         self.ask = ask
         self.is_ended = False
         self.is_awaited = True
 
-    def put(self, indices: object) -> None:
-        """Hand one over. On the user's thread."""
+    def put(self, indices: object, wake: Callable[[], None]) -> None:
+        """Hand one over. On the user's thread.
+
+        Args:
+            indices: What was drawn.
+            wake: Gets the engine's thread out of its wait, if it waits for this.
+        """
         self._waiting.append(indices)
         if self.is_awaited:
-            self._wake()
+            wake()
 
-    def end(self) -> None:
-        """Say that there are no more. On the user's thread."""
+    def end(self, wake: Callable[[], None]) -> None:
+        """Say that there are no more, in any case. On the user's thread."""
         self.is_ended = True
-        self._wake()
+        wake()
 
     def __iter__(self) -> Self:
         """Itself."""

@@ -81,6 +81,13 @@ class ThreadedEngine(EngineBase):
         """Get the engine's thread out of its wait; from any thread."""
         self._pool.wake()
 
+    def wake_soon(self) -> None:
+        """At once: a lock is all that is let go of."""
+        self._pool.wake()
+
+    def hurry(self) -> None:
+        """Nothing to do."""
+
     # One batch ---------------------------------------------------------------------------
 
     def _next_batch(self) -> object:

@@ -33,6 +33,9 @@ from shmloader.stages.exchange import Call, Raised, Ready, Result, Results, Room
 from shmloader.workers.finishing import finish
 from shmloader.workers.parking import Parkable, may_wait_here
 
+# Whose steps are shorter is back before the engine's thread, woken in a moment, has done its work.
+_STEP_NS = 1_000_000
+
 # How long close() waits for the thread: it may be in the user's own transform.
 _JOIN_S = 5.0
 
@@ -83,7 +86,7 @@ class _Thread(Parkable):
         self._stays_inside = engine.any_worker
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
-        self.inbox = Inbox(engine.wake, functools.partial(self.results.put, Wish.TICKET))
+        self.inbox = Inbox(functools.partial(self.results.put, Wish.TICKET))
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=stage.name, daemon=True)
         # Who is the last to look at the engine and the stage, and closes them.
@@ -299,6 +302,9 @@ class StageThread:
         self._window = window
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
+        # How the engine's thread is woken for a ticket; when a batch was last given to the user.
+        self._wake: Callable[[], None] = engine.wake
+        self._left_ns = 0
         # Drawn in this epoch, less those that were answered.
         self._tickets_out = 0
         # Whether an interruption now may lose a batch, or a ticket.
@@ -347,6 +353,8 @@ class StageThread:
             self._engine.check_open()
             raise ClosedLoaderError("the iterator is closed")
         self._check_process()  # what is ready here would be given in the child as well
+        is_away = time.monotonic_ns() - self._left_ns > _STEP_NS
+        self._wake = self._engine.wake_soon if is_away else self._engine.wake
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             # Interrupted here, nothing is lost.
@@ -356,6 +364,7 @@ class StageThread:
                 if isinstance(result, Ready | Raised):
                     batch = self._take(thread, result)
                     self.has_delivered = True
+                    self._left_ns = time.monotonic_ns()
                     return batch
                 self._serve(thread, result)
             except BaseException:
@@ -415,6 +424,7 @@ class StageThread:
             if left is not None and left <= 0:
                 self._raise_late(results)
             else:
+                self._engine.hurry()
                 results.wait(left)
         return result
 
@@ -437,11 +447,11 @@ class StageThread:
         try:
             indices = self._draw()
         except StopIteration:
-            thread.inbox.end()
+            thread.inbox.end(self._wake)
             return False
         except BaseException as error:
             if self._tickets_out == 0:
-                thread.inbox.end()
+                thread.inbox.end(self._wake)
             else:
                 thread.wake()
             if isinstance(error, Exception):
@@ -449,7 +459,7 @@ class StageThread:
                 self._is_taking = False
             raise
         self._tickets_out += 1
-        thread.inbox.put(indices)
+        thread.inbox.put(indices, self._wake)
         return True
 
     def close(self) -> None:

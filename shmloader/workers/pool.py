@@ -27,6 +27,12 @@ class Pool(Protocol):
     def wake(self) -> None:
         """Let :meth:`wait` return; from any thread."""
 
+    def wake_soon(self) -> None:
+        """Let :meth:`wait` return in a moment; from one thread."""
+
+    def hurry(self) -> None:
+        """Let it return now if it will soon; from the same."""
+
     def pid(self, worker_id: int) -> int:
         """Process number of a worker."""
 

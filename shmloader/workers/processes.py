@@ -60,6 +60,7 @@ from shmloader.workers.payload import (
     unimportable_main_hidden,
 )
 from shmloader.workers.turns import Turns, get_ready
+from shmloader.workers.waker import Waker
 
 # How long close() waits for a worker to end by itself: it may be inside a sample.
 _GRACE_S = 1.0
@@ -90,19 +91,6 @@ class _Pools:
     """The pools of this process, for a forked worker to close what is not its own."""
 
     live: ClassVar["weakref.WeakSet[ProcessPool]"] = weakref.WeakSet()
-
-
-class _Waker:
-    """What ``wake`` writes to. Closed with the last reference: not while anybody uses it."""
-
-    fd = -1
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class ProcessPool:
@@ -157,7 +145,7 @@ class ProcessPool:
         self.is_waiting = False
         self._groups = control_groups(Path("/" if demand is None else demand.root))
         self._oom_kills_before = oom_kills(self._groups)
-        self._waker: _Waker | None = None
+        self._waker: Waker | None = None
         self._is_woken = False
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
@@ -359,9 +347,9 @@ class ProcessPool:
         return self._workers[worker_id].receive_soon()
 
     def enable_wake(self) -> None:
-        """Make :meth:`wake` work. Before any other thread uses the pool."""
-        self._waker = _Waker()
-        self._poll.register(self._waker.fd, select.POLLIN)
+        """Make the wakes below work. Before any other thread uses the pool."""
+        self._waker = Waker()
+        self._waker.register(self._poll)
 
     def wake(self) -> None:
         """Let ``wait`` return, now or the next time. From any thread; nothing after ``close``."""
@@ -369,8 +357,20 @@ class ProcessPool:
         self._is_woken = True
         # Looked at in the other order by `wait`: one of the two sees what the other has set.
         if waker is not None and self.is_waiting:
-            with contextlib.suppress(BlockingIOError):  # it is full: nobody has looked for long
-                os.eventfd_write(waker.fd, 1)
+            waker.now()
+
+    def wake_soon(self) -> None:
+        """The same, but a wait that goes on returns in a moment. From one thread."""
+        waker = self._waker
+        self._is_woken = True
+        if waker is not None and self.is_waiting:
+            waker.soon()
+
+    def hurry(self) -> None:
+        """Let ``wait`` return now if it will soon. From the thread of :meth:`wake_soon`."""
+        waker = self._waker
+        if waker is not None and waker.is_due:
+            self.wake()
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
         """Wait until something has happened.
@@ -392,6 +392,8 @@ class ProcessPool:
             left_s = 0
         events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
         self.is_waiting = self._is_woken = False
+        if waker is not None:
+            waker.begin()
         if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
                 # The interpreter ends. Such a thread is not to be told anything any more.
@@ -399,8 +401,7 @@ class ProcessPool:
             return []
         happened: list[tuple[int, bytes | None]] = []
         for fd, event in events:
-            if waker is not None and fd == waker.fd:
-                os.eventfd_read(fd)
+            if waker is not None and waker.take(fd):
                 continue
             worker_id = self._by_fd[fd]
             worker = self._workers[worker_id]

@@ -24,7 +24,8 @@ from shmloader import (
     WorkerDiedError,
 )
 from shmloader.engine import routing
-from shmloader.workers import asking, processes
+from shmloader.stages import thread as stages_thread
+from shmloader.workers import asking, processes, waker
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
@@ -187,8 +188,11 @@ def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
 ) -> None:
     monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
     first, second, loads, wakes = Gate(), Gate(), Loads(20), []
-    wake = processes.ProcessPool.wake
-    monkeypatch.setattr(processes.ProcessPool, "wake", lambda pool: wakes.append(1) or wake(pool))
+    for name in ("wake", "wake_soon"):
+        wake = getattr(processes.ProcessPool, name)
+        monkeypatch.setattr(
+            processes.ProcessPool, name, lambda pool, wake=wake: wakes.append(1) or wake(pool)
+        )
 
     def sample(index):
         loads.note(index)
@@ -210,6 +214,31 @@ def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
     assert sorted(batches) == [0, *range(3, 20)]
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
+    monkeypatch.setattr(stages_thread, "_STEP_NS", -1)  # as if each step were long
+    monkeypatch.setattr(waker, "_SOON_NS", 10**15)  # and the moment never came
+    loads = Loads(40)
+
+    def sample(index):
+        loads.note(index)
+        return index
+
+    batches = iter(make(sample, 40, in_order=in_order, timeout=10))
+    wait_until(lambda: len(loads.begun) == 8)
+    results = batches._source.running.thread.results
+    wait_until(lambda: results)  # the engine's thread has nothing to do but to wait
+    seen = [next(batches)]
+    pool = batches._pool
+    assert pool._waker.is_due
+    assert len(loads.begun) == 8, "the engine's thread was not woken"
+    # Whoever has to wait for a batch wakes it at once.
+    seen.extend(batches)
+    assert sorted(seen) == list(range(40))
+    assert not in_order or seen == sorted(seen)
 
 
 def test_round_robin_has_no_thread() -> None:

@@ -80,7 +80,7 @@ class _Tickets(Inbox):
     """
 
     def __init__(self, window: int) -> None:
-        super().__init__(_do_nothing, _do_nothing)
+        super().__init__(_do_nothing)
         self.tasks: collections.deque[Task] = collections.deque()
         #: Those that the engine has, by the number of their ticket.
         self.sent: dict[int, Task] = {}
