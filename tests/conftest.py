@@ -6,6 +6,7 @@ remains. `nothing_remains` compares what the test process holds before and after
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -18,6 +19,10 @@ from tests.holdings import Holdings
 # Read when torch is imported. OpenMP's threads spin while they wait, on cores that the workers
 # under test need: a test that computes with large tensors takes seven times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Many tests send a Ctrl-C, which is ignored by what runs in the background of a script.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes are reaped and threads end a little after what they served.
 GRACE_S = 5.0
