@@ -13,45 +13,117 @@ import multiprocessing.forkserver
 import os
 import site
 import sys
+import sysconfig
 from importlib.machinery import PathFinder
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 # All that a worker runs: torch, numpy and what is ours.
-_WORKER = "shmloader.workers.child"
+_WORKER = "shmloader.workers.preloaded"
 
 _PACKAGES = ("torch", "numpy", "psutil", "cloudpickle", "shmloader")
 
+# What torch 2.13 and its like look for as they are imported, and do without.
+_OPTIONAL = (
+    *("_winapi", "cuda", "dill", "envwrap", "monkeytype", "msvcrt", "opt_einsum", "org", "pydot"),
+    *("pynvml", "torch_xla", "torchcomms", "tqdm", "triton", "winreg"),
+)
 
-def preload(context: BaseContext) -> None:
+
+def preload(context: BaseContext) -> bool:
     """Have the fork server import what a worker needs, beside what its user has it import.
 
     Args:
         context: Of start method "forkserver"; its next worker is about to be started.
+
+    Returns:
+        Whether the server has that, or will have it when it starts.
     """
     # There is no other way to know what the user has asked for, which stays.
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
-    wanted = getattr(server, "_preload_modules", ["__main__"])
-    if _WORKER not in wanted and _is_like_here():
-        context.set_forkserver_preload([*wanted, _WORKER])
+    wanted = list(getattr(server, "_preload_modules", ["__main__"]))
+    if not _is_running(getattr(server, "_forkserver_pid", None)):
+        others = [name for name in wanted if name != _WORKER]
+        wanted = [*others, _WORKER] if _is_like_here() else others
+        context.set_forkserver_preload(wanted)
+    return _WORKER in wanted
+
+
+def _is_running(pid: int | None) -> bool:
+    """Whether a child lives; it is not reaped."""
+    if pid is None:
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # of the process that has forked this one, and shares it
+        return True
 
 
 def _is_like_here() -> bool:
     """Whether a fresh interpreter with a bare ``sys.path`` imports the same files as this one."""
     try:
-        here = os.getcwd()  # noqa: PTH109 - entries of sys.path are strings
-        stems = {entry.partition(".")[0] for entry in os.listdir(here)}  # noqa: PTH208 - as above
+        folder = os.getcwd()  # noqa: PTH109 - entries of sys.path are strings
+        stems = {entry.partition(".")[0] for entry in os.listdir(folder)}  # noqa: PTH208 - as above
+        stems &= {*sys.stdlib_module_names, *sys.modules, *_OPTIONAL}
     except OSError:  # gone, or not to be read
         return False
-    users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    places = [here, *filter(None, listed), *users, *site.getsitepackages()]
-    for name in _PACKAGES:
-        found = PathFinder.find_spec(name, places)
-        if found is None or found.origin != getattr(sys.modules.get(name), "__file__", None):
-            return False
-    return not any(_is_module(name, here) for name in stems & sys.stdlib_module_names)
+    places = [] if getattr(sys.flags, "safe_path", False) else [folder]
+    # Where this process looks there before anywhere else, it has found the same.
+    is_first_here = bool(sys.path) and Path(sys.path[0] or folder).resolve() == Path(folder)
+    if places and not is_first_here and any(_is_foreign(stem, folder) for stem in stems):
+        return False
+    places += _places_behind()
+    return all(_finds_same(name, places) for name in _PACKAGES) and all(
+        _finds_same(name, places, is_needed=False) for name in _loaded()
+    )
 
 
-def _is_module(name: str, folder: str) -> bool:
+def _places_behind() -> list[str]:
+    """What comes in ``sys.path`` after the working directory, in an interpreter with our flags."""
+    flags = sys.flags
+    listed = "" if flags.ignore_environment else os.environ.get("PYTHONPATH", "")
+    places = [*filter(None, listed.split(os.pathsep))]
+    library = sysconfig.get_path("stdlib")
+    places += [library, sysconfig.get_path("platstdlib"), str(Path(library, "lib-dynload"))]
+    if not flags.no_site:
+        places += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+        places += site.getsitepackages()
+    return places
+
+
+def _loaded() -> list[str]:
+    """Names of this process's modules, those within packages left out."""
+    return [name for name in list(sys.modules) if "." not in name and name != "__main__"]
+
+
+def _finds_same(name: str, places: list[str], *, is_needed: bool = True) -> bool:
+    """Whether a module that is loaded here, from a file, is found in the same one.
+
+    Args:
+        name: Its name.
+        places: Where to look.
+        is_needed: Whether it must be found, else it may be missing.
+    """
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return not is_needed
+    spec = getattr(sys.modules[name], "__spec__", None)
+    if getattr(spec, "origin", None) in {"frozen", "built-in"}:
+        return True
+    found = PathFinder.find_spec(name, places)
+    if found is None or found.origin is None:
+        return not is_needed
+    return _is_one_file(found.origin, file)
+
+
+def _is_one_file(one: str, other: str) -> bool:
+    return one == other or Path(one).resolve() == Path(other).resolve()
+
+
+def _is_foreign(name: str, folder: str) -> bool:
+    """Whether a folder has a module of this name, which is not loaded here from there."""
     found = PathFinder.find_spec(name, [folder])
-    return found is not None and found.origin is not None
+    if found is None or found.origin is None:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or not _is_one_file(found.origin, file)

@@ -18,6 +18,7 @@ import errno
 import functools
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -155,6 +156,8 @@ class ProcessPool:
         self._used_before: dict[int, Vitals] = {}
         self._lifeline: Lifeline | None = None
         self._turns: Turns | None = None
+        # A fork server that imports nothing of ours.
+        self._has_bare_server = False
         self._board: Board | None = None
         # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped;
         # this comes first, whatever was registered when.
@@ -169,7 +172,7 @@ class ProcessPool:
                 cores = usable_cores(Path("/" if demand is None else demand.root))
                 self._turns = Turns(cores) if worker_count > cores else None
             elif method == "forkserver":
-                preload(self._context)
+                self._has_bare_server = not preload(self._context)
             lifeline = self._lifeline = Lifeline()
             board = self._board = Board(worker_count)
             self._payload = self._make_payload(objects)
@@ -224,6 +227,9 @@ class ProcessPool:
             get_ready(process, self._turns)
         self._starting = ours
         try:
+            if self._has_bare_server:
+                # With Ctrl-C blocked it would hand that on to whatever its user has it fork.
+                multiprocessing.forkserver.ensure_running()
             with (
                 theirs,
                 _sigint_blocked(is_fresh=is_fresh),

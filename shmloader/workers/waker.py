@@ -95,4 +95,6 @@ class Waker:
             return False
         with contextlib.suppress(BlockingIOError):  # the timer has been set anew
             os.read(fd, 8)
+        if fd == self._timer:
+            self.is_due = False  # it may have rung since `begin`
         return True

@@ -64,7 +64,7 @@ def test_a_server_that_runs_already_is_left_as_it_is(tmp_path) -> None:
     done.assert_quiet()
 
 
-@pytest.mark.parametrize("name", ["inspect", "cloudpickle"])
+@pytest.mark.parametrize("name", ["inspect", "cloudpickle", "cuda", "typing_extensions"])
 def test_files_that_are_called_like_modules_are_not_imported(name, tmp_path) -> None:
     """The server looks in the working directory first, where the program does not look at all."""
     folder = tmp_path / "elsewhere"
@@ -73,3 +73,107 @@ def test_files_that_are_called_like_modules_are_not_imported(name, tmp_path) -> 
     done = run(tmp_path, f"os.chdir({str(folder)!r})")
     assert done.out.splitlines() == ["False False False"], done.err
     done.assert_quiet()
+
+
+@pytest.mark.parametrize("where", ["beside", "above"])
+def test_files_of_the_program_s_own_are_no_hindrance(where, tmp_path) -> None:
+    folder, program = tmp_path, tmp_path if where == "beside" else tmp_path / "scripts"
+    program.mkdir(exist_ok=True)
+    if where == "beside":
+        # Looked at first, by the program as by the server.
+        (folder / "cuda.py").write_text("raise ImportError('not what is wanted')")
+    (folder / "setup.py").write_text("raise RuntimeError('not what is wanted')")
+    done = run(program, f"os.chdir({str(folder)!r})")
+    assert done.out.splitlines() == ["True True False"], done.err
+    done.assert_quiet()
+
+
+@pytest.mark.parametrize("name", ["calendar", "tqdm"])
+def test_what_the_program_finds_elsewhere_its_workers_do(name, tmp_path) -> None:
+    folder = tmp_path / "vendored"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text("is_vendored = True\ndef __getattr__(name): return print")
+    done = run_program(
+        f"""
+        import sys
+        sys.path.insert(0, {str(folder)!r})
+        import {name}
+        from shmloader import DataLoader
+
+        class Vendored:
+            def __len__(self):
+                return 1
+            def __getitem__(self, index):
+                import {name}
+                return {name}.is_vendored is True
+
+        if __name__ == "__main__":
+            assert {name}.is_vendored is True
+            print(list(DataLoader(
+                Vendored(), batch_size=None, num_workers=1, multiprocessing_context="forkserver"
+            )))
+        """,
+        tmp_path / "program.py",
+    )
+    assert done.out == "[True]\n", done.err
+
+
+@pytest.mark.parametrize("is_like_here", [True, False])
+def test_other_processes_that_the_server_forks_hear_ctrl_c(is_like_here, tmp_path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    if not is_like_here:
+        (folder / "cuda.py").write_text("raise RuntimeError('not what is wanted')")
+    done = run_program(
+        f"""
+        import multiprocessing, os, signal
+        from shmloader import DataLoader
+
+        def wait(pipe):
+            pipe.send(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                pipe.send("deaf")
+            except KeyboardInterrupt:
+                pipe.send("heard")
+
+        if __name__ == "__main__":
+            os.chdir({str(folder)!r})
+            context = multiprocessing.get_context("forkserver")
+            print(len(list(DataLoader(range(4), num_workers=1, multiprocessing_context=context))))
+            here, there = context.Pipe()
+            process = context.Process(target=wait, args=(there,))
+            process.start()
+            print(here.recv(), here.recv())
+            process.join()
+        """,
+        tmp_path / "program.py",
+    )
+    assert done.out.splitlines() == ["4", "set() heard"], done.err
+    done.assert_quiet()
+
+
+def test_a_server_that_is_started_again_is_looked_at_again(tmp_path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "cuda.py").write_text("raise RuntimeError('not what is wanted')")
+    done = run_program(
+        f"""
+        import multiprocessing.forkserver, os, signal
+        from shmloader import DataLoader
+
+        if __name__ == "__main__":
+            def count():
+                return len(list(
+                    DataLoader(range(4), num_workers=1, multiprocessing_context="forkserver")
+                ))
+            print(count())
+            pid = multiprocessing.forkserver._forkserver._forkserver_pid
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            os.chdir({str(folder)!r})
+            print(count())
+        """,
+        tmp_path / "program.py",
+    )
+    assert done.out.splitlines() == ["4", "4"], done.err
