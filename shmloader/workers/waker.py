@@ -49,7 +49,8 @@ class Waker:
     """Two descriptors to poll. Closed with the last reference: not while they are used.
 
     Attributes:
-        is_due: Whether :meth:`soon` has been called since the last :meth:`begin`.
+        is_due: Whether :meth:`soon` has been called since the last :meth:`begin`, and its ring has
+            not been taken.
 
     Raises:
         OSError: If there are no descriptors left.

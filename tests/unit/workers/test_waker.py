@@ -50,6 +50,17 @@ def test_asked_again_meanwhile_it_wakes_no_later() -> None:
     assert len(ready(poll, 0)) == 1
 
 
+def test_a_ring_that_was_taken_is_due_no_more() -> None:
+    """Who asked after `begin` would else be taken for one whose wake is still to come."""
+    one, poll = polled()
+    one.begin()
+    one.soon()
+    (fd,) = ready(poll, 10_000)
+    one.take(fd)
+    one.soon()
+    assert len(ready(poll, 10_000)) == 1
+
+
 def test_at_once_comes_before_what_is_to_come_in_a_moment(monkeypatch) -> None:
     monkeypatch.setattr(waker, "_SOON_NS", 10**15)
     one, poll = polled()
