@@ -74,14 +74,14 @@ class Sender:
         if place == Place():
             return
         sent: bytes | Attached | None = state
-        descriptor = None
+        descriptors: tuple[int, ...] = ()
         if state is not None and len(state) > INLINE_BYTES // 2:
             self._let_go(worker_id)
             slot = self._attached[worker_id] = Slot.create(len(state))
             slot.mapping[: len(state)] = state
-            sent, descriptor = Attached(len(state)), slot.fileno()
+            sent, descriptors = Attached(len(state)), (slot.fileno(),)
         message = ResumeStream(sent, place.skip, place.given, place.has_ended)
-        self._pool.send(worker_id, pack(message), descriptor)
+        self._pool.send(worker_id, pack(message), *descriptors)
 
     def _let_go(self, worker_id: int) -> None:
         slot = self._attached.pop(worker_id, None)

@@ -66,6 +66,7 @@ from shmloader.workers.fetch import (
 )
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.lifeline import Lifeline, WorkerLifeline
+from shmloader.workers.payload import receive_payload
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_streams import SampleStreams, loading
 from shmloader.workers.seeding import seed_worker
@@ -130,7 +131,8 @@ def worker_main(
     """Run a worker. The target of its process.
 
     Args:
-        payload: ``load()`` gives (dataset, collate_fn, worker_init_fn, on_error).
+        payload: ``load()`` gives (dataset, collate_fn, worker_init_fn, on_error). None: it is being
+            pickled, and comes through the channel.
         channel: This worker's end of its socket pair.
         start: See there.
         close_inherited: In a forked worker, closes what other workers and loaders use.
@@ -270,6 +272,7 @@ class _Worker:
         install(self._writer)
         try:
             try:
+                payload = payload or receive_payload(self._channel)
                 self._dataset, collate_fn, init_fn, self._on_error = payload.load()
             finally:
                 # After the modules that this imports, which may seed or draw themselves.

@@ -27,7 +27,7 @@ class WorkerHandle:
         process: The ``multiprocessing`` process.
         channel: Our end of the socket pair.
         pidfd: Readable when the process has ended; -1 once closed.
-        outbox: Messages, each with a descriptor or None, that the socket did not take yet.
+        outbox: Messages, each with its descriptors, that the socket did not take yet.
         is_lost: Whether it is dead, and reaped.
     """
 
@@ -37,16 +37,16 @@ class WorkerHandle:
         self.process = process
         self.channel = channel
         self.pidfd = os.pidfd_open(process.pid or 0)
-        self.outbox: collections.deque[tuple[bytes, int | None]] = collections.deque()
+        self.outbox: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         self.is_lost = False
 
-    def try_send(self, data: bytes, descriptor: int | None) -> bool:
+    def try_send(self, data: bytes, descriptors: tuple[int, ...]) -> bool:
         """Send a message now; whether that could be done. To a dead worker it is, and is lost."""
         try:
-            if descriptor is None:
-                self.channel.send(data)
+            if descriptors:
+                socket.send_fds(self.channel, [data], descriptors)
             else:
-                socket.send_fds(self.channel, [data], [descriptor])
+                self.channel.send(data)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -58,8 +58,8 @@ class WorkerHandle:
     def flush(self) -> bool:
         """Send what waits; whether nothing is left."""
         while self.outbox:
-            data, descriptor = self.outbox[0]
-            if not self.try_send(data, descriptor):
+            data, descriptors = self.outbox[0]
+            if not self.try_send(data, descriptors):
                 return False
             self.outbox.popleft()
         return True

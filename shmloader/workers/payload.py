@@ -2,20 +2,26 @@
 
 Under fork nothing is pickled: the child has the objects. Under spawn and forkserver torch
 pickles everything once a worker, one after the other, through a pipe that each child reads when
-it is ready. Here the bytes lie in shared memory; a worker gets a descriptor, and all of them
-load side by side. Arrays and tensors leave the pickle's stream for a place of their own, and a
-worker has views of it, mapped copy-on-write: they are there once, and yet each worker's own.
+it is ready. Here the bytes lie in shared memory; a worker gets a handle and some descriptors, and
+all of them load side by side. Arrays and tensors leave the pickle's stream for a place of their
+own, and a worker has views of it, mapped copy-on-write: they are there once, and yet each worker's
+own.
+
+A worker gets these as it is started, but for the first under spawn, which is started before
+anything is pickled and gets them through its socket: it has torch to import meanwhile.
 """
 
 import contextlib
+import errno
 import functools
 import io
 import multiprocessing.context
 import pickle
+import socket
 import sys
 from collections import ChainMap
 from collections.abc import Iterator
-from multiprocessing import popen_forkserver, popen_spawn_posix
+from multiprocessing import reduction
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,29 +33,52 @@ import torch
 from shmloader.memory.encoder import Parts, reduce_data
 from shmloader.memory.mapped_file import reduce_memory_map
 from shmloader.memory.outside import Outside, read_with_parts, stays_inside, write_parts
-from shmloader.memory.segment import SealedSegment, Segment, SegmentWriter
+from shmloader.memory.segment import SealedSegment, SegmentWriter
+from shmloader.messages import RECEIVE_BYTES
 from shmloader.shared.arrays import reduce_tensor
 
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 
+# Linux takes 253 by one message (SCM_MAX_FD, <linux/net/scm.h>).
+_MESSAGE_DESCRIPTORS = 250
 
-class _DescriptorRecorder:
+# Before the handle come descriptors that did not fit beside it.
+_MORE = b"."
+
+
+class _Descriptors:
+    """In a worker: the numbers of the descriptors that its payload came with, by their places."""
+
+    received: ClassVar[list[int]] = []
+
+
+class _Descriptor:
+    """A descriptor within a payload. What multiprocessing's reducers take from the other side."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def detach(self) -> int:
+        """Its number in this process; whoever asks owns it."""
+        return _Descriptors.received[self._place]
+
+
+class _Recorder:
     """Poses as the child that multiprocessing pickles for, and notes which descriptors it needs.
 
-    A lock, queue or tensor that is shared with the workers pickles to a descriptor: under spawn
-    its number, which the child inherits; under forkserver its place in the list that the child
-    is sent. Both are the same for every worker if each is given the same list, first of all.
+    A lock, queue or tensor that is shared with the workers pickles to a descriptor; here to its
+    place among them, which is the same for every worker, however they come there.
     """
 
-    def __init__(self, start_method: str) -> None:
+    DupFd = _Descriptor
+
+    def __init__(self) -> None:
         self.descriptors: list[int] = []
-        self._by_place = start_method == "forkserver"
-        self.DupFd: Any = (popen_forkserver if self._by_place else popen_spawn_posix)._DupFd
 
     def duplicate_for_child(self, fd: int) -> int:
         self.descriptors.append(fd)
-        return len(self.descriptors) - 1 if self._by_place else fd
+        return len(self.descriptors) - 1
 
 
 @contextlib.contextmanager
@@ -152,22 +181,25 @@ class Payload:
         by_value: Whether cloudpickle did it; answers may then need it, too.
     """
 
-    def __init__(self, objects: object, start_method: str) -> None:
+    def __init__(self, objects: object) -> None:
         """Pickle ``objects``.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: If neither way can.
         """
-        self._recorder = _DescriptorRecorder(start_method)
+        recorder = _Recorder()
         self.by_value = False
-        with _spawning(self._recorder):
-            body, parts = self._dump(objects)
+        with _spawning(recorder):
+            body, parts = self._dump(objects, recorder)
         with SegmentWriter() as writer:
             outside = writer.append(pickle.dumps(write_parts(parts, writer)))
-            self._places = (outside, writer.append(body), body.nbytes)
+            places = (outside, writer.append(body), body.nbytes)
             self._segment: SealedSegment = writer.seal()
+        with _spawning(recorder):
+            self._handle = pickle.dumps((self._segment, places, self.by_value))
+        self._descriptors = recorder.descriptors
 
-    def _dump(self, objects: object) -> tuple[memoryview, Parts]:
+    def _dump(self, objects: object, recorder: _Recorder) -> tuple[memoryview, Parts]:
         first_error: Exception | None = None
         if main_is_importable():
             file, parts = io.BytesIO(), Parts()
@@ -175,7 +207,7 @@ class Payload:
                 _PlainPickler(file, parts).dump(objects)
             except PICKLE_ERRORS as error:
                 first_error = error
-                self._recorder.descriptors.clear()
+                recorder.descriptors.clear()
             else:
                 return file.getbuffer(), parts
         self.by_value = True
@@ -184,14 +216,24 @@ class Payload:
             _ClosurePickler(file, parts).dump(objects)
         except PICKLE_ERRORS as error:
             raise (first_error or error) from error
+        finally:
+            # It has this frame, and all before it: what they have would stay until a collection.
+            first_error = None
         return file.getbuffer(), parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a handle: multiprocessing calls this once for each worker it starts."""
-        popen: Any = multiprocessing.context.get_spawning_popen()
-        for fd in self._recorder.descriptors:
-            popen.duplicate_for_child(fd)
-        return ReceivedPayload, (self._segment, self._places, self.by_value)
+        """Become a worker's, which multiprocessing starts with this as an argument."""
+        return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
+
+    def messages(self) -> Iterator[tuple[bytes, list[int]]]:
+        """What to send to a worker that was started before, with the descriptors of each part.
+
+        :func:`receive_payload` takes it there.
+        """
+        for at in range(0, len(self._descriptors), _MESSAGE_DESCRIPTORS):
+            end = at + _MESSAGE_DESCRIPTORS
+            is_last = end >= len(self._descriptors)
+            yield self._handle if is_last else _MORE, self._descriptors[at:end]
 
     def close(self) -> None:
         """Close the descriptor; may be called again. Workers that started keep theirs."""
@@ -214,13 +256,47 @@ class ForkedPayload:
         """Nothing to do."""
 
 
-class ReceivedPayload:
-    """A payload in a worker, not read yet."""
+def _received(handle: bytes, descriptors: list[Any]) -> "ReceivedPayload":
+    """Unpickles a payload: in a process that multiprocessing has started with it."""
+    return ReceivedPayload(handle, [descriptor.detach() for descriptor in descriptors])
 
-    def __init__(self, segment: Segment, places: tuple[int, int, int], by_value: bool) -> None:
-        self._segment: Segment | None = segment
-        self._places = places
-        self.by_value = by_value
+
+def receive_payload(channel: socket.socket) -> "ReceivedPayload":
+    """In a worker: wait for its payload, which is being pickled. Its first messages.
+
+    Raises:
+        OSError: If there are too few descriptors left.
+        ConnectionResetError: If the main process is gone, or does not want the worker any more.
+    """
+    descriptors: list[int] = []
+    while True:
+        data, some, flags, _ = socket.recv_fds(
+            channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            raise ConnectionResetError("the loader was closed while its workers started")
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(
+                errno.EMFILE,
+                "a DataLoader worker has no file descriptor left for what the dataset shares; "
+                "raise `ulimit -n`",
+            )
+        descriptors += some
+        if data != _MORE:
+            return ReceivedPayload(data, descriptors)
+
+
+class ReceivedPayload:
+    """A payload in a worker, not read yet.
+
+    Attributes:
+        by_value: See :class:`Payload`; known when it was loaded.
+    """
+
+    def __init__(self, handle: bytes, descriptors: list[int]) -> None:
+        self._handle = handle
+        self._descriptors = descriptors
+        self.by_value = False
 
     def load(self) -> Any:
         """Unpickle the objects. Once, in the worker.
@@ -228,9 +304,9 @@ class ReceivedPayload:
         Raises:
             Exception: Whatever unpickling the user's objects raises.
         """
-        segment, self._segment = self._segment, None
-        assert segment is not None
-        outside_at, body_at, nbytes = self._places
+        # They stay: an object may open its own when it is first used.
+        _Descriptors.received = self._descriptors
+        segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)
         outside: Outside = pickle.loads(whole[outside_at:body_at])
         return read_with_parts(whole[body_at : body_at + nbytes], outside, segment)

@@ -15,7 +15,7 @@ class Pool(Protocol):
     #: has been taken from a worker that was not returned.
     is_waiting: bool
 
-    def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
+    def send(self, worker_id: int, data: bytes, *descriptors: int) -> None:
         """Send a message; never blocks."""
 
     def receive(self, worker_id: int) -> bytes | None:

@@ -173,17 +173,16 @@ class ProcessPool:
                 self._turns = Turns(cores) if worker_count > cores else None
             elif method == "forkserver":
                 self._has_bare_server = not preload(self._context)
+                self._ensure_server()
             lifeline = self._lifeline = Lifeline()
             board = self._board = Board(worker_count)
-            self._payload = self._make_payload(objects)
             for worker_id in range(worker_count):
                 start = WorkerStart(
                     worker_id, worker_count, base_seed, plan, lifeline, board, demand,
                     is_debugging(), self._turns, is_fresh=method != "fork",
                 )  # fmt: skip
                 self._starts.append(start)
-            for worker_id in range(worker_count if started is None else started):
-                self._workers.append(self._start_worker(worker_id))
+            payload = self._start_workers(worker_count if started is None else started, objects)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -191,7 +190,7 @@ class ProcessPool:
             raise
         self.readings.open(functools.partial(_read_vitals, weakref.ref(self)))
         if not may_replace:
-            self._payload.close()
+            payload.close()
             self._payload = None
             lifeline.close_read()
             board.close_for_start()
@@ -201,17 +200,44 @@ class ProcessPool:
         """The worker processes, by number."""
         return [worker.process for worker in self._workers]
 
+    def _start_workers(self, count: int, objects: object) -> "Payload | ForkedPayload":
+        """Start the first workers, and pickle what they get."""
+        is_early = self._context.get_start_method() == "spawn" and count > 0
+        if is_early:
+            # It imports torch while we pickle, and has the batch that is wanted first.
+            self._workers.append(self._start_worker(0))
+        try:
+            payload = self._payload = self._make_payload(objects)
+        except BaseException:
+            self._grace_s = 0.0  # it has nothing to finish
+            raise
+        if is_early and isinstance(payload, Payload):
+            for data, descriptors in payload.messages():
+                self.send(0, data, *descriptors)
+        for worker_id in range(len(self._workers), count):
+            self._workers.append(self._start_worker(worker_id))
+        return payload
+
     def _make_payload(self, objects: object) -> "Payload | ForkedPayload":
         method = self._context.get_start_method()
         if method == "fork":
             return ForkedPayload(objects)
         try:
-            return Payload(objects, method)
+            return Payload(objects)
         except PICKLE_ERRORS:
             warnings.warn(_PICKLE_WARNING, stacklevel=2)
             raise
 
+    def _ensure_server(self) -> None:
+        """Start multiprocessing's fork server, if there is none. It need not be up on return."""
+        # With Ctrl-C blocked, one that imports nothing of ours would hand that on to whatever its
+        # user has it fork.
+        blocked = nullcontext() if self._has_bare_server else _sigint_blocked(is_fresh=True)
+        with blocked, unimportable_main_hidden():
+            multiprocessing.forkserver.ensure_running()
+
     def _start_worker(self, worker_id: int) -> WorkerHandle:
+        """Start a worker; without a payload, it waits for that."""
         assert self._board is not None
         assert self._lifeline is not None
         self._board.clear(worker_id)
@@ -227,9 +253,8 @@ class ProcessPool:
             get_ready(process, self._turns)
         self._starting = ours
         try:
-            if self._has_bare_server:
-                # With Ctrl-C blocked it would hand that on to whatever its user has it fork.
-                multiprocessing.forkserver.ensure_running()
+            if self._context.get_start_method() == "forkserver":
+                self._ensure_server()
             with (
                 theirs,
                 _sigint_blocked(is_fresh=is_fresh),
@@ -332,20 +357,20 @@ class ProcessPool:
         if self._is_closed:
             raise ClosedLoaderError("the workers have been ended") from cause
 
-    def send(self, worker_id: int, data: bytes, descriptor: int | None = None) -> None:
+    def send(self, worker_id: int, data: bytes, *descriptors: int) -> None:
         """Send a message to a worker; never blocks. A dead worker's message is dropped.
 
         Args:
             worker_id: To whom.
             data: The packed message.
-            descriptor: Goes with it; must stay open until it is sent, that is, as long as the
+            descriptors: Go with it; must stay open until it is sent, that is, as long as the
                 worker lives.
         """
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
-        if worker.outbox or not worker.try_send(data, descriptor):
-            worker.outbox.append((data, descriptor))
+        if worker.outbox or not worker.try_send(data, descriptors):
+            worker.outbox.append((data, descriptors))
             self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
     def receive(self, worker_id: int) -> bytes | None:

@@ -158,7 +158,8 @@ def test_two_views_of_one_shared_tensor_reach_a_spawned_worker_where_torch_can(t
 def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> None:
     done = run_program(
         """
-        import os, sys, threading, warnings
+        import gc, os, sys, threading, warnings
+        from multiprocessing import forkserver
         import psutil
         from shmloader import DataLoader
 
@@ -172,13 +173,19 @@ def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> Non
 
         if __name__ == "__main__":
             warnings.simplefilter("ignore")
+            gc.disable()
+            # multiprocessing's own, which stay; the server starts the tracker.
+            forkserver.ensure_running()
+            theirs = psutil.Process().children()
+            assert len(theirs) == 2
             for method in ("spawn", "forkserver"):
                 before = len(os.listdir("/proc/self/fd"))
                 try:
                     iter(DataLoader(Data(), num_workers=1, multiprocessing_context=method))
                 except TypeError as error:
                     print("lock" in str(error))
-                print(len(os.listdir("/proc/self/fd")) - before, psutil.Process().children())
+                left = [one for one in psutil.Process().children() if one not in theirs]
+                print(len(os.listdir("/proc/self/fd")) - before, left)
         """,
         tmp_path / "program.py",
     )

@@ -1,9 +1,13 @@
 """Dataset and functions reach a started worker: by name, by value, with what is shared."""
 
+import contextlib
 import functools
 import multiprocessing
-import pickle
+import os
+import resource
+import socket
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import cloudpickle
@@ -11,7 +15,8 @@ import pytest
 import torch
 
 from shmloader.workers import payload as payload_module
-from shmloader.workers.payload import PICKLE_ERRORS, ForkedPayload, Payload
+from shmloader.workers.payload import PICKLE_ERRORS, ForkedPayload, Payload, receive_payload
+from tests.unit.workers.sending import sent
 
 ANSWER_S = 120
 
@@ -89,7 +94,7 @@ def test_a_worker_finds_what_was_sent_and_what_is_shared(start_method, by_value)
     offset = 100
     function = (lambda value: value + offset) if by_value else double
     objects = (Squares(lock, counter), function, ["x", None])
-    payload = Payload(objects, start_method)
+    payload = Payload(objects)
     assert payload.by_value is by_value
     with lock:  # held here, so it is not free there: the very same lock
         found = started(context, payload)
@@ -107,21 +112,21 @@ def test_a_worker_finds_what_was_sent_and_what_is_shared(start_method, by_value)
 
 
 def test_what_pickle_can_name_goes_by_name():
-    payload = Payload((double, functools.partial(double, 3), Squares), "spawn")
+    payload = Payload((double, functools.partial(double, 3), Squares))
     assert not payload.by_value
     payload.close()
 
 
 @pytest.mark.parametrize("objects", [lambda: 0, {"closure": adder(3)}, type("Local", (), {})()])
 def test_what_only_cloudpickle_can_goes_by_value(objects):
-    payload = Payload(objects, "spawn")
+    payload = Payload(objects)
     assert payload.by_value
     payload.close()
 
 
 def test_where_main_has_no_file_cloudpickle_comes_first(monkeypatch):
     monkeypatch.setattr(payload_module, "main_is_importable", lambda: False)
-    payload = Payload(double, "spawn")
+    payload = Payload(double)
     assert payload.by_value
     payload.close()
 
@@ -137,7 +142,7 @@ LOCK = threading.Lock()
 def test_what_nothing_can_pickle_is_an_error_and_leaves_nothing(objects):
     before = descriptors()
     with pytest.raises(PICKLE_ERRORS):
-        Payload(objects, "spawn")
+        Payload(objects)
     assert descriptors() == before
 
 
@@ -147,7 +152,7 @@ def test_an_error_of_the_user_s_own_reduce_passes_through():
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        Payload(Broken(), "spawn")
+        Payload(Broken())
     assert multiprocessing.context.get_spawning_popen() is None
 
 
@@ -162,16 +167,68 @@ class Counts:
 
 def test_objects_are_pickled_once_for_all_workers():
     counts = Counts()
-    payload = Payload(counts, "spawn")
+    payload = Payload(counts)
     for _ in range(3):
-        assert type(pickle.loads(pickle.dumps(payload)).load()) is Counts
+        assert type(sent(payload).load()) is Counts
     payload.close()
     assert counts.times == 1
 
 
+def test_more_descriptors_than_one_message_takes_come_in_their_order():
+    pipes = [os.pipe() for _ in range(200)]
+    try:
+        ends = [Connection(os.dup(read), writable=False) for read, _ in pipes]
+        ends += [Connection(os.dup(write), readable=False) for _, write in pipes]
+        payload = Payload((ends, ends[7]))
+        found, seventh = sent(payload).load()
+        payload.close()
+        assert seventh is found[7]
+        for number in (0, 7, 199):
+            found[200 + number].send_bytes(b"%d" % number)
+            assert found[number].recv_bytes() == b"%d" % number
+            assert found[number].fileno() != ends[number].fileno()
+        for end in (*ends, *found):
+            end.close()
+    finally:
+        for pipe in pipes:
+            for end in pipe:
+                os.close(end)
+
+
+def test_a_worker_without_descriptors_to_spare_says_so():
+    payload = Payload([0])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, theirs:
+        ((data, numbers),) = payload.messages()
+        socket.send_fds(ours, [data], numbers)
+        spare = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.dup(0))
+            with pytest.raises(OSError, match="ulimit -n"):
+                receive_payload(theirs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in spare:
+                os.close(number)
+    payload.close()
+
+
+def test_a_worker_whose_loader_is_closed_does_not_wait_for_a_payload():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        ours.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(ConnectionResetError):
+            receive_payload(theirs)
+    ours.close()
+
+
 def test_closing_is_idempotent_and_closes_the_memory():
     before = descriptors()
-    payload = Payload(["x" * 10**6], "spawn")
+    payload = Payload(["x" * 10**6])
     assert len(descriptors() - before) == 1
     payload.close()
     payload.close()
@@ -192,6 +249,6 @@ def test_cloudpickle_does_not_forget_multiprocessing_s_reducers():
     # By itself it would refuse, since nothing is being spawned.
     with pytest.raises(RuntimeError, match="should only be shared"):
         cloudpickle.dumps(lock)
-    payload = Payload((lock, lambda: 0), "spawn")
+    payload = Payload((lock, lambda: 0))
     assert payload.by_value
     payload.close()

@@ -12,6 +12,7 @@ from shmloader.memory.segment import find_segment
 from shmloader.workers import payload as payload_module
 from shmloader.workers.payload import Payload
 from tests.parity.compare import assert_same
+from tests.unit.workers.sending import sent
 
 ANSWER_S = 60
 BULK = 16 << 20
@@ -25,10 +26,10 @@ def main_is_a_file(monkeypatch):
 
 def received(objects, *, by_value=False):
     """What a worker makes of a payload; in this process, which opens the memory a second time."""
-    payload = Payload(objects, "spawn")
+    payload = Payload(objects)
     assert payload.by_value is by_value
     try:
-        return pickle.loads(pickle.dumps(payload)).load()
+        return sent(payload).load()
     finally:
         payload.close()
 
@@ -88,9 +89,9 @@ def test_a_tensor_of_a_subclass_stays_one_wherever_it_lies():
 
 def test_bulk_is_not_in_the_body_and_leaves_nothing_behind():
     array, tensor = np.zeros(BULK, np.uint8), torch.zeros(BULK, dtype=torch.uint8)
-    payload = Payload([array, tensor, b"small"], "spawn")
-    assert payload._places[2] < 1_000
-    found = pickle.loads(pickle.dumps(payload)).load()
+    payload = Payload([array, tensor, b"small"])
+    found = sent(payload).load()
+    assert find_segment(found[0].ctypes.data, BULK).nbytes < 2 * BULK + 4_096
     payload.close()
     assert lies_in_a_segment(found[0])
     assert lies_in_a_segment(found[1].numpy())
@@ -102,7 +103,7 @@ def test_what_is_shared_is_the_same_memory_and_the_rest_each_worker_s_own():
     tensor = torch.zeros(1_000).share_memory_()
     twin = shmloader.share({"a": np.arange(1_000), "t": torch.arange(9_000), "l": ["x"] * 1_000})
     context = multiprocessing.get_context("spawn")
-    payload = Payload([tensor, torch.ones(1_000), twin], "spawn")
+    payload = Payload([tensor, torch.ones(1_000), twin])
     assert payload._segment.nbytes < 16_384  # and so not what was shared
     ours, theirs = context.Pipe()
     with ours:
@@ -132,9 +133,9 @@ def test_a_read_only_memory_map_crosses_by_its_file(part, tmp_path):
     rows = np.arange(100_000, dtype=np.float64).reshape(100, 1_000)
     rows.tofile(path)
     mapped = np.memmap(path, np.float64, "r", shape=(90, 1_000), offset=8_000 * 10)[part]
-    payload = Payload(mapped, "spawn")
+    payload = Payload(mapped)
     assert payload._segment.nbytes < 4_096
-    found = pickle.loads(pickle.dumps(payload)).load()
+    found = sent(payload).load()
     payload.close()
     assert type(found) is np.memmap
     np.testing.assert_array_equal(found, rows[10:][part])
@@ -152,10 +153,10 @@ def test_a_memory_map_whose_file_may_be_another_crosses_by_its_data(why, tmp_pat
     elif why == "replaced":
         np.zeros(1_000, np.int64).tofile(tmp_path / "other")
         (tmp_path / "other").replace(path)
-    payload = Payload(mapped, "spawn")
+    payload = Payload(mapped)
     if why == "writable":
         mapped[1] = -1  # after the workers began
-    found = pickle.loads(pickle.dumps(payload)).load()
+    found = sent(payload).load()
     payload.close()
     assert type(found) is np.memmap
     np.testing.assert_array_equal(found, np.arange(1_000))
