@@ -363,6 +363,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, self._options())
         self._open_iterators.add(iterator)
+        if self._is_closed:  # by another thread, while its workers were started
+            iterator.close()
+            raise ClosedLoaderError("the loader is closed")
         return iterator
 
     def _check_thread_pool(self) -> None:

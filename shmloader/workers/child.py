@@ -158,6 +158,7 @@ def worker_main(
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
     keep_freed_memory()
+    channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
         try:

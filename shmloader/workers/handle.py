@@ -13,6 +13,11 @@ from multiprocessing.process import BaseProcess
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.workers.channel import receive_soon
 
+# Of a user without privileges Linux lets as many descriptors be on their way to any processes as
+# one may have open (unix(7), ETOOMANYREFS). There is no event for "now there is room": that long
+# before it is tried again.
+_ROOM_S = 0.001
+
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
 KILL_S = 5.0
@@ -50,6 +55,9 @@ class WorkerHandle:
         except BlockingIOError:
             return False
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                time.sleep(_ROOM_S)
+                return False
             if error.errno not in _PEER_IS_GONE:
                 raise
             # It is dying, and its pidfd tells us so.

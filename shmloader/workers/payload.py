@@ -8,7 +8,8 @@ own, and a worker has views of it, mapped copy-on-write: they are there once, an
 own.
 
 A worker gets these as it is started, but for the first under spawn, which is started before
-anything is pickled and gets them through its socket: it has torch to import meanwhile.
+anything is pickled and gets them through its socket: it has torch to import meanwhile. Where the
+kernel does not take them at once, the pool starts it again, as the others.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import errno
 import functools
 import io
 import multiprocessing.context
+import os
 import pickle
 import socket
 import sys
@@ -269,21 +271,27 @@ def receive_payload(channel: socket.socket) -> "ReceivedPayload":
         ConnectionResetError: If the main process is gone, or does not want the worker any more.
     """
     descriptors: list[int] = []
+    is_short = False
     while True:
         data, some, flags, _ = socket.recv_fds(
             channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
         if not data:
             raise ConnectionResetError("the loader was closed while its workers started")
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(
-                errno.EMFILE,
-                "a DataLoader worker has no file descriptor left for what the dataset shares; "
-                "raise `ulimit -n`",
-            )
         descriptors += some
+        is_short = is_short or bool(flags & socket.MSG_CTRUNC)
         if data != _MORE:
-            return ReceivedPayload(data, descriptors)
+            break
+    if is_short:
+        # It goes on, to say so.
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(
+            errno.EMFILE,
+            "a DataLoader worker has too few file descriptors for what the dataset shares; "
+            "raise `ulimit -n`",
+        )
+    return ReceivedPayload(data, descriptors)
 
 
 class ReceivedPayload:

@@ -205,18 +205,31 @@ class ProcessPool:
         is_early = self._context.get_start_method() == "spawn" and count > 0
         if is_early:
             # It imports torch while we pickle, and has the batch that is wanted first.
+            environment = dict(os.environ)
             self._workers.append(self._start_worker(0))
         try:
             payload = self._payload = self._make_payload(objects)
         except BaseException:
             self._grace_s = 0.0  # it has nothing to finish
             raise
+        if self._is_closed:  # at the interpreter's exit
+            payload.close()
+            self._check_open()
         if is_early and isinstance(payload, Payload):
-            for data, descriptors in payload.messages():
-                self.send(0, data, *descriptors)
+            # Something may have set what the others will have: a __getstate__, an import.
+            is_alike = dict(os.environ) == environment
+            if not (is_alike and self._hand_over(payload)):
+                self._end(0, grace_s=0.0)
+                self.start(0)
         for worker_id in range(len(self._workers), count):
             self._workers.append(self._start_worker(worker_id))
         return payload
+
+    def _hand_over(self, payload: Payload) -> bool:
+        """Send a payload to worker 0; whether it all was. What waits might outlive the payload."""
+        for data, descriptors in payload.messages():
+            self.send(0, data, *descriptors)
+        return not self._workers[0].outbox
 
     def _make_payload(self, objects: object) -> "Payload | ForkedPayload":
         method = self._context.get_start_method()
@@ -242,6 +255,7 @@ class ProcessPool:
         assert self._lifeline is not None
         self._board.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
         closer = close_inherited if isinstance(self._payload, ForkedPayload) else None
         process = self._context.Process(
             target=worker_main,
@@ -341,6 +355,9 @@ class ProcessPool:
 
     def retire(self, worker_id: int) -> None:
         """End a worker that has nothing to do, and reap it; ``start`` starts another one."""
+        self._end(worker_id, self._grace_s)
+
+    def _end(self, worker_id: int, grace_s: float) -> None:
         worker = self._workers[worker_id]
         if worker.is_lost or self._is_closed:
             return
@@ -351,7 +368,9 @@ class ProcessPool:
                 self._poll.unregister(fd)
         worker.outbox.clear()
         worker.hang_up()
-        end_all([worker], self._grace_s)
+        end_all([worker], grace_s)
+        if self._turns is not None:
+            self._turns.go_on()
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:

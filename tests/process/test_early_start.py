@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(90)
 
 # A dataset that does something when it is pickled.
 PROGRAM = """
-import multiprocessing, os, signal, sys, time
+import multiprocessing, os, signal, sys
 from multiprocessing import forkserver
 import torch.utils.data
 from shmloader import DataLoader
@@ -31,12 +31,17 @@ class Data(torch.utils.data.Dataset):
         {then}
         return self.__dict__
 
-def read(data, **options):
-    loader = DataLoader(
+def tell(worker_id):
+    print(worker_id, "has", os.environ.get("SET_LATE"), flush=True)
+
+def make(data, **options):
+    return DataLoader(
         data, num_workers=2, batch_size=None, multiprocessing_context={method!r}, **options
     )
+
+def read(data, **options):
     with data.lock:
-        return list(loader)
+        return list(make(data, **options))
 
 def main():
     data = Data()
@@ -125,3 +130,58 @@ def test_it_ends_with_the_main_process(tmp_path) -> None:
     done = run(tmp_path, then)
     assert done.code == -signal.SIGKILL
     wait_for_end(int(re.search(r"pid (\d+)", done.out).group(1)))
+
+
+def test_what_pickling_sets_in_the_environment_all_have(tmp_path) -> None:
+    then = "os.environ['SET_LATE'] = 'it'"
+    done = run(tmp_path, then, main="print(read(data, worker_init_fn=tell))")
+    assert sorted(done.out.splitlines()) == ["0 has it", "1 False", "1 has it", ALL], done.err
+    done.assert_quiet()
+
+
+def test_where_it_can_be_sent_no_descriptors_they_are_inherited(tmp_path) -> None:
+    """Those on their way to any process of a user are limited."""
+    main = """
+    from contextlib import ExitStack
+    from tests.crowd import crowded
+    with ExitStack() as stack:
+        Data.begin = lambda: stack.enter_context(crowded())
+        with data.lock:
+            batches = iter(make(data))
+            stack.close()
+            print(list(batches))
+        del batches
+    """
+    done = run(tmp_path, "Data.begin()", main=main)
+    assert done.out.splitlines() == ["1 False", ALL], done.err
+    done.assert_quiet()
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_loader_that_is_closed_meanwhile_begins_no_epoch(tmp_path, method) -> None:
+    main = """
+    from shmloader import ClosedLoaderError
+    Data.loader = make(data)
+    try:
+        iter(Data.loader)
+    except ClosedLoaderError as error:
+        print(error)
+    """
+    done = run(tmp_path, "Data.loader.close()", main=main, method=method)
+    assert done.out.splitlines()[-1] == "the loader is closed", done.err
+    done.assert_quiet()
+
+
+def test_at_the_interpreter_s_exit_it_is_ended_once(tmp_path) -> None:
+    main = """
+    from multiprocessing import util
+    from shmloader import ClosedLoaderError
+    Data.exit = util._run_finalizers
+    try:
+        read(data)
+    except ClosedLoaderError as error:
+        print(error)
+    """
+    done = run(tmp_path, "Data.exit(100)", main=main)
+    assert done.out.splitlines() == ["1 False", "the workers have been ended"], done.err
+    done.assert_quiet()

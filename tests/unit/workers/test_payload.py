@@ -195,26 +195,41 @@ def test_more_descriptors_than_one_message_takes_come_in_their_order():
                 os.close(end)
 
 
-def test_a_worker_without_descriptors_to_spare_says_so():
-    payload = Payload([0])
+@pytest.mark.parametrize("count", [0, 30, 300])
+def test_a_worker_without_descriptors_to_spare_says_so_and_goes_on(count):
+    """Nothing of the payload is left in its channel, nor of what came with it."""
+    pipe = os.pipe()
+    ends = [Connection(os.dup(pipe[0]), writable=False) for _ in range(count)]
+    payload = Payload(ends)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ours, theirs:
-        ((data, numbers),) = payload.messages()
-        socket.send_fds(ours, [data], numbers)
+        for data, numbers in payload.messages():
+            socket.send_fds(ours, [data], numbers)
         spare = []
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, before[1]))
         try:
             with contextlib.suppress(OSError):
                 while True:
                     spare.append(os.dup(0))
+            for _ in range(min(count, 20)):
+                os.close(spare.pop())
             with pytest.raises(OSError, match="ulimit -n"):
                 receive_payload(theirs)
+            with contextlib.ExitStack() as stack:  # as many as there were
+                for _ in range(min(count, 20)):
+                    stack.callback(os.close, os.dup(0))
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1, socket.MSG_DONTWAIT)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for number in spare:
                 os.close(number)
     payload.close()
+    for end in ends:
+        end.close()
+    for end in pipe:
+        os.close(end)
 
 
 def test_a_worker_whose_loader_is_closed_does_not_wait_for_a_payload():
