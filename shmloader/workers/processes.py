@@ -640,8 +640,30 @@ def _sigint_blocked(*, is_fresh: bool) -> Iterator[None]:
     if is_fresh:
         # Else multiprocessing would inside of this, and let Ctrl-C through from there on.
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    with _sigint_deferred():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _sigint_deferred() -> Iterator[None]:
+    """What SIGINT does in the main thread, it does afterwards.
+
+    What this thread blocks, any other may take, as one of OpenBLAS does; Python's handler runs in
+    the main thread all the same.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: heard.set())
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if heard.is_set():
+            signal.raise_signal(signal.SIGINT)

@@ -284,6 +284,44 @@ def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path)
     done.assert_quiet(-signal.SIGINT)
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_ctrl_c_that_another_thread_takes_waits_for_a_worker_s_start(method, tmp_path) -> None:
+    done = run_program(
+        f"""
+        import multiprocessing, select, signal, socket, threading
+        from shmloader import DataLoader
+
+        context = multiprocessing.get_context({method!r})
+
+        class Interrupted(context.Process):
+            def start(self):
+                signal.pthread_kill(other.ident, signal.SIGINT)
+                select.select([noted], [], [])
+                super().start()
+                print("started", flush=True)
+
+        if __name__ == "__main__":
+            noted, note = socket.socketpair()
+            note.setblocking(False)
+            signal.set_wakeup_fd(note.fileno())
+            end = threading.Event()
+            other = threading.Thread(target=end.wait)
+            other.start()
+            context.Process = Interrupted
+            try:
+                iter(DataLoader(range(3), num_workers=1, multiprocessing_context=context))
+            except KeyboardInterrupt:
+                print("interrupted")
+            finally:
+                end.set()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        """,
+        tmp_path / "program.py",
+    )
+    assert done.out.split() == ["started", "interrupted"], done.err
+    done.assert_quiet()
+
+
 def test_a_loader_goes_on_after_ctrl_c_was_caught(tmp_path) -> None:
     running = program(
         """
