@@ -233,29 +233,37 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
     done.assert_quiet(-signal.SIGINT)
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["", "server of the user's"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, tmp_path) -> None:
+def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, is_ours, tmp_path) -> None:
+    if method == "spawn" and not is_ours:
+        pytest.skip("there is no server")
     done = run_program(
         f"""
         import signal
+        from multiprocessing import forkserver
         from shmloader import DataLoader
 
-        BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        HEARD = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        BLOCKED = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
         class Data:
             def __len__(self):
                 return 1
             def __getitem__(self, index):
-                return signal.SIGINT in BLOCKED
+                return [HEARD, BLOCKED]
 
         if __name__ == "__main__":
+            if {not is_ours}:
+                forkserver.set_forkserver_preload([])
+                forkserver.ensure_running()
             options = {{"num_workers": 1, "multiprocessing_context": {method!r}}}
-            print(signal.SIGINT in BLOCKED, *DataLoader(Data(), batch_size=None, **options))
+            print([HEARD, BLOCKED], *DataLoader(Data(), batch_size=None, **options))
         """,
         tmp_path / "program.py",
     )
     done.assert_quiet()
-    assert done.out.split() == ["False", "True"]
+    assert done.out.strip() == f"[True, False] [False, {is_ours}]"
 
 
 @pytest.mark.parametrize("server", ["new", "running"])
