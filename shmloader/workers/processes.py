@@ -35,6 +35,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 from shmloader.errors import ClosedLoaderError
@@ -659,11 +660,19 @@ def _sigint_deferred() -> Iterator[None]:
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: heard.set())
+    pid = os.getpid()
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == pid:
+            heard.append(number)
+        else:  # a process that another thread has forked meanwhile
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hear)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if heard.is_set():
+        if heard:
             signal.raise_signal(signal.SIGINT)

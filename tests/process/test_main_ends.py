@@ -330,6 +330,44 @@ def test_ctrl_c_that_another_thread_takes_waits_for_a_worker_s_start(method, tmp
     done.assert_quiet()
 
 
+def test_a_process_that_another_thread_forks_meanwhile_hears_ctrl_c(tmp_path) -> None:
+    done = run_program(
+        """
+        import multiprocessing, os, signal, threading
+        from shmloader import DataLoader
+
+        context = multiprocessing.get_context("spawn")
+
+        def fork():
+            now.wait()
+            child = os.fork()
+            if not child:
+                try:
+                    signal.raise_signal(signal.SIGINT)
+                except KeyboardInterrupt:
+                    os._exit(7)
+                os._exit(8)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+        class Slow(context.Process):
+            def start(self):
+                now.set()
+                other.join()
+                super().start()
+
+        if __name__ == "__main__":
+            now = threading.Event()
+            other = threading.Thread(target=fork)  # with Ctrl-C let through, as before a start
+            other.start()
+            context.Process = Slow
+            print(*DataLoader(range(2), num_workers=1, multiprocessing_context=context))
+        """,
+        tmp_path / "program.py",
+    )
+    assert done.out.splitlines() == ["7", "tensor([0]) tensor([1])"], done.err
+    done.assert_quiet()
+
+
 def test_a_loader_goes_on_after_ctrl_c_was_caught(tmp_path) -> None:
     running = program(
         """
