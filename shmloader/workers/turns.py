@@ -22,8 +22,8 @@ All workers are started at once; what waits is the interpreter, before it import
 
 The name of its process is the first thing that it unpickles, before the main module is imported
 and before any module of ours could be. So all this is part of the pickled name: it is made of
-functions of the standard library, ``gc.disable``, ``signal.signal``, ``os.read`` and one that
-passes over what these give.
+functions of the standard library, ``gc.disable``, ``signal.pthread_sigmask``, ``os.read`` and one
+that passes over what these give.
 
 **Guarantees.** A token comes when a dataset is loaded, when that failed, and when a worker is dead:
 then from the main process, which is told of it in ``next()``. One too many does no harm.
@@ -69,8 +69,9 @@ def get_ready(process: Any, turns: "Turns | None") -> None:
         process: It. A fresh interpreter, which calls :func:`is_ready` then.
         turns: It waits for its turn, if it is not there yet; None: it is.
     """
-    # A fork server of the user's has SIGINT let through to it.
-    to_do = [_Later(gc.disable), _Later(signal.signal, signal.SIGINT, signal.SIG_IGN)]
+    # A fork server that the user started lets Ctrl-C through.
+    block = _Later(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
+    to_do = [_Later(gc.disable), block]
     read = None if turns is None else turns.admit()
     if read is not None:
         to_do.append(_Later(os.read, read, len(_TOKEN)))
