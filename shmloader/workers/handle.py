@@ -14,9 +14,10 @@ from shmloader.messages import RECEIVE_BYTES
 from shmloader.workers.channel import receive_soon
 
 # Of a user without privileges Linux lets as many descriptors be on their way to any processes as
-# one may have open (unix(7), ETOOMANYREFS). There is no event for "now there is room": that long
-# before it is tried again.
+# one may have open (unix(7), ETOOMANYREFS). There is no event for "now there is room": after how
+# long it is tried again, and for how long.
 _ROOM_S = 0.001
+_ROOM_WAIT_S = 10.0
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
@@ -36,7 +37,7 @@ class WorkerHandle:
         is_lost: Whether it is dead, and reaped.
     """
 
-    __slots__ = ("channel", "is_lost", "outbox", "pidfd", "process")
+    __slots__ = ("_refused_at", "channel", "is_lost", "outbox", "pidfd", "process")
 
     def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
         self.process = process
@@ -44,6 +45,8 @@ class WorkerHandle:
         self.pidfd = os.pidfd_open(process.pid or 0)
         self.outbox: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         self.is_lost = False
+        # Since when there is no room for its descriptors on their way; None: there was.
+        self._refused_at: float | None = None
 
     def try_send(self, data: bytes, descriptors: tuple[int, ...]) -> bool:
         """Send a message now; whether that could be done. To a dead worker it is, and is lost."""
@@ -56,12 +59,25 @@ class WorkerHandle:
             return False
         except OSError as error:
             if error.errno == errno.ETOOMANYREFS:
-                time.sleep(_ROOM_S)
+                self._wait_for_room(error)
                 return False
             if error.errno not in _PEER_IS_GONE:
                 raise
             # It is dying, and its pidfd tells us so.
+        self._refused_at = None
         return True
+
+    def _wait_for_room(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._refused_at is None:
+            self._refused_at = now
+        if now - self._refused_at > _ROOM_WAIT_S:
+            text = (
+                "more file descriptors are on their way between this user's processes than one may "
+                "have open, and nobody takes them; raise `ulimit -n`"
+            )
+            raise OSError(error.errno, text) from error
+        time.sleep(_ROOM_S)
 
     def flush(self) -> bool:
         """Send what waits; whether nothing is left."""

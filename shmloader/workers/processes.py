@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import inspect
 import math
 import multiprocessing
 import multiprocessing.forkserver
@@ -29,7 +30,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
@@ -221,7 +222,8 @@ class ProcessPool:
             is_alike = dict(os.environ) == environment
             if not (is_alike and self._hand_over(payload)):
                 self._end(0, grace_s=0.0)
-                self.start(0)
+                self._forget(0)
+                self._workers[0] = self._start_worker(0)
         for worker_id in range(len(self._workers), count):
             self._workers.append(self._start_worker(worker_id))
         return payload
@@ -307,13 +309,7 @@ class ProcessPool:
             OSError: If there are no descriptors or processes left.
             ClosedLoaderError: If another thread closes the pool meanwhile.
         """
-        old = self._workers[worker_id]
-        assert old.is_lost
-        self._by_fd.pop(old.channel.fileno(), None)
-        self._by_fd.pop(old.pidfd, None)
-        old.channel.close()
-        old.close_pidfd()
-        self._used_before[worker_id] = self._vitals_of(worker_id, thoroughly=False)
+        self._forget(worker_id)
         try:
             self._check_open()
             new = self._workers[worker_id] = self._start_worker(worker_id)
@@ -323,6 +319,16 @@ class ProcessPool:
                 _raise_what_lacks(error)
             raise
         self._end_if_closed(new)
+
+    def _forget(self, worker_id: int) -> None:
+        """Close what is left of a lost worker, and note what it has used."""
+        old = self._workers[worker_id]
+        assert old.is_lost
+        self._by_fd.pop(old.channel.fileno(), None)
+        self._by_fd.pop(old.pidfd, None)
+        old.channel.close()
+        old.close_pidfd()
+        self._used_before[worker_id] = self._vitals_of(worker_id, thoroughly=False)
 
     def start(self, worker_id: int) -> None:
         """Start a worker that was not there yet, or was retired.
@@ -642,11 +648,16 @@ def _sigint_blocked(*, is_fresh: bool) -> Iterator[None]:
         # Else multiprocessing would inside of this, and let Ctrl-C through from there on.
         resource_tracker.ensure_running()
     with _sigint_deferred():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            finish(lambda: _set_mask(before))
+
+
+def _set_mask(mask: Iterable[int]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextlib.contextmanager
@@ -654,10 +665,10 @@ def _sigint_deferred() -> Iterator[None]:
     """What SIGINT does in the main thread, it does afterwards.
 
     What this thread blocks, any other may take, as one of OpenBLAS does; Python's handler runs in
-    the main thread all the same.
+    the main thread all the same. Handlers of other signals may raise at any time.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    if not callable(handler):
         yield
         return
     pid = os.getpid()
@@ -669,10 +680,18 @@ def _sigint_deferred() -> Iterator[None]:
         else:  # a process that another thread has forked meanwhile
             handler(number, frame)
 
-    signal.signal(signal.SIGINT, hear)
+    def restore() -> None:
+        if signal.getsignal(signal.SIGINT) is hear:
+            signal.signal(signal.SIGINT, handler)
+
     try:
+        with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
+            signal.signal(signal.SIGINT, hear)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if heard:
-            signal.raise_signal(signal.SIGINT)
+        try:
+            finish(restore)
+        finally:
+            # Not as a signal again: whoever has a wakeup descriptor was told of the first.
+            for number in heard:
+                handler(number, inspect.currentframe())

@@ -121,7 +121,8 @@ class Turns:
 
     def go_on(self) -> None:
         """A worker is dead, whose turn it may have been."""
-        self._write.write(_TOKEN)
+        with contextlib.suppress(ValueError):  # closed, by another thread
+            self._write.write(_TOKEN)
 
     def close(self) -> None:
         """Close the pipe. May be called again."""

@@ -321,6 +321,7 @@ def test_ctrl_c_that_another_thread_takes_waits_for_a_worker_s_start(method, tmp
                 print("interrupted")
             finally:
                 end.set()
+            assert noted.recv(9) == bytes([signal.SIGINT])  # asyncio goes by these: once
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         """,
         tmp_path / "program.py",

@@ -159,3 +159,9 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
     assert {type(name) for name in found} == {str}
     turns.close()
     turns.close()
+
+
+def test_a_worker_that_is_lost_while_another_thread_closes_needs_no_token():
+    turns = Turns(1)
+    turns.close()
+    turns.go_on()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shmloader.workers import handle as handle_module
 from shmloader.workers.handle import WorkerHandle
 from tests.crowd import crowded
 
@@ -39,3 +40,19 @@ def test_a_message_waits_while_there_are_too_many_descriptors_on_their_way(ends)
     data, descriptors, *_ = socket.recv_fds(theirs, 100, 1)
     assert data == b"slot"
     os.close(*descriptors)
+
+
+def test_where_there_is_no_room_for_long_the_limit_is_named(ends, monkeypatch):
+    monkeypatch.setattr(handle_module, "_ROOM_WAIT_S", 0.0)
+    ours, _ = ends
+
+    def check() -> None:
+        handle = WorkerHandle(multiprocessing.current_process(), ours)
+        with Path(os.devnull).open() as file, crowded():
+            assert not handle.try_send(b"slot", (file.fileno(),))
+            with pytest.raises(OSError, match="ulimit -n"):
+                handle.try_send(b"slot", (file.fileno(),))
+        handle.close_pidfd()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(check).result()
