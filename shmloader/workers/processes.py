@@ -14,9 +14,7 @@ Assumes that one thread at a time calls the methods.
 
 import contextlib
 import dataclasses
-import errno
 import functools
-import inspect
 import math
 import multiprocessing
 import multiprocessing.forkserver
@@ -30,13 +28,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 from shmloader.errors import ClosedLoaderError
@@ -62,15 +58,12 @@ from shmloader.workers.payload import (
     Payload,
     unimportable_main_hidden,
 )
+from shmloader.workers.starting import check_descriptors, raise_what_lacks, sigint_held_back
 from shmloader.workers.turns import Turns, get_ready
 from shmloader.workers.waker import Waker
 
 # How long close() waits for a worker to end by itself: it may be inside a sample.
 _GRACE_S = 1.0
-
-# multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to whoever forks.
-# One is for the worker's pidfd.
-_START_DESCRIPTORS = 7
 
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
@@ -188,7 +181,7 @@ class ProcessPool:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                _raise_what_lacks(error)
+                raise_what_lacks(error)
             raise
         self.readings.open(functools.partial(_read_vitals, weakref.ref(self)))
         if not may_replace:
@@ -248,7 +241,7 @@ class ProcessPool:
         """Start multiprocessing's fork server, if there is none. It need not be up on return."""
         # With Ctrl-C blocked, one that imports nothing of ours would hand that on to whatever its
         # user has it fork.
-        blocked = nullcontext() if self._has_bare_server else _sigint_blocked(is_fresh=True)
+        blocked = nullcontext() if self._has_bare_server else sigint_held_back(is_fresh=True)
         with blocked, unimportable_main_hidden():
             multiprocessing.forkserver.ensure_running()
 
@@ -274,11 +267,11 @@ class ProcessPool:
                 self._ensure_server()
             with (
                 theirs,
-                _sigint_blocked(is_fresh=is_fresh),
+                sigint_held_back(is_fresh=is_fresh),
                 self._others_parked(),
                 unimportable_main_hidden(),
             ):
-                _spare_descriptors(ours)
+                check_descriptors(ours)
                 process.start()
             self._lifeline.tie(process.pid or 0)
             if FAULTS is not None:
@@ -316,7 +309,7 @@ class ProcessPool:
         except Exception as error:
             self._check_open(error)
             if isinstance(error, OSError):
-                _raise_what_lacks(error)
+                raise_what_lacks(error)
             raise
         self._end_if_closed(new)
 
@@ -346,7 +339,7 @@ class ProcessPool:
             new = self._start_worker(worker_id)
         except OSError as error:
             self._check_open(error)
-            _raise_what_lacks(error)
+            raise_what_lacks(error)
             raise
         self._workers.append(new)
         self._end_if_closed(new)
@@ -612,86 +605,3 @@ def close_inherited() -> None:
     for pool in list(_Pools.live):
         pool._abandon()
     close_inherited_slots()
-
-
-def _spare_descriptors(any_socket: socket.socket) -> None:
-    """Raise OSError where there are too few left for a start.
-
-    multiprocessing leaves its first pipe open when there is no descriptor for the second.
-    """
-    spare: list[int] = []
-    try:
-        while len(spare) < _START_DESCRIPTORS:
-            spare.append(os.dup(any_socket.fileno()))
-    finally:
-        for descriptor in spare:
-            os.close(descriptor)
-
-
-def _raise_what_lacks(error: OSError) -> None:
-    """Say which limit a worker's start has met, if it is one."""
-    remedy = {
-        errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
-        errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
-        errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
-        errno.ENOMEM: "give it more memory",
-    }.get(error.errno or 0)
-    if remedy is not None:
-        text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
-        raise OSError(error.errno, f"{text}num_workers.") from error
-
-
-@contextlib.contextmanager
-def _sigint_blocked(*, is_fresh: bool) -> Iterator[None]:
-    """Keep Ctrl-C from a worker until it ignores it; the main process gets it afterwards."""
-    if is_fresh:
-        # Else multiprocessing would inside of this, and let Ctrl-C through from there on.
-        resource_tracker.ensure_running()
-    with _sigint_deferred():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            yield
-        finally:
-            finish(lambda: _set_mask(before))
-
-
-def _set_mask(mask: Iterable[int]) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
-def _sigint_deferred() -> Iterator[None]:
-    """What SIGINT does in the main thread, it does afterwards.
-
-    What this thread blocks, any other may take, as one of OpenBLAS does; Python's handler runs in
-    the main thread all the same. Handlers of other signals may raise at any time.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    pid = os.getpid()
-    heard: list[int] = []
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == pid:
-            heard.append(number)
-        else:  # a process that another thread has forked meanwhile
-            handler(number, frame)
-
-    def restore() -> None:
-        if signal.getsignal(signal.SIGINT) is hear:
-            signal.signal(signal.SIGINT, handler)
-
-    try:
-        with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
-            signal.signal(signal.SIGINT, hear)
-        yield
-    finally:
-        try:
-            finish(restore)
-        finally:
-            # Not as a signal again: whoever has a wakeup descriptor was told of the first.
-            for number in heard:
-                handler(number, inspect.currentframe())
