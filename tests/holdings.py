@@ -41,6 +41,8 @@ class Holdings:
             for field in fields(self)
             for key, words in getattr(self, field.name).items()
             if key not in getattr(earlier, field.name)
+            # Asked of what is new alone: it may take a look at each process of the machine.
+            and not (isinstance(key, Path) and _is_of_strangers(key))
         ]
 
 
@@ -100,18 +102,22 @@ def _mappings() -> dict[object, str]:
 
 
 def _shm_files() -> dict[object, str]:
-    """Files in /dev/shm, but for those that other programs of this machine put there."""
-    found: dict[object, str] = {}
-    for path in Path("/dev/shm").iterdir():
-        if path.name.startswith("sem."):
-            continue  # a multiprocessing lock: nobody's but the test's, and gone with it
-        owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
-        if owner and _is_a_stranger(int(owner[1] or owner[2])):
-            continue
-        if path.name.startswith("psm_") and _is_mapped_by_strangers(path):
-            continue  # of multiprocessing.shared_memory, whose names tell no owner
-        found[path] = str(path)
-    return found
+    """Files in /dev/shm, whoever put them there."""
+    return {
+        path: str(path)
+        for path in Path("/dev/shm").iterdir()
+        # A multiprocessing lock: nobody's but the test's, and gone with it.
+        if not path.name.startswith("sem.")
+    }
+
+
+def _is_of_strangers(path: Path) -> bool:
+    """Whether another program of this machine put the file into /dev/shm."""
+    owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
+    if owner:
+        return _is_a_stranger(int(owner[1] or owner[2]))
+    # Of multiprocessing.shared_memory, whose names tell no owner.
+    return path.name.startswith("psm_") and _is_mapped_by_strangers(path)
 
 
 def _is_mapped_by_strangers(path: Path) -> bool:
