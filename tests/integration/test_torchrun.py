@@ -510,18 +510,32 @@ HOSTS = f"""
 """
 
 
+# Where they meet. Else torchrun on the first host holds it, and ends with it while the one on the
+# second is still to say that it has ended: that one warns.
+STORE = f"""
+    import signal
+    from torch.distributed import TCPStore
+
+    store = TCPStore({next(iter(ADDRESSES))!r}, 29400, is_master=True, wait_for_workers=False)
+    signal.pause()
+"""
+
+
 @pytest.mark.slow
 def test_ranks_of_two_hosts_have_the_batches_of_one_rank(joined_hosts, tmp_path) -> None:
     program = write_program(tmp_path, HOSTS)
+    options = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={joined_hosts[0].name}:29400",
+        "--rdzv-conf=is_host=0",
+    ]
     with contextlib.ExitStack() as stack:
+        store = joined_hosts[0].command(sys.executable, "-c", textwrap.dedent(STORE))
+        stack.enter_context(Run(store, tmp_path))
         runs = []
         for host in joined_hosts:
-            options = [
-                "--nnodes=2",
-                "--nproc-per-node=1",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={joined_hosts[0].name}:29400",
-            ]
             command = host.command(*torchrun(tmp_path, program, options=options))
             # It asks for the name of ::ffff:192.0.2.1, has none, and warns.
             run = Run(command, tmp_path, TORCH_CPP_LOG_LEVEL="ERROR")
