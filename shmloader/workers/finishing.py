@@ -10,11 +10,11 @@ from collections.abc import Callable
 _TRIES = 5
 
 
-def finish(step: Callable[[], None]) -> None:
+def finish(step: Callable[[], object]) -> None:
     """Run a step to its end: where it is interrupted, it is run again.
 
     Args:
-        step: May be run again after an exception at any point of it.
+        step: May be run again after an exception at any point of it. What it returns is dropped.
 
     Raises:
         BaseException: What interrupted it first; it is done nevertheless.

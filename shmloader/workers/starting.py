@@ -12,7 +12,7 @@ import inspect
 import os
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from types import FrameType
 
@@ -79,11 +79,7 @@ def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             yield
         finally:
-            finish(lambda: _set_mask(before))
-
-
-def _set_mask(mask: Iterable[int]) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            finish(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
 
 
 @contextlib.contextmanager

@@ -512,11 +512,11 @@ HOSTS = f"""
 
 # Where they meet. Else torchrun on the first host holds it, and ends with it while the one on the
 # second is still to say that it has ended: that one warns.
-STORE = f"""
-    import signal
+STORE = """
+    import signal, sys
     from torch.distributed import TCPStore
 
-    store = TCPStore({next(iter(ADDRESSES))!r}, 29400, is_master=True, wait_for_workers=False)
+    store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
     signal.pause()
 """
 
@@ -524,15 +524,16 @@ STORE = f"""
 @pytest.mark.slow
 def test_ranks_of_two_hosts_have_the_batches_of_one_rank(joined_hosts, tmp_path) -> None:
     program = write_program(tmp_path, HOSTS)
+    meet = (joined_hosts[0].name, "29400")
     options = [
         "--nnodes=2",
         "--nproc-per-node=1",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={joined_hosts[0].name}:29400",
+        f"--rdzv-endpoint={':'.join(meet)}",
         "--rdzv-conf=is_host=0",
     ]
     with contextlib.ExitStack() as stack:
-        store = joined_hosts[0].command(sys.executable, "-c", textwrap.dedent(STORE))
+        store = joined_hosts[0].command(sys.executable, "-c", textwrap.dedent(STORE), *meet)
         stack.enter_context(Run(store, tmp_path))
         runs = []
         for host in joined_hosts:
