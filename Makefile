@@ -10,13 +10,16 @@ PEERS         ?= .venv-peers
 PEER_PACKAGES := torchdata spdl SeqTools grain
 ROWS          ?=
 
+# How long `make soak` runs.
+MINUTES ?= 20
+
 BIN := $(VENV)/bin
 # One stamp for each extra: reinstalled only when the metadata or the pins change.
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integration check bench bench-peers sample faults chaos clean
+.PHONY: help demo test test-all test-integration check bench bench-peers gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -26,9 +29,12 @@ help:
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make bench-peers  compare with other loaders; ROWS=AB for some workloads (benchmarks/peers.py)"
+	@echo "make gpu     probe, tests and benchmark on this machine's GPU, with PYTHON as it is (25 minutes)"
 	@echo "make sample  a sample of the faults that covers their kinds pairwise (3 minutes; CI runs it)"
 	@echo "make faults  every fault at every point (tests/faults); hours, --help lists the options"
 	@echo "make chaos   1,000 kills at random times (tests/faults/chaos.py)"
+	@echo "make soak    random mixes in one process for 20 minutes, which must not grow; MINUTES=n"
+	@echo "make environments  limits, filters of system calls, a container (tests/faults/environments.py)"
 	@echo "make clean   remove .venv, .venv-peers, caches and build outputs"
 	@echo "ARGS=... goes to the program that a target runs: make test ARGS='-k slots -x'"
 
@@ -56,6 +62,15 @@ bench: $(STAMP)-test
 bench-peers: $(PEERS)/.installed
 	@$(PEERS)/bin/python benchmarks/peers.py $(if $(ROWS),--rows=$(ROWS)) $(ARGS)
 
+# For machines with a GPU and no network: it installs nothing, and PYTHON has what is needed.
+# Without setuptools or a C compiler, torch copies large batches instead of our C function.
+gpu:
+	@$(PYTHON) -c 'import torch, numpy, cloudpickle, psutil, pytest, hypothesis' 2>/dev/null \
+		|| { echo "make gpu needs a Python with torch, numpy, cloudpickle, psutil, pytest and hypothesis;" \
+			"name one: make gpu PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) setup.py --quiet build_ext --inplace >/dev/null 2>&1 || true
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu.py $(ARGS)
+
 sample: $(STAMP)-test
 	@$(BIN)/python -m tests.faults --sample --template $(ARGS)
 
@@ -64,6 +79,12 @@ faults: $(STAMP)-test
 
 chaos: $(STAMP)-test
 	@$(BIN)/python -m tests.faults.chaos $(ARGS)
+
+soak: $(STAMP)-test
+	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
+
+environments: $(STAMP)-test
+	@$(BIN)/python -m tests.faults.environments $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +24,18 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "numpy", "shmloader")},
     }
+
+
+def find_commit() -> str:
+    """Which state of ours is measured."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def _cpu_model() -> str:

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from _fresh import try_anew
-from _machine import describe_machine
+from _machine import describe_machine, find_commit
 from _peers import PEERS
 from _record import Record, Run
 from _report import BARE, OURS, ROWS, contents, draw, report, table
@@ -70,15 +70,6 @@ def _told_by_pip(distribution: str) -> list[str]:
     except OSError:
         return []
     return [line.strip() for line in lines if line.startswith("ERROR:")][-1:]
-
-
-def find_commit() -> str:
-    """Which state of ours is measured."""
-    done = subprocess.run(
-        ["git", "-C", str(_HERE), "describe", "--always", "--dirty"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip() or "unknown"
 
 
 def cells(

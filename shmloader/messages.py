@@ -46,7 +46,7 @@ class Spilled(NamedTuple):
 
 
 class NewSlot(NamedTuple):
-    """Main → worker, with one descriptor: map this slot. It is ``nbytes`` long, for good."""
+    """Main → worker, with one descriptor: a slot, whose file is ``nbytes`` long, for good."""
 
     slot_id: int
     nbytes: int
@@ -92,19 +92,13 @@ class Attached(NamedTuple):
 
 
 class ResumeStream(NamedTuple):
-    """Main → worker, before its first task: its iterable dataset has given batches before.
+    """Main → worker, before its first task: its dataset goes on where another one was.
 
     Attributes:
-        state: A pickled :class:`~shmloader.workers.stream.Saved`, or None: from the beginning.
-        skip: Batches to pass over after that.
-        given: Batches given in all, those before the state, too.
-        has_ended: Whether there are no more.
+        place: A pickled :class:`~shmloader.workers.stream.Place`.
     """
 
-    state: bytes | Attached | None
-    skip: int
-    given: int
-    has_ended: bool
+    place: bytes | Attached
 
 
 class TooLong(NamedTuple):
@@ -127,10 +121,11 @@ class BatchDone(NamedTuple):
             it must never be filled again.
         checksum: Of these bytes, where SHMLOADER_DEBUG asks for it.
         report: Where failures of samples are counted, a ``SampleReport`` as it is written.
-        snapshot: Of an iterable dataset that has a state, where one was due after this batch:
-            a pickled :class:`~shmloader.workers.stream.Saved`.
+        snapshot: Of a dataset that has a state, where one was due after this batch: a pickled
+            :class:`~shmloader.workers.stream.Saved`.
         times: The worker's clock of this batch: fields of
             :class:`~shmloader.stats.times.WorkTimes`.
+        fingerprint: Of a batch of an iterable dataset, where one is taken.
     """
 
     seq: int
@@ -142,13 +137,17 @@ class BatchDone(NamedTuple):
     report: bytes | Spilled | None = None
     snapshot: bytes | Spilled | TooLong | None = None
     times: tuple[int, ...] | None = None
+    fingerprint: int | None = None
 
 
 class BatchFailed(NamedTuple):
     """Worker → main: loading raised.
 
-    ``error`` is a pickled ``RemoteError``; ``kept`` and ``report`` as above. ``touched_bytes`` of
-    the slot were written, for the batch that failed, for the error or the report.
+    ``error`` is a pickled ``RemoteError``; ``kept``, ``report`` and ``snapshot`` as above.
+    ``touched_bytes`` of the slot were written, for the batch that failed, for the error or the
+    report. ``fingerprint`` as above, if it was not the reading of samples that failed.
+    ``is_final``: the dataset could not be resumed, so this is not in any batch's place, and no
+    batch follows.
     """
 
     seq: int
@@ -157,6 +156,9 @@ class BatchFailed(NamedTuple):
     kept: bool
     touched_bytes: int = 0
     report: bytes | Spilled | None = None
+    snapshot: bytes | Spilled | TooLong | None = None
+    fingerprint: int | None = None
+    is_final: bool = False
 
 
 class BatchEmpty(NamedTuple):
@@ -166,20 +168,21 @@ class BatchEmpty(NamedTuple):
     epoch: int
     kept: bool
     report: bytes | Spilled | None
+    snapshot: bytes | Spilled | TooLong | None = None
 
 
 class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
-    ``kept`` and ``touched_bytes`` as above. ``snapshot``: the dataset's state, where workers live
-    on and it has one.
+    ``kept`` and ``touched_bytes`` as above. ``beginning``: a pickled
+    :class:`~shmloader.workers.stream.Beginning` of the next epoch, where workers live on.
     """
 
     seq: int
     epoch: int
     kept: bool
     touched_bytes: int = 0
-    snapshot: bytes | Spilled | TooLong | None = None
+    beginning: bytes | Spilled | TooLong | None = None
 
 
 class NextWanted(NamedTuple):
@@ -191,7 +194,7 @@ class NextWanted(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """Worker → main: a piece of the state that :class:`EpochStarted` is about to give the rest of.
+    """Worker → main: a piece of the beginning that :class:`EpochStarted` gives the rest of.
 
     Pieces, since that message has no slot.
     """
@@ -202,12 +205,12 @@ class StatePart(NamedTuple):
 class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered.
 
-    ``state``: of an iterable dataset that has one, as it was when the epoch began, or what is left
-    of it after the pieces before.
+    ``beginning``: a pickled :class:`~shmloader.workers.stream.Beginning` of the epoch, or what is
+    left of it after the pieces before.
     """
 
     epoch: int
-    state: bytes | None = None
+    beginning: bytes | None = None
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream

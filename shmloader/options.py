@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-#: Batches that may be out with the user, uncopied, at the same time. A plain loop holds
-#: two at the moment of ``next()`` (the one in hand and the new one); two more leave room
-#: for a prefetcher of the user's own. What is kept beyond it is copied out, so the limit
-#: decides how much shared memory may be used, never whether the loader goes on.
-LEND_LIMIT = 4
+#: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
+LOOP_HOLDS = 2
+
+#: Batches that may be out with the user, uncopied, at the same time. Two more than a plain loop
+#: holds leave room for a prefetcher of the user's own. What is kept beyond it is copied out, so
+#: the limit decides how much shared memory may be used, never whether the loader goes on.
+LEND_LIMIT = LOOP_HOLDS + 2
 
 #: Batches that may be ready on the device before the user asks: the one that the GPU will need
 #: next, and the one whose copy goes on meanwhile.
@@ -57,8 +59,13 @@ class Options:
 
 
 def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
-    """Batches out at once: with a device, those being copied and the next one."""
+    """Batches that may be out at once: with a device, those being copied and the next one."""
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
+
+
+def loop_holds(*, has_device: bool, device_prefetch: int) -> int:
+    """Batches that are out at once in a plain loop."""
+    return device_prefetch + 2 if has_device else LOOP_HOLDS
 
 
 def check_worker_restarts(value: object, num_workers: int) -> None:
@@ -162,17 +169,19 @@ def check_snapshot_interval(value: object) -> None:
     """Check ``snapshot_every_n_steps``: after how many of a worker's batches its state is taken.
 
     Raises:
-        TypeError: If it is not an int.
-        ValueError: If it is not positive.
+        TypeError: If it is neither an int nor None.
+        ValueError: If it is negative.
     """
+    if value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            "snapshot_every_n_steps option should be a number of batches, "
+            "snapshot_every_n_steps should be a number of batches, or 0 or None for never, "
             f"but got snapshot_every_n_steps={value!r}"
         )
-    if value < 1:
+    if value < 0:
         raise ValueError(
-            "snapshot_every_n_steps option should be positive, "
+            "snapshot_every_n_steps should be a number of batches, or 0 or None for never, "
             f"but got snapshot_every_n_steps={value}"
         )
 

@@ -4,12 +4,14 @@ I8: when a loader is closed or garbage, none of its processes, threads, mappings
 remains. `nothing_remains` compares what the test process holds before and after each test.
 """
 
+import contextlib
 import gc
 import os
 import signal
 import time
 from collections.abc import Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -49,6 +51,26 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile the late device now if a test needs it: the time of each test is limited."""
+    needed = any("late" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and not session.config.option.collectonly:
+        from tests.late import compile_library, reason_to_skip  # imports torch
+
+        if not reason_to_skip():
+            with contextlib.suppress(RuntimeError):  # the tests tell it
+                compile_library()
+
+
+@pytest.fixture
+def late() -> Iterator[Any]:
+    """The late device, switched on; the test is skipped where it cannot be used."""
+    from tests.late import switched_on  # imports torch
+
+    with switched_on() as device:
+        yield device
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.slot import is_supported
+from shmloader.memory.limits import address_space, control_groups, free_memory
+from shmloader.memory.slot import why_unsupported
 from shmloader.stats.units import size
 from shmloader.workers.cores import affinity, core_quota, usable_cores
 
@@ -76,10 +76,22 @@ def _dev_shm() -> Finding:
 
 
 def _memfd() -> Finding:
-    if is_supported():
+    why = why_unsupported()
+    if why is None:
         return "memfd, pidfd", "there", "Worker processes collate into shared memory."
     meaning = "num_workers > 0 runs on torch's own workers, with a warning; thread_pool=True works."
-    return "memfd, pidfd", "missing: it takes Linux 5.3 or newer", meaning
+    return "memfd, pidfd", why, meaning
+
+
+def _address_space() -> Finding:
+    space = address_space()
+    meaning = "Slots may be as large as memory allows."
+    if space.limit_bytes is not None:
+        meaning = (
+            "Each process maps all batches that it has in flight or in use, as far as they are "
+            "filled; a batch that does not fit raises SharedMemoryError."
+        )
+    return "address space", space.describe(), meaning
 
 
 def _descriptors() -> Finding:
@@ -156,6 +168,7 @@ _LOOKS: tuple[Callable[[], Finding], ...] = (
     _memory,
     _dev_shm,
     _memfd,
+    _address_space,
     _descriptors,
     _start_method,
     _gpus,

@@ -90,9 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    # As `python -m` does: modules of the directory where one is can be named.
-    if os.getcwd() not in sys.path:  # noqa: PTH109 - a text, as sys.path has
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # of bars and µ, where it cannot write these

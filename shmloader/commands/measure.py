@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.commands.target import UsageError
+from shmloader.fronts.by_torch import samples_of
 from shmloader.fronts.dataloader import DataLoader
+from shmloader.probing import probe
 from shmloader.stats.epochs import Statistics
 from shmloader.stats.record import Record
 from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
@@ -38,10 +40,10 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         """End the loader's workers."""
-        close: Callable[[], None] | None = getattr(self._loader, "close", None)
+        close: Callable[[], None] | None = probe(self._loader, "close")
         if close is not None:
             close()
-        elif getattr(self._loader, "_iterator", None) is not None:
+        elif probe(self._loader, "_iterator") is not None:
             self._loader._iterator = None  # torch's persistent workers
 
     def batches(self) -> Generator[float]:
@@ -58,8 +60,8 @@ class Run:
             record = Record(
                 self.epochs,
                 "other",
-                getattr(self._loader, "num_workers", 0),
-                keeps_workers=getattr(self._loader, "persistent_workers", False),
+                probe(self._loader, "num_workers", 0),
+                keeps_workers=probe(self._loader, "persistent_workers", False),
             )
             self._statistics.begin(record, self)
             iterator = iter(self._loader)
@@ -86,7 +88,8 @@ class Run:
             if batch is self:
                 return
             record.batches += 1
-            record.samples += _count_samples(self._loader, batch)
+            batch_size = probe(self._loader, "batch_size") or 1
+            record.samples += samples_of(batch, batch_size)
             del batch
             yield
 
@@ -96,13 +99,3 @@ class Run:
             return self._loader.stats("total")
         record = self._statistics.total()
         return snapshot(record, self.epochs, Machine(usable_cores(Path("/"))))
-
-
-def _count_samples(loader: Any, batch: Any) -> int:
-    """Samples of a batch of somebody else's loader, as far as can be told."""
-    while isinstance(batch, list | tuple | dict) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    shape = getattr(batch, "shape", None)
-    if shape:
-        return int(shape[0])
-    return int(getattr(loader, "batch_size", None) or 1)

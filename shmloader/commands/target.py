@@ -1,7 +1,10 @@
 """The user's loader, by name; and loaders like it, with other workers or of torch's kind."""
 
+import contextlib
 import importlib
 import inspect
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shmloader.fronts.dataloader import DataLoader
 from shmloader.fronts.sharded import ShardedDataLoader
+from shmloader.probing import probe
 from shmloader.sampling.rollover import RolloverBatchSampler
 
 # Arguments that are attributes under their names, of torch's loader and of ours.
@@ -41,6 +45,10 @@ _OUR_NAMES = (
 )
 
 
+# No attribute of a user's module.
+_ABSENT = object()
+
+
 class UsageError(Exception):
     """Bad arguments: its text is one line for the user."""
 
@@ -54,22 +62,36 @@ def find(name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
     if not module_name or not path:
         raise UsageError(f"{name!r} is not of the form pkg.module:make_loader")
+    _search_here()
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not (module_name + ".").startswith(error.name + "."):
             raise _raised(module_name, error) from error
-        raise UsageError(f"there is no module {error.name!r} here") from error
+        where = "here"
+        if sys.flags.safe_path:
+            where += "; the current directory is not searched, by PYTHONSAFEPATH or -P"
+        raise UsageError(f"there is no module {error.name!r} {where}") from error
     except Exception as error:
         raise _raised(module_name, error) from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        found = probe(found, part, _ABSENT)
+        if found is _ABSENT:
             raise UsageError(f"{module_name} has no {path!r}")
-        found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{name} is no function that makes a loader, but a {type(found).__name__}")
     make: Callable[..., Any] = found
     return make
+
+
+def _search_here() -> None:
+    """Have modules of the current directory found, as ``python -m`` does, unless told not to."""
+    if sys.flags.safe_path:
+        return
+    with contextlib.suppress(OSError):  # it may be gone
+        here = os.getcwd()  # noqa: PTH109 - a text, as sys.path has
+        if here not in sys.path:
+            sys.path.insert(0, here)
 
 
 def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
@@ -82,7 +104,7 @@ def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
         loader = make(**options)
     except Exception as error:
         raise _raised(f"{name}()", error) from error
-    if not hasattr(loader, "__iter__"):
+    if probe(loader, "__iter__") is None:
         raise UsageError(f"{name}() gave a {type(loader).__name__}, which is no loader")
     return loader
 

@@ -46,6 +46,14 @@ messages: the engine (``threaded``) puts tickets into a queue, from which an idl
 oldest; the thread makes the batch, sets it as the ticket's answer and rings a bell
 (:mod:`shmloader.workers.threads`). Draws, order, failures, stages and ends are the same.
 
+The place of each worker's dataset travels with its batches: a state of the dataset's own, where it
+has one, or a fingerprint of the batch. It is noted twice: as far as answers came, from which a dead
+worker is replaced, and as far as batches were delivered, from which the loader's state is made
+(:mod:`shmloader.engine.stream_states`). A dataset goes on by its own state; or it is iterated
+again, with the random generators as they were when it began, and the batches that were delivered
+are read again, discarded, and compared by their fingerprints (:mod:`shmloader.workers.stream`).
+What cannot be resumed ends the iterator, and counts for nothing.
+
 A pipeline's stage on worker processes is an engine, too, on a thread of its own: an item is a
 ticket, the op is the dataset, and the epoch has no end
 (:mod:`shmloader.fronts.pipeline.processes`).

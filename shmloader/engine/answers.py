@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 from shmloader.errors import InternalError
+from shmloader.interruptions import is_interruption
 from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
@@ -39,7 +40,8 @@ class Batch:
         is_kept: The worker still holds memory of the slot.
         check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
         report: What became of its samples, where that is counted: a ``SampleReport`` as written.
-        snapshot: Of its worker's stream, if one came with it.
+        snapshot: Of its worker's dataset, if one came with it.
+        fingerprint: Of the batch, if one was taken.
         times: Its worker's clock; see :class:`~shmloader.messages.BatchDone`.
         used_bytes: Bytes of its slot.
         looked_ns: Since when answers had been looked for, when this one was seen.
@@ -48,6 +50,7 @@ class Batch:
 
     __slots__ = (
         "check",
+        "fingerprint",
         "is_kept",
         "looked_ns",
         "reader",
@@ -70,7 +73,9 @@ class Batch:
         used_bytes: int = 0,
         looked_ns: int = 0,
         seen_ns: int = 0,
+        fingerprint: int | None = None,
     ) -> None:
+        self.fingerprint = fingerprint
         self.times = times
         self.used_bytes = used_bytes
         self.looked_ns = looked_ns
@@ -89,14 +94,29 @@ class Failure:
         error: Raises it.
         is_kept: As for a batch.
         report: As for a batch.
+        snapshot: As for a batch.
+        fingerprint: As for a batch.
+        is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
-    __slots__ = ("error", "is_kept", "report")
+    __slots__ = ("error", "fingerprint", "is_final", "is_kept", "report", "snapshot")
 
-    def __init__(self, error: RemoteError, *, is_kept: bool, report: bytes | None = None) -> None:
+    def __init__(
+        self,
+        error: RemoteError,
+        *,
+        is_kept: bool,
+        report: bytes | None = None,
+        snapshot: bytes | None = None,
+        fingerprint: int | None = None,
+        is_final: bool = False,
+    ) -> None:
         self.error = error
+        self.fingerprint = fingerprint
+        self.is_final = is_final
         self.is_kept = is_kept
         self.report = report
+        self.snapshot = snapshot
 
 
 class Empty:
@@ -105,13 +125,17 @@ class Empty:
     Attributes:
         is_kept: As for a batch.
         report: As for a batch.
+        snapshot: As for a batch.
     """
 
-    __slots__ = ("is_kept", "report")
+    __slots__ = ("is_kept", "report", "snapshot")
 
-    def __init__(self, *, is_kept: bool, report: bytes | None) -> None:
+    def __init__(
+        self, *, is_kept: bool, report: bytes | None, snapshot: bytes | None = None
+    ) -> None:
         self.is_kept = is_kept
         self.report = report
+        self.snapshot = snapshot
 
 
 class Death:
@@ -175,7 +199,10 @@ class Layouts:
         """A worker has sent a layout, for its batches from now on."""
         try:
             self._readers[worker_id] = self._find(data)
-        except Exception:  # noqa: BLE001 - reading the user's keys may raise anything
+        except Exception as raised:
+            if is_interruption(raised):
+                raise
+            # Of the user's keys, which may raise anything.
             error = RemoteError.caught("while reading a batch in the main process")
             self._readers[worker_id] = UnreadableLayout(error)
 

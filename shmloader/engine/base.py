@@ -8,7 +8,9 @@ from typing import NamedTuple, NoReturn
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.stream_states import StreamNote, StreamStates
+from shmloader.engine.wording import describe_interruption
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.interruptions import is_interruption
 from shmloader.stats.record import Counts
 from shmloader.stats.times import BatchTimes
 
@@ -44,8 +46,11 @@ class EngineBase(abc.ABC):
     :mod:`shmloader.stages.thread`.
 
     Attributes:
-        has_delivered: Whether the last call of ``next_batch`` came to its end: what interrupts the
-            caller afterwards loses a batch.
+        in_transit: Whether something was taken, a message, indices or a batch, that has not come to
+            where it belongs: an exception from outside would lose it. Still so after ``next_batch``
+            has returned: the batch is on its way to the user.
+        told: The ``id`` of the exception that the last call of ``next_batch`` raised on purpose:
+            after it, the next call gives what comes next. 0 if there was none.
         receipt: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
             where it raised something else: what was to come still comes.
         counts: What becomes of slots and workers, counted; read by any thread.
@@ -68,7 +73,8 @@ class EngineBase(abc.ABC):
         # The text alone: the error's traceback holds us.
         self._closed_because = ""
         self._is_closed = False
-        self.has_delivered = False
+        self.in_transit = False
+        self.told = 0
         self.receipt: Receipt | None = None
         self.counts = Counts()
         # Since when we have been looking for answers.
@@ -76,11 +82,6 @@ class EngineBase(abc.ABC):
         #: Of a stage that follows: nothing here.
         self.staged: tuple[str, int, int] | None = None
         self._left_out: list[int] = []
-        # Whether we are between two things that belong together: a message is taken and noted,
-        # indices are drawn and sent.
-        self._is_amid = False
-        # Whether a ticket has left the window, and its batch has not reached our caller.
-        self._is_handing_over = False
         # Of an engine with a thread of its own.
         self._inbox: Inbox | None = None
         self._pause: Callable[[], None] = _do_nothing
@@ -103,8 +104,13 @@ class EngineBase(abc.ABC):
         """Begin a further epoch with the same workers."""
 
     def _prime(self) -> None:
-        for _ in range(self._window):
-            self._offer()
+        try:
+            for _ in range(self._window):
+                self._offer()
+        except BaseException as error:
+            if is_interruption(error):
+                self.give_up(error)
+            raise
 
     def attach(
         self,
@@ -136,10 +142,10 @@ class EngineBase(abc.ABC):
     def take_tickets(self) -> None:
         """Send what has been drawn by the user's thread to workers."""
         # Interrupted in between, one may be with a worker that was never told.
-        was_amid, self._is_amid = self._is_amid, True
+        was_in_transit, self.in_transit = self.in_transit, True
         for indices in self._inbox or ():
             self._offer_indices(indices)
-        self._is_amid = was_amid
+        self.in_transit = was_in_transit
 
     @abc.abstractmethod
     def wake(self) -> None:
@@ -167,31 +173,52 @@ class EngineBase(abc.ABC):
             Exception: The user's own, from the dataset or collate; the batch is lost, the next
                 call gives the next one.
         """
-        self.has_delivered = False
+        self.in_transit = False
+        self.told = 0
         self.receipt = None  # that of the last call is told once
         self._looked_ns = time.monotonic_ns()
         self.check_open()
         try:
-            batch = self._next_batch()
-            self.has_delivered = True
-            return batch
+            return self._next_batch()
         except BaseException as error:
             if self._is_closed_elsewhere(error):
                 raise ClosedLoaderError("the iterator was closed meanwhile") from error
-            # A Ctrl-C, or what a signal handler raised, may come between two things that belong
-            # together, and to go on would be to leave out a batch. While we only waited, nothing
-            # is lost.
-            is_interrupt = not isinstance(error, Exception)
-            if (self._is_amid and not self._has_only_waited) or (
-                self._is_handing_over and is_interrupt
-            ):
-                self.close()
+            if self.loses(error):
+                self.give_up(error)
             if isinstance(error, KeyboardInterrupt):
                 # Without what was being handled just then, which is nothing to the user.
                 raise error from None
             raise
+
+    def loses(self, error: BaseException) -> bool:
+        """Whether to go on after an exception, raised by us or after us, would lose something.
+
+        Not if we only waited, nor if it was raised on purpose.
+        """
+        return self.in_transit and self.told != id(error) and not self._has_only_waited
+
+    def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
+        """Close, and have every further call say that an exception came in the midst of one.
+
+        Args:
+            error: The exception.
+            in_sampler: Whether it came out of the sampler's own code.
+        """
+        self.note_interruption(error, in_sampler=in_sampler)
+        self.close()
+
+    def note_interruption(self, error: BaseException, *, in_sampler: bool) -> None:
+        """Have every call after the end say why; not if it has come already."""
+        if not self._is_closed:
+            self._closed_because = describe_interruption(error, in_sampler=in_sampler)
+
+    def _raise_told(self, error: BaseException) -> NoReturn:
+        """Raise on purpose: what is in transit is lost to this exception, as the user is told."""
+        self.told = id(error)
+        try:
+            raise error
         finally:
-            self._is_amid = self._is_handing_over = False
+            del error  # its traceback holds this frame, and would wait for the garbage collector
 
     def _give_receipt(
         self, seq: int, streams: Sequence[StreamNote] = (), times: BatchTimes | None = None
@@ -202,7 +229,7 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _next_batch(self) -> object:
-        """The same, with ``_is_amid`` and ``_is_handing_over`` kept up to date."""
+        """The same, with ``in_transit`` and ``told`` kept up to date."""
 
     def _raise_end(self) -> NoReturn:
         """End the epoch: StopIteration, or what is wrong with all that it gave."""
@@ -213,7 +240,7 @@ class EngineBase(abc.ABC):
 
     @property
     def _has_only_waited(self) -> bool:
-        """Whether nothing had been taken, though we were amid something."""
+        """Whether nothing has been taken yet, though we were about to."""
         return False
 
     def _is_closed_elsewhere(self, error: BaseException) -> bool:
@@ -236,17 +263,22 @@ class EngineBase(abc.ABC):
 
     def _offer(self) -> None:
         """Draw one index batch and send it to a worker."""
-        was_amid, self._is_amid = self._is_amid, True
+        was_in_transit, self.in_transit = self.in_transit, True
         try:
             indices = self._draw()
-        except Exception as error:
-            self._is_amid = was_amid
-            if isinstance(error, StopIteration):
-                return
-            self.receipt = None  # it comes in place of a batch that is lost
-            raise  # of the user's sampler, which may go on
+        except StopIteration:
+            self.in_transit = was_in_transit
+            return
+        except BaseException as error:
+            if is_interruption(error):
+                self.give_up(error, in_sampler=True)
+            else:
+                # The sampler's own: it may go on.
+                self.told = id(error)
+                self.receipt = None  # it comes in place of a batch that is lost
+            raise
         self._offer_indices(indices)
-        self._is_amid = was_amid
+        self.in_transit = was_in_transit
 
     @abc.abstractmethod
     def _offer_indices(self, indices: object) -> None:
@@ -300,11 +332,16 @@ class EngineBase(abc.ABC):
         if self._is_closed:
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
 
-    def _fail(self, error: BaseException) -> NoReturn:
-        """Close, and raise."""
-        self._closed_because = f" since: {error}"
+    def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
+        """Close, and raise.
+
+        Args:
+            error: What is raised.
+            why: What later calls say; None: the error.
+        """
+        self._closed_because = f" since: {error if why is None else why}"
         self.close()
         try:
-            raise error
+            self._raise_told(error)
         finally:
-            del error  # its traceback holds this frame, and would wait for the garbage collector
+            del error  # as there

@@ -45,6 +45,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
+from shmloader.interruptions import is_interruption
 from shmloader.memory.debug import checksum, is_debugging
 from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import Slot
@@ -68,13 +69,29 @@ from shmloader.workers.board import Phase
 from shmloader.workers.finishing import finish
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.stream import Beginning
 
 _log = logging.getLogger("shmloader")
 
 
-def _snapshot_of(answer: object) -> bytes | None:
-    """What came with a batch; nothing comes with an exception."""
-    return answer.snapshot if isinstance(answer, Batch) else None
+def _is_final(answer: object) -> bool:
+    """Whether it stands for no batch, since a dataset could not be resumed."""
+    return isinstance(answer, Failure) and answer.is_final
+
+
+def _note_of(worker_id: int, answer: object) -> StreamNote:
+    """What an answer says of its worker's dataset."""
+    if isinstance(answer, Batch):
+        return StreamNote(worker_id, answer.snapshot, answer.fingerprint)
+    if isinstance(answer, Failure):
+        return StreamNote(worker_id, answer.snapshot, answer.fingerprint, has_failed=True)
+    return StreamNote(worker_id, answer.snapshot if isinstance(answer, Empty) else None)
+
+
+def _explained(error: StopIteration) -> RuntimeError:
+    explained = RuntimeError("a batch raised StopIteration while it was read")
+    explained.__cause__ = error
+    return explained
 
 
 class Engine(EngineBase):
@@ -92,7 +109,9 @@ class Engine(EngineBase):
         in_order: Whether batches come in the sampler's order.
         timeout_s: Longest wait for a batch; 0 for ever.
         worker_restarts: Dead workers that are replaced in an epoch.
-        streams: Where workers that iterate over the dataset begin; None where they index it.
+        streams: Where the workers' datasets begin, if they are iterable, or have a state of their
+            own.
+        is_iterable: Whether they are iterable.
         any_worker: Whether a ticket waits until a worker has room for it, and any will do.
         is_seeded: Whether each sample has random streams of its own.
         locker: Locks the pages of slots, where a device reads them.
@@ -114,6 +133,7 @@ class Engine(EngineBase):
         timeout_s: float,
         worker_restarts: int = 0,
         streams: StreamStates | None = None,
+        is_iterable: bool = True,
         any_worker: bool = False,
         is_seeded: bool = False,
         locker: PageLocker | None = None,
@@ -131,7 +151,9 @@ class Engine(EngineBase):
         self._ticket_share = window // worker_count
         self._tickets_asked = self._wanted * self._ticket_share
         self._restart_limit = worker_restarts
-        self._streams = None if streams is None else StreamBook(streams, in_order=in_order)
+        self._streams: StreamBook | None = None
+        if streams is not None:
+            self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
         # A state that did not fit is told once.
         self._has_lost_state = False
         self.any_worker = any_worker
@@ -166,7 +188,7 @@ class Engine(EngineBase):
     # Epochs ------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Tell each worker where its stream begins. Before the first task is sent.
+        """Tell each worker where its dataset begins. Before the first task is sent.
 
         Raises:
             OSError: If there are no descriptors left for a state.
@@ -263,6 +285,7 @@ class Engine(EngineBase):
     def _next_batch(self) -> object:
         self._pool.is_waiting = False
         scheduler = self._scheduler
+        self._give_back_early()
         deadline: float | None = None
         while True:
             if self._inbox:
@@ -271,14 +294,14 @@ class Engine(EngineBase):
             if has_place:
                 # Where any worker will do, all of them are to be looked after.
                 has_taken = not self.any_worker and self._take_awaited()
-                self._is_handing_over = True
+                self.in_transit = True
                 ticket = scheduler.take_next()
                 if ticket is not None:
                     if self._watch is not None and self._note_samples(self._watch, ticket):
                         deadline = None
                         continue
                     return self._hand_over(ticket)
-                self._is_handing_over = False
+                self.in_transit = False
                 if has_taken:
                     continue
                 if scheduler.is_exhausted and not self._awaits_tickets():
@@ -295,6 +318,13 @@ class Engine(EngineBase):
                 self._receive_any(deadline)
             self._pause()
             self.check_open()
+
+    def _give_back_early(self) -> None:
+        """Where memory is short, have free slots give it back before anything else is done."""
+        if self.arena.is_short:
+            self._collect_returns()
+            for slot_id in self._scheduler.slots.free_ids:
+                self.arena.prepare(slot_id)
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
         """Have the user's thread wake us if we have use for what it brings; whether to wait for it.
@@ -320,14 +350,13 @@ class Engine(EngineBase):
         awaited = self._scheduler.awaited()
         if awaited is None or awaited.answer is not None:
             return False
-        self._is_amid = True
+        self.in_transit = True
         worker_id = awaited.holder
         data = self._pool.receive(worker_id)
-        if data is None:
-            return False
-        self._take(worker_id, data)
-        self._is_amid = False
-        return True
+        if data is not None:
+            self._take(worker_id, data)
+        self.in_transit = False
+        return data is not None
 
     @property
     def _takes_tickets(self) -> bool:
@@ -363,24 +392,32 @@ class Engine(EngineBase):
         if self.arena.wants_trim:
             self.arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
+        if type(answer) is Failure and answer.is_final:
+            self._settle(ticket, is_kept=answer.is_kept)
+            error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.holder)))
+            self._fail(error, "its dataset could not be resumed")
         if type(answer) is not Death:
             times = self._times(ticket, answer) if type(answer) is Batch else None
             notes: Sequence[StreamNote] = ()
             if self._streams is not None:
-                snapshot = _snapshot_of(answer)
-                notes = self._streams.handed_over(ticket.holder, ticket.seq, snapshot)
+                notes = self._streams.handed_over(ticket.seq, _note_of(ticket.holder, answer))
             self._give_receipt(ticket.seq, notes, times)
         if type(answer) is Batch:
             try:
-                return self._build(ticket, answer)
-            except StopIteration as error:  # of an object that is unpickled
-                raise RuntimeError("a batch raised StopIteration while it was read") from error
-            finally:
+                batch = self._build(ticket, answer)
+            except Exception as error:
+                if is_interruption(error):
+                    raise
                 self._offer()
+                # A StopIteration of an object that is unpickled.
+                self._raise_told(_explained(error) if isinstance(error, StopIteration) else error)
+            self._offer()
+            return batch
         if type(answer) is Failure:
             self._settle(ticket, is_kept=answer.is_kept)
             self._offer()
-            answer.error.reraise(describe_loading(ticket, self._pool.pid(ticket.holder)))
+            note = describe_loading(ticket, self._pool.pid(ticket.holder))
+            self._raise_told(answer.error.rebuilt(note))
         if type(answer) is Death:
             self._settle(ticket, is_kept=False)
             self._fail(WorkerDiedError(describe_death(ticket.holder, answer, ticket)))
@@ -404,7 +441,11 @@ class Engine(EngineBase):
     def _build(self, ticket: Ticket, answer: Batch) -> object:
         reader = answer.reader
         slot_id = ticket.place
-        slot = self.arena[slot_id]
+        try:
+            slot = self.arena[slot_id]
+        except SharedMemoryError:
+            self._settle(ticket, is_kept=answer.is_kept)
+            raise
         if answer.check is not None:
             self._check(ticket, slot, *answer.check)
         if reader.lends and self._scheduler.may_lend:
@@ -475,6 +516,8 @@ class Engine(EngineBase):
         try:
             refused = self._sender.send(ticket, self._scheduler.epoch)
         except (OSError, SharedMemoryError) as error:
+            if is_interruption(error):
+                raise
             self._fail(error)
         if refused is not None:
             # Told at its place in the order, as a failure of the dataset is.
@@ -485,10 +528,10 @@ class Engine(EngineBase):
     def _receive_any(self, deadline: float | None) -> None:
         """Wait for something to happen, and take note of all that has."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
-        self._is_amid = True
+        self.in_transit = True
         happened = self._pool.wait(timeout_s)
         if not happened and deadline is not None and time.monotonic() >= deadline:
-            self._is_amid = False
+            self.in_transit = False
             raise self.late()
         for worker_id, data in happened:
             if data is None:
@@ -497,7 +540,7 @@ class Engine(EngineBase):
                 self._take(worker_id, data)
         if self.any_worker and happened:
             self._assign()
-        self._is_amid = False
+        self.in_transit = False
         self._replace_workers()
 
     def _note_pace(self, worker_id: int) -> None:
@@ -557,12 +600,12 @@ class Engine(EngineBase):
             self._scheduler.worker_replaced(worker_id)
             self._since[worker_id] = None
             self._assign()
-            self._is_amid = False
+            self.in_transit = False
 
     def _replace_worker(self, worker_id: int, text: str) -> None:
         """Start a worker, on the user's thread."""
         # Nobody can go on after an interruption in the midst of it.
-        self._is_amid = True
+        self.in_transit = True
         try:
             self._pool.replace(worker_id)
         except OSError as error:
@@ -626,19 +669,19 @@ class Engine(EngineBase):
         # It knows nothing of an epoch before.
         self._ready_workers.add(worker_id)
         self._since[worker_id] = None
-        self._is_amid = False
+        self.in_transit = False
         return True
 
     def _start_worker(self, worker_id: int) -> None:
         """Start a worker, on the user's thread."""
-        self._is_amid = True
+        self.in_transit = True
         try:
             self._pool.start(worker_id)
         except ClosedLoaderError:
             self.check_open()
             raise
         except OSError:
-            self._is_amid = False
+            self.in_transit = False
             raise
 
     def _take(self, worker_id: int, data: bytes) -> None:
@@ -649,17 +692,14 @@ class Engine(EngineBase):
         if type(message) is BatchDone:
             self._take_batch(worker_id, message)
         elif type(message) is BatchFailed:
-            self._take_failure(message)
+            self._take_failure(worker_id, message)
         elif type(message) is BatchEmpty:
-            report = self._report_of(message.seq, message.report)
-            self._note_answer(
-                message.seq, message.epoch, Empty(is_kept=message.kept, report=report)
-            )
+            self._take_empty(worker_id, message)
         elif type(message) is StreamEnded:
             self._take_end(worker_id, message)
         elif type(message) is EpochStarted:
             if self._streams is not None:
-                self._streams.entered(worker_id, message.state)
+                self._streams.entered(worker_id, message.beginning)
             self._ready_workers.add(worker_id)
         elif type(message) is NextWanted:
             self._scheduler.asked(worker_id)
@@ -669,7 +709,7 @@ class Engine(EngineBase):
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone) -> None:
-        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved, times = message
+        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved, times, taken = message
         report = None if sent is None else self._report_of(seq, sent)
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
@@ -680,7 +720,7 @@ class Engine(EngineBase):
             self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept, report=report))
             return
         check = None if expected is None else (used_bytes, expected)
-        snapshot = None if saved is None else self._state(worker_id, seq, saved)
+        snapshot = self._state(worker_id, seq, saved)
         answer = Batch(
             reader,
             is_kept=is_kept,
@@ -691,6 +731,7 @@ class Engine(EngineBase):
             used_bytes=used_bytes,
             looked_ns=self._looked_ns,
             seen_ns=time.monotonic_ns(),
+            fingerprint=taken,
         )
         self._note_answer(seq, epoch, answer)
 
@@ -699,21 +740,37 @@ class Engine(EngineBase):
         slot_id = self._scheduler.slot_of(seq)
         self.arena.note_failed_use(slot_id, message.touched_bytes)
         # Before the slot is free.
-        state = None if message.snapshot is None else self._state(worker_id, seq, message.snapshot)
+        next_epoch = Beginning.loads(self._state(worker_id, seq, message.beginning))
         if self._scheduler.stream_ended(seq, message.epoch, is_kept=message.kept):
             if self._streams is not None:
-                self._streams.ended(worker_id, seq, state)
+                self._streams.ended(worker_id, seq, next_epoch)
             self._replace_ticket()
         if message.kept:
             self._sender.retire(slot_id)
 
-    def _take_failure(self, message: BatchFailed) -> None:
+    def _take_empty(self, worker_id: int, message: BatchEmpty) -> None:
+        seq = message.seq
+        report = self._report_of(seq, message.report)
+        snapshot = self._state(worker_id, seq, message.snapshot)
+        answer = Empty(is_kept=message.kept, report=report, snapshot=snapshot)
+        self._note_answer(seq, message.epoch, answer)
+
+    def _take_failure(self, worker_id: int, message: BatchFailed) -> None:
         data = message.error
         if not isinstance(data, bytes):
             data = self._spilled(message.seq, data)
         self.arena.note_failed_use(self._scheduler.slot_of(message.seq), message.touched_bytes)
         report = self._report_of(message.seq, message.report)
-        answer = Failure(RemoteError.loads(data), is_kept=message.kept, report=report)
+        snapshot = self._state(worker_id, message.seq, message.snapshot)
+        error = RemoteError.loads(data)
+        answer = Failure(
+            error,
+            is_kept=message.kept,
+            report=report,
+            snapshot=snapshot,
+            fingerprint=message.fingerprint,
+            is_final=message.is_final,
+        )
         self._note_answer(message.seq, message.epoch, answer)
 
     def _report_of(self, seq: int, report: bytes | Spilled | None) -> bytes | None:
@@ -726,26 +783,34 @@ class Engine(EngineBase):
         if ticket.is_dropped:
             if answer.is_kept:
                 self._sender.retire(ticket.place)
-        elif self._streams is not None:
-            self._streams.answered(ticket.holder, _snapshot_of(answer))
+        elif self._streams is not None and not _is_final(answer):
+            self._streams.answered(_note_of(ticket.holder, answer))
         return ticket
 
-    def _state(self, worker_id: int, seq: int, sent: bytes | Spilled | TooLong) -> bytes | None:
-        """The state of a worker's stream, if it came."""
+    def _state(
+        self, worker_id: int, seq: int, sent: bytes | Spilled | TooLong | None
+    ) -> bytes | None:
+        """The state of a worker's dataset, if it came."""
         if isinstance(sent, TooLong):
             if not self._has_lost_state:
                 self._has_lost_state = True
                 slot = self.arena[self._scheduler.slot_of(seq)]
-                _log.warning("%s", describe_lost_state(worker_id, sent.nbytes, slot.nbytes))
+                _log.warning("%s", describe_lost_state(worker_id, sent.nbytes, slot.most_bytes))
             return None
         return self._spilled(seq, sent) if isinstance(sent, Spilled) else sent
 
     def _spilled(self, seq: int, where: Spilled) -> bytes:
         """What a worker has put into the slot of its ticket."""
-        slot = self.arena[self._scheduler.slot_of(seq)]
-        return slot.mapping[where.offset : where.offset + where.nbytes]
+        end = where.offset + where.nbytes
+        return self.arena.up_to(self._scheduler.slot_of(seq), end).mapping[where.offset : end]
 
     # Ends --------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise ClosedLoaderError if it is closed, or in a forked child."""
+        if self._pool.is_inherited:
+            raise ClosedLoaderError("the iterator belongs to the process that made it")
+        super().check_open()
 
     def close(self) -> None:
         """End the workers and let go of all memory. May be called again, and from any thread."""

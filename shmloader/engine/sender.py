@@ -4,10 +4,10 @@ import pickle
 
 from shmloader.engine.arena import Arena
 from shmloader.engine.scheduler import Ticket
-from shmloader.engine.stream_states import Place
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
-from shmloader.memory.slot import Slot
+from shmloader.interruptions import is_interruption
+from shmloader.memory.slot import Slot, describe_most
 from shmloader.messages import (
     INLINE_BYTES,
     Attached,
@@ -20,6 +20,7 @@ from shmloader.messages import (
 )
 from shmloader.workers.pool import Pool
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.stream import Place
 
 
 class Sender:
@@ -52,10 +53,14 @@ class Sender:
         worker_id, slot_id = ticket.holder, ticket.place
         if slot_id not in self._mapped[worker_id]:
             self._introduce(worker_id, slot_id)
+        self._arena.prepare(slot_id)
         try:
             data = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
             body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
-        except Exception:  # noqa: BLE001 - pickling the user's keys may raise anything
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            # Of the user's keys, which may raise anything.
             return RemoteError.caught("while sending indices to a DataLoader worker process")
         touched_bytes = self._arena.touched_bytes(slot_id)
         self._pool.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
@@ -64,24 +69,23 @@ class Sender:
         return None
 
     def resume(self, worker_id: int, place: Place) -> None:
-        """Tell a worker that was sent no task yet where its stream goes on, unless it begins.
+        """Tell a worker that was sent no task yet where its dataset goes on, unless it begins.
 
         Raises:
             OSError: If there are no descriptors left for its state.
             SharedMemoryError: If there is no memory for it.
         """
-        state = place.snapshot
         if place == Place():
             return
-        sent: bytes | Attached | None = state
+        data = pickle.dumps(tuple(place), pickle.HIGHEST_PROTOCOL)
+        sent: bytes | Attached = data
         descriptors: tuple[int, ...] = ()
-        if state is not None and len(state) > INLINE_BYTES // 2:
+        if len(data) > INLINE_BYTES // 2:
             self._let_go(worker_id)
-            slot = self._attached[worker_id] = Slot.create(len(state))
-            slot.mapping[: len(state)] = state
-            sent, descriptors = Attached(len(state)), (slot.fileno(),)
-        message = ResumeStream(sent, place.skip, place.given, place.has_ended)
-        self._pool.send(worker_id, pack(message), *descriptors)
+            slot = self._attached[worker_id] = Slot.create(len(data))
+            slot.mapping[: len(data)] = data
+            sent, descriptors = Attached(len(data)), (slot.fileno(),)
+        self._pool.send(worker_id, pack(ResumeStream(sent)), *descriptors)
 
     def _let_go(self, worker_id: int) -> None:
         slot = self._attached.pop(worker_id, None)
@@ -105,17 +109,18 @@ class Sender:
                 "shell, or lower num_workers or prefetch_factor.",
             ) from error
         self._mapped[worker_id].add(slot_id)
-        self._pool.send(worker_id, pack(NewSlot(slot_id, slot.nbytes)), slot.fileno())
+        self._pool.send(worker_id, pack(NewSlot(slot_id, slot.most_bytes)), slot.fileno())
 
     def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
         """Put a long index list into the ticket's slot."""
         slot = self._arena[ticket.place]
-        if len(body) > slot.nbytes:
+        if len(body) > slot.most_bytes:
             raise SharedMemoryError(
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
-                f"{slot.nbytes}: raise shm_size or lower batch_size."
+                f"{slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size."
             )
         self._arena.grow(ticket.place, len(body))
+        slot = self._arena.up_to(ticket.place, len(body))  # it may have been mapped anew
         slot.mapping[: len(body)] = body
         self._arena.note_use(ticket.place, len(body))
         return Spilled(0, len(body))

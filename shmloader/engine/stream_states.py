@@ -1,5 +1,7 @@
 """Where the streams of an iterable dataset are: one in each worker, or one in this process.
 
+A map-style dataset that has a state of its own is treated alike: it has one place for each worker.
+
 Twice for each epoch with workers: as far as their answers came (:mod:`shmloader.engine.streams`),
 from which a worker is replaced; and as far as the user was given their batches, from which the
 loader is saved. The latter is noted on the user's thread, by the receipts of what was handed over.
@@ -9,65 +11,43 @@ have ended, however fast each of them is. So the places of the streams, and whos
 say how an epoch goes on.
 """
 
-import copy
 from collections.abc import Iterable
+from reprlib import repr as _short
 from typing import Any, NamedTuple, Self
 
-from shmloader.sampling.origin import has_own_state
-from shmloader.workers.sample_streams import SeededIterator
+from shmloader.interruptions import is_interruption
+from shmloader.sampling.streams import kept, load_streams
 from shmloader.workers.stream import (
+    Beginning,
+    Place,
     Saved,
     dump_for_workers,
-    parts_of,
     read,
-    save,
-    save_dataset,
 )
 
 
-class Place(NamedTuple):
-    """How far one stream has come.
+class StreamNote(NamedTuple):
+    """A worker's stream has given a batch, which was handed over; or it has ended before one.
 
     Attributes:
-        given: Batches that it gave in this epoch, or exceptions in their place.
-        snapshot: Its newest state, as it is written down; None: the stream's beginning.
-        at: After how many batches it was taken.
-        has_ended: Whether no more will come. The snapshot is the dataset's then, for the next
-            epoch.
+        worker_id: The worker.
+        snapshot: The dataset's state after the batch, if one came with it.
+        fingerprint: The batch's, if one was taken.
+        has_failed: Whether an exception came in the batch's place.
+        next_epoch: Of a stream that has ended: what its next epoch begins with.
     """
-
-    given: int = 0
-    snapshot: bytes | None = None
-    at: int = 0
-    has_ended: bool = False
-
-    @property
-    def skip(self) -> int:
-        """Batches given since the snapshot."""
-        return self.given - self.at
-
-    def gave(self, snapshot: bytes | None) -> "Place":
-        """The same after a further batch, and its snapshot if there is one."""
-        given = self.given + 1
-        if snapshot is None:
-            return self._replace(given=given)
-        return Place(given, snapshot, given)
-
-    def ended(self, snapshot: bytes | None) -> "Place":
-        """The same at the end."""
-        return Place(self.given, snapshot, self.given, has_ended=True)
-
-    def begun_anew(self) -> "Place":
-        """The next epoch's beginning, if the dataset lives on."""
-        return Place(0, self.snapshot) if self.has_ended else Place()
-
-
-class StreamNote(NamedTuple):
-    """A worker's stream has given a batch, which was handed over; or it has ended before one."""
 
     worker_id: int
     snapshot: bytes | None = None
-    is_end: bool = False
+    fingerprint: int | None = None
+    has_failed: bool = False
+    next_epoch: Beginning | None = None
+
+    def applied_to(self, place: Place) -> Place:
+        """Where the worker's dataset is after this."""
+        if self.next_epoch is not None:
+            return place.ended(self.next_epoch)
+        return place.gave(self.snapshot, self.fingerprint, has_failed=self.has_failed)
 
 
 class StreamStates:
@@ -76,38 +56,43 @@ class StreamStates:
     Attributes:
         places: By worker number.
         next_worker: Whose turn it is; it may have ended.
+        base_seed: What the workers were seeded from when they started; None in-process.
 
     Args:
         places: See there.
         next_worker: See there.
+        base_seed: See there.
         worker_count: 0 where the one stream is in this process.
     """
 
     def __init__(
-        self, places: Iterable[Place], next_worker: int = 0, worker_count: int | None = None
+        self,
+        places: Iterable[Place],
+        next_worker: int = 0,
+        base_seed: int | None = None,
+        worker_count: int | None = None,
     ) -> None:
         self.places = tuple(places)
         self.next_worker = next_worker
+        self.base_seed = base_seed
         self._worker_count = len(self.places) if worker_count is None else worker_count
 
     @classmethod
-    def at_beginning(cls, worker_count: int) -> Self:
+    def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
         """All at their beginnings."""
-        return cls([Place()] * worker_count)
+        return cls([Place()] * worker_count, base_seed=base_seed)
 
     def copy(self) -> "StreamStates":
         """The same, to be noted in by itself."""
-        return StreamStates(self.places, self.next_worker, self._worker_count)
+        return StreamStates(self.places, self.next_worker, self.base_seed, self._worker_count)
 
     def note(self, notes: Iterable[StreamNote]) -> None:
         """Take note of what was handed over, in its order."""
         places = list(self.places)
-        for worker_id, snapshot, is_end in notes:
-            place = places[worker_id]
-            if is_end:
-                places[worker_id] = place.ended(snapshot)
-            else:
-                places[worker_id] = place.gave(snapshot)
+        for note in notes:
+            worker_id = note.worker_id
+            places[worker_id] = note.applied_to(places[worker_id])
+            if note.next_epoch is None:
                 self.next_worker = (worker_id + 1) % len(places)
         self.places = tuple(places)
 
@@ -119,130 +104,130 @@ class StreamStates:
         """Take back what was noted since: it did not reach the user."""
         self.places, self.next_worker = mark
 
-    def next_epoch(self) -> "StreamStates":
-        """The next epoch's beginning: datasets go on from where their streams ended.
+    def next_epoch(self, *, is_iterable: bool = True) -> "StreamStates":
+        """The next epoch's beginning: datasets go on from where they were at the end of this one.
 
-        Only those whose workers live on were saved there.
+        Only those of workers that live on were saved there. A map-style dataset has no end of its
+        own.
         """
-        places = [place.begun_anew() for place in self.places]
-        return StreamStates(places, 0, self._worker_count)
+        places = [
+            place.begun_anew() if is_iterable else Place(0, place.snapshot) for place in self.places
+        ]
+        return StreamStates(places, 0, self.base_seed, self._worker_count)
 
     def dump(self) -> dict[str, Any]:
         """All that it takes to go on, as a dict of its own at each call.
 
-        Plain numbers, bools and lists, but for ``state``: what the user's ``state_dict()`` gave.
+        Plain numbers, bools, texts and lists, but for ``state``: what the user's ``state_dict()``
+        gave.
 
         Raises:
             Exception: What unpickling the user's state raises.
         """
-        return _dumped(self._worker_count, self.next_worker, map(_dump_place, self.places))
+        return {
+            "num_workers": self._worker_count,
+            "next_worker": self.next_worker,
+            "base_seed": self.base_seed,
+            "streams": [
+                dump_place(place, None if place.snapshot is None else read(place.snapshot))
+                for place in self.places
+            ],
+        }
 
     @classmethod
-    def load(cls, state: dict[str, Any], worker_count: int) -> "StreamStates":
+    def load(cls, state: object, worker_count: int) -> "StreamStates":
         """Read what :meth:`dump` gave; nothing of it is kept.
 
         Args:
-            state: It.
+            state: What it gave.
             worker_count: Workers of the loader that is to go on; 0 in-process.
 
         Raises:
             ValueError: If it was saved with another number of workers, or is not of that form.
             Exception: What pickling the user's state raises.
         """
-        try:
-            saved_count, next_worker = state["num_workers"], state["next_worker"]
-            streams = list(state["streams"])
-        except (KeyError, TypeError) as error:
+        if not isinstance(state, dict) or not isinstance(state.get("streams"), list):
+            raise ValueError("the state of the workers' datasets is damaged")
+        saved_count, streams = state.get("num_workers"), state["streams"]
+        if type(saved_count) is int and saved_count != worker_count:
             raise ValueError(
-                f"the state of an iterable dataset's streams lacks {error}, or is none"
-            ) from error
-        if saved_count != worker_count:
-            raise ValueError(
-                f"the state of an iterable dataset was saved with num_workers={saved_count}, each "
-                f"with a stream of its own, and can not be loaded with num_workers={worker_count}"
+                f"the state was saved with num_workers={saved_count}, each of which has a dataset "
+                f"with a place or a state of its own, and cannot be loaded with "
+                f"num_workers={worker_count}: set num_workers={saved_count}, or begin the epoch "
+                "anew"
             )
-        if len(streams) != max(1, worker_count) or next_worker not in range(len(streams)):
+        next_worker, base_seed = state.get("next_worker"), state.get("base_seed")
+        if (
+            saved_count != worker_count
+            or len(streams) != max(1, worker_count)
+            or type(next_worker) is not int
+            or next_worker not in range(len(streams))
+            or not (_is_count(base_seed) if worker_count else base_seed is None)
+        ):
             raise ValueError(
-                f"the state of an iterable dataset has {len(streams)} streams and is at worker "
-                f"{next_worker!r}, for num_workers={worker_count}"
+                f"the state of the workers' datasets is damaged: {len(streams)} streams, the next "
+                f"of worker {_short(next_worker)}, base seed {_short(base_seed)}, "
+                f"num_workers={_short(saved_count)}"
             )
-        return StreamStates(map(_load_place, streams), next_worker, worker_count)
+        return StreamStates(map(_load_place, streams), next_worker, base_seed, worker_count)
 
 
-class StreamHere:
-    """The stream of a loader without workers: its state is taken when it is asked for.
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 64
 
-    Holds what has a state, not the loader, nor an iterator that cannot be saved.
+
+def dump_place(place: Place, saved: Saved | None) -> dict[str, Any]:
+    """A place as plain values.
 
     Args:
-        fetcher: torch's, of the dataset.
-        given: Batches that the stream gave before.
+        place: The place.
+        saved: Its snapshot, if it has one.
     """
-
-    def __init__(self, fetcher: Any, given: int = 0) -> None:
-        iterator, dataset, _ = parts_of(fetcher)
-        if isinstance(fetcher.dataset_iter, SeededIterator):
-            iterator = fetcher.dataset_iter
-        elif not has_own_state(iterator):
-            iterator = None
-        self._fetcher: Any = _Sources(iterator, dataset, fetcher.ended)
-        self.given = given
-        self.has_ended = False
-
-    def note(self, given: int, *, is_short: bool) -> None:
-        """So many batches are given."""
-        self.given = given
-        self._fetcher.ended = is_short
-
-    def dump(self) -> dict[str, Any]:
-        """As :meth:`StreamStates.dump`.
-
-        Raises:
-            Exception: What the user's ``state_dict()`` raises, or copying its state.
-        """
-        saved = save_dataset(self._fetcher.dataset) if self.has_ended else save(self._fetcher)
-        stream = _place_dict(self.given, self.has_ended, self.given, copy.deepcopy(saved))
-        return _dumped(0, 0, [stream])
-
-
-class _Sources:
-    """What :func:`save` looks at of a fetcher."""
-
-    def __init__(self, dataset_iter: Any, dataset: Any, ended: bool) -> None:
-        self.dataset_iter = dataset_iter
-        self.dataset = dataset
-        self.ended = ended
-
-
-def _dumped(
-    worker_count: int, next_worker: int, streams: Iterable[dict[str, Any]]
-) -> dict[str, Any]:
-    return {"num_workers": worker_count, "next_worker": next_worker, "streams": list(streams)}
-
-
-def _dump_place(place: Place) -> dict[str, Any]:
-    saved = None if place.snapshot is None else read(place.snapshot)
-    return _place_dict(place.given, place.has_ended, place.at, saved)
-
-
-def _place_dict(given: int, has_ended: bool, at: int, saved: Saved | None) -> dict[str, Any]:
-    stream: dict[str, Any] = {"given": given, "has_ended": has_ended}
+    stream: dict[str, Any] = {"given": place.given, "has_ended": place.has_ended}
     if saved is not None:
-        stream["snapshot"] = {"at": at, **saved._asdict()}
+        stream["snapshot"] = {"at": place.at, **saved._asdict()}
+    if place.skip:
+        stream["check"] = place.check
+    if place.failed:
+        stream["failed"] = list(place.failed)
+    if place.rng is not None:
+        stream["rng"] = dict(place.rng)
+    if place.rng_at:
+        stream["rng_at"] = [[number, dict(rng)] for number, rng in place.rng_at]
     return stream
 
 
-def _load_place(stream: dict[str, Any]) -> Place:
+def _load_place(stream: Any) -> Place:
     try:
-        given, has_ended = int(stream["given"]), bool(stream["has_ended"])
-        snapshot = stream.get("snapshot")
-        if snapshot is None:
-            return Place(given, None, given if has_ended else 0, has_ended)
-        fields = dict(snapshot)
-        at = int(fields.pop("at"))
-        saved = Saved(**fields)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"the state of a stream is malformed: {error}") from error
-    if not 0 <= at <= given or saved.of not in ("iterator", "dataset"):
-        raise ValueError(f"a stream gave {given} batches, and its state is after {at}")
-    return Place(given, dump_for_workers(saved), at, has_ended)
+        given, has_ended = stream["given"], stream["has_ended"]
+        fields = None if stream.get("snapshot") is None else dict(stream["snapshot"])
+        at = (given if has_ended else 0) if fields is None else fields.pop("at")
+        saved = None if fields is None else Saved(**fields)
+        check, failed = stream.get("check", 0), stream.get("failed", [])
+        rng, rng_at = (
+            stream.get("rng"),
+            [(number, each) for number, each in stream.get("rng_at", [])],
+        )
+        is_sound = (
+            all(map(_is_count, (given, at, check, *failed, *(number for number, _ in rng_at))))
+            and type(has_ended) is bool
+            and at <= given
+            and (saved is None or saved.of in ("iterator", "dataset"))
+            and all(number < given for number in failed)
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if is_interruption(error):
+            raise
+        raise ValueError(f"the state of a worker's dataset is damaged: {_short(error)}") from error
+    if not is_sound:
+        raise ValueError(
+            f"the state of a worker's dataset is damaged: it gave {_short(given)} batches, its "
+            f"state is after {_short(at)}, has_ended={_short(has_ended)}, check={_short(check)}, "
+            f"failed={_short(failed)}"
+        )
+    for each in (rng, *(each for _, each in rng_at)):
+        if each is not None:
+            with kept():
+                load_streams(each)  # whether it can be
+    snapshot = None if saved is None else dump_for_workers(saved)
+    return Place(given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed))

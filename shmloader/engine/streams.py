@@ -5,9 +5,12 @@ comes before it in the order is handed over: so what the user's thread notes is 
 fast the workers are.
 """
 
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from shmloader.engine.stream_states import Place, StreamNote, StreamStates
+from shmloader.engine.stream_states import StreamNote, StreamStates
+from shmloader.workers.stream import Beginning, Place
 
 
 class _End(NamedTuple):
@@ -24,12 +27,15 @@ class StreamBook:
     Args:
         start: The same, for the first epoch.
         in_order: Whether batches are handed over by ``seq``.
+        is_iterable: Whether these are streams; else what stays from epoch to epoch is the state
+            of a map-style dataset.
     """
 
-    def __init__(self, start: StreamStates, *, in_order: bool) -> None:
+    def __init__(self, start: StreamStates, *, in_order: bool, is_iterable: bool = True) -> None:
         self.beginnings = start
         self._places = list(start.places)
         self._in_order = in_order
+        self._is_iterable = is_iterable
         # Answers that are not handed over yet, for each worker.
         self._waiting = [0] * len(self._places)
         # Ends that no receipt has told yet.
@@ -41,27 +47,33 @@ class StreamBook:
         """From where a worker goes on that takes this one's place."""
         return self._places[worker_id]
 
-    def answered(self, worker_id: int, snapshot: bytes | None) -> None:
+    def answered(self, note: StreamNote) -> None:
         """A batch has come, or an exception in its place."""
-        self._places[worker_id] = self._places[worker_id].gave(snapshot)
+        worker_id = note.worker_id
+        self._places[worker_id] = note.applied_to(self._places[worker_id])
         self._waiting[worker_id] += 1
 
-    def ended(self, worker_id: int, seq: int, snapshot: bytes | None) -> None:
-        """A stream has nothing for ticket ``seq``, nor for any later one."""
-        if not self._is_left:
-            self._places[worker_id] = self._places[worker_id].ended(snapshot)
-            self._ends.append(_End(seq, StreamNote(worker_id, snapshot, is_end=True)))
+    def ended(self, worker_id: int, seq: int, next_epoch: Beginning) -> None:
+        """A stream has nothing for ticket ``seq``, nor for any later one.
 
-    def handed_over(self, worker_id: int, seq: int, snapshot: bytes | None) -> list[StreamNote]:
+        Args:
+            worker_id: The stream's worker.
+            seq: The ticket.
+            next_epoch: What the worker's next epoch begins with.
+        """
+        if not self._is_left:
+            note = StreamNote(worker_id, next_epoch=next_epoch)
+            self._places[worker_id] = note.applied_to(self._places[worker_id])
+            self._ends.append(_End(seq, note))
+
+    def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
         """What the receipt of a ticket says: the ends before it, and the ticket's own batch."""
-        self._waiting[worker_id] -= 1
-        notes = []
-        if self._ends:
-            told = [end for end in self._ends if self._is_over(end, seq)]
-            self._ends = [end for end in self._ends if end not in told]
-            notes = [end.note for end in sorted(told)]
-        notes.append(StreamNote(worker_id, snapshot))
-        return notes
+        self._waiting[note.worker_id] -= 1
+        if not self._ends:
+            return [note]
+        told = [end for end in self._ends if self._is_over(end, seq)]
+        self._ends = [end for end in self._ends if end not in told]
+        return [*_in_order(told), note]
 
     def _is_over(self, end: _End, seq: int) -> bool:
         if self._in_order:
@@ -71,27 +83,34 @@ class StreamBook:
     def take_ends(self) -> list[StreamNote]:
         """At the epoch's end: the ends that no receipt has told."""
         ends, self._ends = self._ends, []
-        return [end.note for end in sorted(ends)]
+        return _in_order(ends)
 
     # Between epochs ----------------------------------------------------------------------
 
     def leave(self) -> None:
         """The epoch is given up: a worker that is new now begins the next one."""
         self._is_left = True
-        self._places = [place.begun_anew() for place in self._places]
+        if self._is_iterable:
+            self._places = [place.begun_anew() for place in self._places]
         self._parts.clear()
 
     def note_part(self, worker_id: int, data: bytes) -> None:
-        """A piece of a dataset's state has come."""
+        """A piece of what an epoch begins with has come."""
         self._parts.setdefault(worker_id, bytearray()).extend(data)
 
-    def entered(self, worker_id: int, state: bytes | None) -> None:
-        """A worker is ready for the next epoch, its dataset in this state."""
+    def entered(self, worker_id: int, data: bytes | None) -> None:
+        """A worker is ready for the next epoch.
+
+        Args:
+            worker_id: The worker.
+            data: The :class:`Beginning` of that epoch, written down, or the last piece of it.
+        """
         parts = self._parts.pop(worker_id, b"")
-        self._places[worker_id] = Place(0, state if state is None else bytes(parts) + state)
+        beginning = Beginning.loads(data if data is None else bytes(parts) + data)
+        self._places[worker_id] = Place(0, beginning.snapshot, rng=beginning.rng)
 
     def lost(self, worker_id: int) -> None:
-        """A worker is dead: the pieces of its dataset's state are none."""
+        """A worker is dead: forget the pieces that it sent."""
         self._parts.pop(worker_id, None)
 
     def start_epoch(self) -> None:
@@ -99,4 +118,8 @@ class StreamBook:
         self._is_left = False
         self._ends.clear()
         self._waiting = [0] * len(self._places)
-        self.beginnings = StreamStates(self._places)
+        self.beginnings = StreamStates(self._places, base_seed=self.beginnings.base_seed)
+
+
+def _in_order(ends: Iterable[_End]) -> list[StreamNote]:
+    return [end.note for end in sorted(ends, key=operator.attrgetter("seq"))]

@@ -15,6 +15,7 @@ from shmloader.engine.lateness import late_in_threads
 from shmloader.engine.wording import describe_loading, describe_ticket
 from shmloader.errors import LoaderTimeoutError
 from shmloader.faults import FAULTS
+from shmloader.interruptions import is_interruption
 from shmloader.stats.times import BatchTimes
 from shmloader.workers.thread_task import Recipe, ThreadAnswer, ThreadTask
 from shmloader.workers.threads import ThreadPool
@@ -66,10 +67,9 @@ class ThreadedEngine(EngineBase):
             if self._watch is not None:
                 self._watch.start_epoch()
             self.start(tickets)
-        except Exception:
-            raise  # of the user's sampler, which may go on
-        except BaseException:
-            self.close()  # a Ctrl-C: to go on would be to leave out batches
+        except BaseException as error:
+            if is_interruption(error):  # and not of the user's sampler, which may go on
+                self.give_up(error)
             raise
 
     def _drop_all(self) -> None:
@@ -95,7 +95,7 @@ class ThreadedEngine(EngineBase):
         while True:
             if self._inbox:
                 self.take_tickets()
-            self._is_handing_over = True
+            self.in_transit = True
             task = self._take_next()
             if task is not None:
                 assert task.answer is not None
@@ -103,7 +103,7 @@ class ThreadedEngine(EngineBase):
                     deadline = None
                     continue
                 return self._hand_over(task, task.answer)
-            self._is_handing_over = False
+            self.in_transit = False
             if not self._in_flight and not self._awaits_tickets():
                 if self._inbox:
                     continue
@@ -160,7 +160,7 @@ class ThreadedEngine(EngineBase):
         self._give_receipt(task.seq, times=self._times(task))
         self._offer()
         if answer.error is not None:
-            answer.error.reraise(describe_loading(task, None))
+            self._raise_told(answer.error.rebuilt(describe_loading(task, None)))
         return answer.batch
 
     def _times(self, task: ThreadTask) -> BatchTimes | None:

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
-from shmloader.engine.stream_states import Place
 from shmloader.sampling.places import without_place
 from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.stream import Place
 
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
@@ -123,7 +123,7 @@ def describe_restart(
     text += f" and loads again what it had in work: batch {again}." if seqs else "."
     if place is not None and not place.has_ended:
         text += _describe_resumption(place)
-    if not is_seeded:
+    if not (is_seeded or (place is not None and place.snapshot is None)):
         text += " Its random streams start anew."
     return text + _describe_oom(death)
 
@@ -135,6 +135,26 @@ def _describe_resumption(place: Place) -> str:
     batches = "its first batch" if place.at == 1 else f"{place.at} batches"
     text = f" Its dataset goes on from its state after {batches}"
     return f"{text}, past {given} given since." if place.skip else f"{text}."
+
+
+def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
+    """Why an iterator is closed, after "the iterator is closed".
+
+    Args:
+        error: What came from outside.
+        in_sampler: Whether it came out of the sampler's own code.
+    """
+    name = type(error).__name__
+    if in_sampler:
+        return (
+            f" since {name} came, from outside, in the midst of the sampler, and a generator "
+            "is ended by that. The loader's state_dict() is that of the last batch that next() "
+            "returned."
+        )
+    return (
+        f" since {name} came, from outside, while a batch was on its way: to go on would be to "
+        "leave that out. The loader's state_dict() is that of the last batch that next() returned."
+    )
 
 
 def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:

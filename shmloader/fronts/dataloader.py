@@ -26,10 +26,15 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
+from shmloader.fronts.by_torch import (
+    TorchInProcessIterator,
+    TorchIterator,
+    TorchWorkerIterator,
+)
 from shmloader.fronts.in_process import InProcessIterator
 from shmloader.fronts.iterator import WorkerIterator
 from shmloader.fronts.measured import MeasuredLoader
-from shmloader.fronts.resumable import UNSUPPORTED
+from shmloader.fronts.resumable import describe_unsupported
 from shmloader.fronts.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.options import (
@@ -50,6 +55,7 @@ from shmloader.options import (
     parse_size,
     slot_share,
 )
+from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.places import PlacedStreams
 from shmloader.sampling.plan import StepPlan
@@ -57,7 +63,7 @@ from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.steps import Cut, Tail
-from shmloader.stages.target import parse_device
+from shmloader.stages.target import Destination, parse_device
 from shmloader.stats.epochs import Statistics
 from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import OnError
@@ -94,6 +100,7 @@ def _own_parts() -> dict[str, Any]:
         "_begin_lock": _BeginLock(),
         "failures": FailureList(),
         "_statistics": Statistics(),
+        "_destination": None,
     }
 
 
@@ -180,11 +187,12 @@ class DataLoader(MeasuredLoader[_T_co]):
             give each a seed of its own, or use :class:`shmloader.ShardedDataLoader`. The samples
             of an iterable dataset depend on the number of the worker and the position in its
             stream. Not with ``generator``. None: all is torch's.
-        snapshot_every_n_steps: After how many batches a worker takes the state of an iterable
-            dataset that has ``state_dict`` and ``load_state_dict``, or whose iterator has. From
-            there it goes on when the loader is resumed, or the worker replaced: what was given
-            since is loaded once more, and thrown away. Where states are large, take them rarely.
-            Changes no result.
+        snapshot_every_n_steps: After how many batches a worker takes the state of a dataset that
+            has ``state_dict`` and ``load_state_dict``, or whose iterator has; 0 or None: never. An
+            iterable dataset goes on from there when the loader is resumed, or the worker replaced:
+            what was delivered since is read again and discarded. Where states are large, take them
+            rarely; the batches are the same. A map-style dataset is asked after every batch, unless
+            never.
         fetch_concurrency: How many samples of a batch are loaded at once inside each worker (in
             this process with ``num_workers=0``), of a map-style dataset: k coroutines, where
             ``__getitem__`` is an ``async def``, on an event loop that a worker keeps for its life;
@@ -234,7 +242,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
         seed: int | None = None,
-        snapshot_every_n_steps: int = 1,
+        snapshot_every_n_steps: int | None = 1,
         fetch_concurrency: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
@@ -338,9 +346,9 @@ class DataLoader(MeasuredLoader[_T_co]):
         self._check_thread_pool()  # attributes may have been set since
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             # torch's own, for its graph of data pipes.
-            return super()._get_iterator()
-        if self.num_workers == 0:
-            iterator: Any = InProcessIterator(self, self._options())
+            iterator: Any = self._make_torchs_iterator()
+        elif self.num_workers == 0:
+            iterator = InProcessIterator(self, self._options())
         elif self.thread_pool:
             iterator = ThreadIterator(self, self._options())
         elif not is_supported():
@@ -356,9 +364,11 @@ class DataLoader(MeasuredLoader[_T_co]):
             }
             wanted = [name for name, value in ours.items() if value]
             if wanted:
-                raise RuntimeError(f"{UNSUPPORTED} It has no use for {', '.join(wanted)}.")
-            warnings.warn(UNSUPPORTED, RuntimeWarning, stacklevel=2)
-            return super()._get_iterator()
+                raise RuntimeError(
+                    f"{describe_unsupported()} It has no use for {', '.join(wanted)}."
+                )
+            warnings.warn(describe_unsupported(), RuntimeWarning, stacklevel=2)
+            iterator = self._make_torchs_iterator()
         else:
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, self._options())
@@ -367,6 +377,12 @@ class DataLoader(MeasuredLoader[_T_co]):
             iterator.close()
             raise ClosedLoaderError("the loader is closed")
         return iterator
+
+    def _make_torchs_iterator(self) -> TorchIterator:
+        if self.num_workers == 0:
+            return TorchInProcessIterator(self)
+        self.check_worker_number_rationality()
+        return TorchWorkerIterator(self)
 
     def _check_thread_pool(self) -> None:
         given = {
@@ -398,6 +414,8 @@ class DataLoader(MeasuredLoader[_T_co]):
     failures: FailureList[FailedSample]
     _open_iterators: weakref.WeakSet[Any]
     _begin_lock: _BeginLock
+    #: The devices that batches go to, as the first iterator has opened them.
+    _destination: Destination | None
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
 
@@ -428,7 +446,7 @@ class DataLoader(MeasuredLoader[_T_co]):
     @property
     def _is_in_ranks(self) -> bool:
         """Whether other loaders have to give as many samples as this one."""
-        samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        samplers = (self.sampler, self.batch_sampler, probe(self.batch_sampler, "sampler"))
         return any(map(is_cut_for_ranks, samplers))
 
     def _wanted_devices(self, device: object) -> list[Any]:
@@ -461,8 +479,13 @@ class DataLoader(MeasuredLoader[_T_co]):
             if getattr(self._iterator, "is_closed", False):
                 # Its workers died or were ended; the next epoch gets new ones.
                 self._iterator = None
-            self._begin_epoch()
-            return super().__iter__()
+            loaded = self._loaded
+            try:
+                self._begin_epoch()
+                return super().__iter__()
+            except BaseException:
+                self._take_back(loaded)
+                raise
 
     def close(self) -> None:
         """End all workers of this loader and free its memory. May be called again.

@@ -7,52 +7,67 @@ from typing import Any
 
 import torch
 from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
     _DatasetKind,
     _SingleProcessDataLoaderIter,
 )
 
 from shmloader.engine.failures import FailureWatch
-from shmloader.engine.stream_states import Place, StreamHere
-from shmloader.engine.wording import describe_indices
+from shmloader.engine.stream_here import DatasetHere, StreamHere
+from shmloader.engine.wording import describe_indices, describe_interruption
 from shmloader.errors import ClosedLoaderError, TooManyFailures
+from shmloader.fronts.calls import CountingIterator
 from shmloader.fronts.recipe import (
+    begin_by_torch,
     draw_batches,
-    next_batch,
     plan_and_watch,
     seed_of_workers,
     take_resumed,
     takes_arrays,
     transform_here,
 )
+from shmloader.interruptions import is_interruption
+from shmloader.memory.collate import is_plain
 from shmloader.options import Options
-from shmloader.sampling.streams import kept
+from shmloader.sampling.streams import dump_streams, kept, streams_set
 from shmloader.stages.pin import pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import parse_device
 from shmloader.stats.record import Record
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
-from shmloader.workers.fetch import EmptyBatchError, Together, map_style_stop
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, Together, map_style_stop
+from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.sample_streams import SampleStreams
 from shmloader.workers.stopwatch import Stopwatch, bytes_of
-from shmloader.workers.stream import load_dataset, load_iterator, pass_over, read
+from shmloader.workers.stream import (
+    Place,
+    Saved,
+    load_dataset,
+    load_iterator,
+    read,
+    replay,
+    take_fingerprints,
+)
 
 
-class InProcessIterator(_SingleProcessDataLoaderIter):
+class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     """Loads on the consumer's thread: torch's own iterator, but for a map-style StopIteration.
 
     And for bad samples, where these are not raised; and for samples with random streams of their
     own, during which the process's are set aside.
     """
 
+    # Whether a batch is on its way, from its indices on; and whether these are being drawn.
+    _in_transit = _is_drawing = False
+
     def __init__(self, loader: Any, options: Options) -> None:
         begin_ns = time.monotonic_ns()
         resumed = take_resumed(loader)
         place = Place() if resumed is None else resumed.places[0]
         saved = None if place.snapshot is None else read(place.snapshot)
-        load_dataset(loader.dataset, saved)
+        with _as_before(place.rng):
+            load_dataset(loader.dataset, saved)
         # Not torch's own for one process, which calls iter(dataset).
-        _BaseDataLoaderIter.__init__(self, loader)
+        begin_by_torch(self, loader)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._base_seed = seed_of_workers(loader, self._base_seed)
@@ -69,12 +84,16 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         self._sample_streams: SampleStreams | None = None
         self._gatherer = plan.make_gatherer()
         together = None
+        rng = dump_streams() if plan.is_iterable and plan.seed is None else None
         if plan.seed is None:
             if self._gatherer is not None:
                 together = Together(self._gatherer)
-            self._dataset_fetcher = plan.make_fetcher(
-                self._dataset, collate_fn, loader.on_error, together=together
-            )
+            with _as_before(place.rng):
+                self._dataset_fetcher = plan.make_fetcher(
+                    self._dataset, collate_fn, loader.on_error, together=together
+                )
+                if plan.is_iterable:
+                    load_iterator(self._dataset_fetcher, saved)
         else:
             is_alone = plan.sets_global_streams
             self._sample_streams = SampleStreams(
@@ -102,12 +121,7 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
                 may_shard=plan.may_shard,
             )
         self._ticket_count = 0
-        self._streams: StreamHere | None = None
-        if self._dataset_kind == _DatasetKind.Iterable:
-            load_iterator(self._dataset_fetcher, saved)
-            self._dataset_fetcher.ended |= place.has_ended
-            self._streams = loader._streams = StreamHere(self._dataset_fetcher, place.given)
-        self._given_before, self._to_skip = place.given, place.skip
+        self._begin_stream(loader, plan, place, saved, rng)
         self._finishing = "build"
         if self._device is not None or self._devices:
             self._finishing = "device"
@@ -119,50 +133,93 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
         loader._statistics.begin(self._record, self)
         self._record.begun()
 
-    def __next__(self) -> Any:
-        """The next batch."""
-        began_ns = time.monotonic_ns()
-        try:
-            batch = next_batch(self, super().__next__)
-        except Exception as error:
-            self._record.waited(began_ns, time.monotonic_ns())
-            if isinstance(error, StopIteration):
-                self._record.end()
-            else:
-                self._record.failures += 1
-            raise
+    def _begin_stream(
+        self,
+        loader: Any,
+        plan: FetchPlan,
+        place: Place,
+        saved: Saved | None,
+        rng: dict[str, Any] | None,
+    ) -> None:
+        """Have an iterable dataset go on where it is resumed; note where the dataset is."""
+        self._streams: StreamHere | DatasetHere | None = None
+        self._fingerprints: FingerprintingCollate | None = None
+        # Where the stream is resumed with the first batch.
+        self._resumed_at: Place | None = None
+        if plan.is_iterable:
+            if place.rng is not None or place.skip:
+                self._resumed_at = place
+            fetcher = self._dataset_fetcher
+            if plan.seed is not None:
+                load_iterator(fetcher, saved)
+            fetcher.ended |= place.has_ended
+            self._fingerprints = take_fingerprints(fetcher)
+            self._streams = StreamHere(fetcher, place, rng, asks=plan.snapshot_every > 0)
+        elif loader._saves_dataset:
+            self._streams = DatasetHere(loader.dataset)
+        self._only_reads = is_plain(loader.collate_fn)
+        loader._streams = self._streams
+
+    def _mark(self) -> Any:
+        return self._progress.mark(), None if self._streams is None else self._streams.mark()
+
+    def _note_times(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._stopwatch.read(), bytes_of(batch)
         self._record.loaded_here(work, began_ns, time.monotonic_ns(), nbytes, self._finishing)
-        return batch
 
-    def _next_data(self) -> Any:
-        if self._is_closed:
-            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
-        try:
-            data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
-            self._stopwatch.fetched()
-            data = self._finish(data)
-        except StopIteration:
+    def _loses(self, error: BaseException) -> bool:
+        return self._in_transit and is_interruption(error)
+
+    def _note_raised(self, error: BaseException, began_ns: int) -> None:
+        self._record.waited(began_ns, time.monotonic_ns())
+        if isinstance(error, StopIteration):
             self._progress.is_ended = True
             if self._streams is not None:
-                self._streams.has_ended = True
-            raise
-        except Exception:
-            self._note_done()
-            raise
-        self._note_done()
-        return data
+                self._streams.end()
+            self._record.end()
+        elif self._in_transit:
+            self._record.failures += 1
+            if self._resumed_at is None:
+                self._note_done(has_failed=True)
 
-    def _note_done(self) -> None:
-        """All tickets that were drawn are done: the last one's batch, or exception, is given."""
+    def _give_up(self, error: BaseException, mark: Any) -> None:
+        position, given = mark
+        self._progress.go_back(position)
+        if self._streams is not None:
+            self._streams.go_back(given)
+        if not self._is_closed:
+            self._closed_because = describe_interruption(error, in_sampler=self._is_drawing)
+        self.close()
+
+    def _next_data(self) -> Any:
+        self._in_transit = False
+        if self._is_closed:
+            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
+        self._in_transit = True
+        data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
+        self._stopwatch.fetched()
+        return self._finish(data)
+
+    def _note_done(self, *, has_failed: bool = False) -> None:
+        # All tickets that were drawn are done: the last one's batch, or exception, is given.
         if self._ticket_count:
             self._progress.done_until(self._ticket_count - 1)
         if self._streams is not None:
-            given = self._given_before + self._ticket_count
-            self._streams.note(given, is_short=self._dataset_fetcher.ended)
+            taken = self._fingerprints
+            self._streams.gave(
+                None if taken is None else taken.value,
+                has_failed=has_failed,
+                is_short=getattr(self._dataset_fetcher, "ended", False),
+            )
 
     def _draw(self) -> Any:
-        index = self._next_index()  # type: ignore[no-untyped-call]
+        self._is_drawing = True
+        try:
+            index = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            self._is_drawing = False
+            raise
+        self._is_drawing = False
         self._ticket_count += 1
         self._stopwatch.begin()
         return index
@@ -182,12 +239,13 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
 
     def _fetch(self) -> Any:
         index = self._draw()
-        to_skip, self._to_skip = self._to_skip, 0
-        if to_skip:
-            with self._seeded(index) as indices:
-                pass_over(self._dataset_fetcher, to_skip, indices)
+        if self._streams is not None:
+            self._streams.begin_batch()
+        if self._fingerprints is not None:
+            self._fingerprints.reset()
         try:
-            return self._load(index)
+            place = self._resumed_at
+            return self._load(index) if place is None else self._load_resumed(index, place)
         except StopIteration as error:
             if self._dataset_kind == _DatasetKind.Iterable:
                 raise
@@ -198,6 +256,43 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             return self._dataset_fetcher.fetch(index)
         with self._seeded(index) as indices:
             return self._dataset_fetcher.fetch(indices)
+
+    def _load_resumed(self, index: Any, place: Place) -> Any:
+        """The first batch since the stream was resumed."""
+        assert self._fingerprints is not None
+        assert isinstance(self._streams, StreamHere)
+        # An order may be drawn with the first sample that is read.
+        rng = dict(place.rng_at).get(0, place.rng)
+        try:
+            if place.skip:
+                with _as_before(rng), self._seeded(index) as indices:
+                    replay(
+                        self._dataset_fetcher,
+                        place,
+                        indices,
+                        self._fingerprints,
+                        only_reads=self._only_reads,
+                    )
+                    left = None if rng is None else dump_streams()
+        except BaseException as error:
+            self._closed_because = f" since its dataset could not be resumed: {error!r}"
+            self.close()
+            raise
+        self._resumed_at = None
+        self._fingerprints.reset()
+        if rng is None:
+            return self._load(index)
+        now = dump_streams()
+        if place.skip:
+            if left != now:
+                self._streams.note_rng()
+                self._streams.begin_batch()
+            return self._load(index)
+        if rng == now:
+            return self._load(index)
+        self._streams.note_rng()  # from the batch after this on, they are the process's
+        with streams_set(rng):
+            return self._load(index)
 
     @contextlib.contextmanager
     def _seeded(self, index: Any) -> Iterator[Any]:
@@ -216,6 +311,8 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             except StopIteration:
                 self._raise_if(watch.end_epoch())
                 raise
+            if self._streams is not None:
+                self._streams.begin_batch()
             batch = f"batch {self._ticket_count - 1}"
             try:
                 data = self._load(index)
@@ -248,6 +345,11 @@ class InProcessIterator(_SingleProcessDataLoaderIter):
             self._gatherer.close()
         if hasattr(self, "_record"):
             self._record.end()
+
+
+def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:
+    """Have the global generators in the states of an earlier run; the process's own come back."""
+    return contextlib.nullcontext() if rng is None else streams_set(rng)
 
 
 def _move(batch: Any, device: torch.device | None) -> Any:

@@ -13,22 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _DatasetKind,
-)
+from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.stream_states import StreamStates
-from shmloader.faults import FAULTS
+from shmloader.fronts.calls import CountingIterator
 from shmloader.fronts.recipe import (
+    begin_by_torch,
     draw_batches,
-    next_batch,
     no_transform,
     plan_and_watch,
     seed_of_workers,
@@ -36,17 +32,18 @@ from shmloader.fronts.recipe import (
     transform_here,
     warn_of_many_objects,
 )
+from shmloader.interruptions import is_interruption
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
-from shmloader.options import Options, lend_limit, slot_share
+from shmloader.options import Options, lend_limit, loop_holds, slot_share
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage
 from shmloader.stages.plain import PlainStage
-from shmloader.stages.target import open_backend, parse_device
+from shmloader.stages.target import Destination, current_index, parse_device
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.stats.record import Record
 from shmloader.workers.finishing import finish
@@ -77,22 +74,23 @@ def _end(pool: ProcessPool, arena: Arena) -> None:
         finish(arena.close)
 
 
-def _device_stage(device: object, options: Options) -> tuple[Stage | None, PageLocker | None]:
+def _device_stage(loader: Any, options: Options) -> tuple[Stage | None, PageLocker | None]:
     """What copies batches to a device, or to several, and what locks their slots for it."""
-    wanted = [device] if options.devices is None else options.devices
-    parsed = [parse_device(one) for one in wanted]
-    backends = [None if one is None else open_backend(one) for one in parsed]
-    # Memory that is locked for one device is so for all.
-    locker = next((backend for backend in backends if backend is not None), None)
-    if locker is None:
+    wanted = [loader.device] if options.devices is None else options.devices
+    devices = [parse_device(one) for one in wanted]
+    if all(device is None for device in devices):
         return None, None
+    destination = loader._destination
+    if destination is None or not destination.is_of(devices):
+        destination = loader._destination = Destination(devices)
+    locks, backends = destination.locks, destination.backends
     ahead, transform = options.device_prefetch, options.transform
     if options.devices is None:
-        return DeviceStage(locker, ahead, transform), locker
-    return DevicesStage(backends, ahead, transform), locker
+        return DeviceStage(backends[0], locks, ahead, transform), locks
+    return DevicesStage(backends, locks, ahead, transform), locks
 
 
-class EngineIterator(_BaseDataLoaderIter):
+class EngineIterator(CountingIterator):
     """Batches out of an engine; a subclass says what its workers are.
 
     Used from one thread at a time. Dropped or garbage, it ends its workers.
@@ -105,24 +103,26 @@ class EngineIterator(_BaseDataLoaderIter):
         """Start the workers and fill the window."""
         begin_ns = time.monotonic_ns()
         resumed = take_resumed(loader)
-        super().__init__(loader)
+        begin_by_torch(self, loader)
         self._base_seed = seed_of_workers(loader, self._base_seed)
         self._progress = loader._progress
         self._streams: StreamStates | None = None
-        if self._dataset_kind == _DatasetKind.Iterable:
-            begun = resumed or StreamStates.at_beginning(loader.num_workers)
+        if loader._saves_dataset:
+            begun = resumed or StreamStates.at_beginning(loader.num_workers, int(self._base_seed))
+            if begun.base_seed is not None:
+                self._base_seed = begun.base_seed
             self._streams = loader._streams = begun.copy()
         self._in_order: bool = loader.in_order
         if loader.prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        stage, locker = _device_stage(loader.device, options)
+        stage, locker = _device_stage(loader, options)
         # Without a device (or "cpu") it runs here.
         self._transform = transform_here(options) if stage is None else no_transform
         if stage is None and self._pin_memory:
-            index = torch.accelerator.current_device_index()
-            stage = PinStage(self._pin_memory_device, index)
+            kind = self._pin_memory_device
+            stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
         self._adapter: Adapter | None = loader._adapter
         self._loader = weakref.ref(loader)
         window = options.window or loader.num_workers * loader.prefetch_factor
@@ -204,23 +204,32 @@ class EngineIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if not self._is_exhausted:
             try:
-                batch = self._transform(self._next_batch())
+                batch = self._next_batch()
             except StopIteration:
-                self._is_exhausted = self._progress.is_ended = True
-                if self._streams is not None:
-                    self._streams.note(self._engine.take_stream_ends())
-            except Exception:
-                self._note_done()
-                raise
+                self._note_end()
             else:
-                self._note_done()
-                return batch
+                return batch if self._transform is no_transform else self._transformed(batch)
             if not self._persistent_workers:
                 self.close()  # what interrupts it has no other exception behind it
         raise StopIteration
 
+    def _transformed(self, batch: Any) -> Any:
+        try:
+            return self._transform(batch)
+        except Exception as error:
+            if not is_interruption(error):
+                self._source.told = id(error)  # the user's own, in the batch's place
+            raise
+
+    def _note_end(self) -> None:
+        source = self._source
+        source.in_transit = True  # else an interruption would leave out ends of streams
+        if self._streams is not None:
+            self._streams.note(self._engine.take_stream_ends())
+        self._is_exhausted = self._progress.is_ended = True
+        source.in_transit = False
+
     def _note_done(self) -> None:
-        """What was handed over, a batch or an exception in its place, is done."""
         receipt = self._source.receipt
         if receipt is not None:
             seq, left_out, streams, _ = receipt
@@ -232,31 +241,11 @@ class EngineIterator(_BaseDataLoaderIter):
                 for each in (*left_out, seq):
                     self._progress.done(each)
 
-    def __next__(self) -> Any:
-        """The next batch."""
-        began_ns = time.monotonic_ns()
-        mark = self._progress.mark()
+    def _mark(self) -> tuple[int, Any]:
         streams = self._streams
-        streams_mark = None if streams is None else streams.mark()
-        try:
-            batch = next_batch(self, super().__next__)
-            if FAULTS is not None:
-                FAULTS.reach("main.return")
-            self._note_times(began_ns)
-            return batch
-        except Exception as error:
-            self._note_no_batch(began_ns, is_end=isinstance(error, StopIteration))
-            raise
-        except BaseException:
-            if self._source.has_delivered:
-                self.close()  # a Ctrl-C: to go on would be to leave out a batch
-                self._progress.go_back(mark)
-                if streams is not None and streams_mark is not None:
-                    streams.go_back(streams_mark)
-            raise
+        return self._progress.mark(), None if streams is None else streams.mark()
 
-    def _note_times(self, began_ns: int) -> None:
-        """Where the time of the batch went that ``next()`` gives."""
+    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - its receipt tells
         ended_ns = time.monotonic_ns()
         source = self._source
         receipt = source.receipt
@@ -271,22 +260,36 @@ class EngineIterator(_BaseDataLoaderIter):
     def _adapt(self, wanted: int) -> None:
         """Have so many workers, and say how many there are (``num_workers="auto"``)."""
 
-    def _note_no_batch(self, began_ns: int, *, is_end: bool) -> None:
-        record = self._record
+    def _loses(self, error: BaseException) -> bool:
+        return self._source.loses(error)
+
+    def _note_raised(self, error: BaseException, began_ns: int) -> None:
+        record, source = self._record, self._source
         record.waited(began_ns, time.monotonic_ns())
-        if is_end:
+        if isinstance(error, StopIteration):
             record.end()
-        elif self._source.receipt is not None:
+        elif source.told == id(error) and source.receipt is not None:
             record.failures += 1
+            self._note_done()
+
+    def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
+        self._progress.go_back(mark[0])
+        if self._streams is not None:
+            self._streams.go_back(mark[1])
+        self._source.give_up(error)
+        self._end_record()
 
     def close(self) -> None:
         """End the workers and free the memory; may be called again."""
         try:
             self._source.close()
         finally:
-            self._finalizer.detach()
-            if hasattr(self, "_record"):
-                self._record.end()
+            self._end_record()
+
+    def _end_record(self) -> None:
+        self._finalizer.detach()
+        if hasattr(self, "_record"):
+            self._record.end()
 
     @property
     def is_closed(self) -> bool:
@@ -317,7 +320,7 @@ class WorkerIterator(EngineIterator):
         demand = Demand(
             loader.num_workers,
             loader.prefetch_factor,
-            lent,
+            loop_holds(has_device=locker is not None, device_prefetch=options.device_prefetch),
             _count_batches(self._index_sampler),
             free_memory(root, control_groups(root)),
             options.root,
@@ -351,6 +354,7 @@ class WorkerIterator(EngineIterator):
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
+            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
             any_worker=loader._any_worker_will_do,
             is_seeded=loader._sample_seed is not None,
             locker=locker,

@@ -28,8 +28,9 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
         """Where the time goes, up to now. At any time, on any thread, also after ``close()``.
 
-        Takes some milliseconds for each worker that lives, to measure its memory. Of what torch's
-        own iterator loads (data pipes, say) nothing is known.
+        Takes some milliseconds for each worker that lives, to measure its memory. Where torch's
+        own iterator loads (data pipes, or a system without memfd and pidfd), only the batches and
+        the waits for them are known.
 
         Args:
             of: "epoch": the newest epoch, running or done. "total": all since the loader was made,

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
@@ -17,6 +18,18 @@ from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.workers.array_datasets import may_be_columns
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.sample_streams import base_seed
+
+
+def begin_by_torch(iterator: Any, loader: Any) -> None:
+    """Do what torch's base class does for a new iterator: it reads the loader, and draws a seed.
+
+    An epoch that goes on had its seed drawn where it began. So torch's global generator is put
+    back: whoever has restored it finds it where it was.
+    """
+    before = torch.get_rng_state() if loader._goes_on and loader.generator is None else None
+    _BaseDataLoaderIter.__init__(iterator, loader)
+    if before is not None:
+        torch.set_rng_state(before)
 
 
 def plan_and_watch(
@@ -32,8 +45,8 @@ def plan_and_watch(
         keep_size,
         loader._may_shard and loader._plan.may_give_lists,
         loader._sample_seed,
-        loader.snapshot_every_n_steps if is_iterable else 0,
-        loader.persistent_workers,
+        _snapshot_interval(loader, is_iterable=is_iterable),
+        bool(loader.persistent_workers),
         loader.fetch_concurrency,
         asks_early=loader._any_worker_will_do,
     )
@@ -46,6 +59,16 @@ def plan_and_watch(
         replaces=callable(loader.on_error),
     )
     return plan, watch
+
+
+def _snapshot_interval(loader: Any, *, is_iterable: bool) -> int:
+    """After how many batches a worker takes its dataset's state; 0 for never.
+
+    A map-style dataset cannot read again what it gave since: it is asked after every batch.
+    """
+    if is_iterable:
+        return loader.snapshot_every_n_steps or 0
+    return 1 if loader._saves_dataset else 0
 
 
 def seed_of_workers(loader: Any, drawn: float) -> float:

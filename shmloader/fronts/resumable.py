@@ -4,20 +4,23 @@ import contextlib
 import copy
 import logging
 import sys
+import warnings
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from shmloader.engine.stream_states import StreamHere, StreamStates
+from shmloader.engine.adapting import Adapter
+from shmloader.engine.stream_here import DatasetHere, StreamHere
+from shmloader.engine.stream_states import StreamStates
 from shmloader.errors import ClosedLoaderError
-from shmloader.fronts.states import VERSION, check_state
-from shmloader.memory.slot import is_supported
+from shmloader.fronts.states import check_state, sealed
+from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.options import LastBatch
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.draws import Draws
-from shmloader.sampling.origin import Origin, describe, size_of_batches
+from shmloader.sampling.origin import Origin, describe, has_own_state, size_of_batches
 from shmloader.sampling.places import PlacedStreams
 from shmloader.sampling.plan import StepPlan, set_epoch_of
 from shmloader.sampling.progress import Progress, numbers_of, runs_of
@@ -25,10 +28,14 @@ from shmloader.sampling.rollover import RolloverBatchSampler
 
 _T_co = TypeVar("_T_co", covariant=True)
 
-UNSUPPORTED = (
-    "shmloader needs Linux 5.3 or newer (memfd and pidfd) for worker processes; this loader runs "
-    "on torch's own workers instead."
-)
+
+def describe_unsupported() -> str:
+    """Why a loader runs on torch's own workers."""
+    return (
+        f"shmloader cannot have worker processes of its own here, since {why_unsupported()}; this "
+        "loader runs on torch's own workers instead."
+    )
+
 
 _log = logging.getLogger("shmloader")
 
@@ -48,6 +55,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     thread_pool: bool
     last_batch: LastBatch | None
+    snapshot_every_n_steps: int | None
+    _adapter: Adapter | None
     _is_closed = False
 
     # Draws in place of torch's samplers, where there is a seed.
@@ -59,13 +68,16 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _progress: Progress
     _draws: Draws | None = None
     _found: dict[str, Any] | None = None
-    _streams: StreamStates | StreamHere | None = None
+    _streams: StreamStates | StreamHere | DatasetHere | None = None
 
     # The next one: its number, and the state that it goes on from. Where the streams of an iterable
     # dataset go on, in the next iterator that is made.
     _next_epoch = 0
     _loaded: dict[str, Any] | None = None
     _resume_streams: StreamStates | None = None
+
+    # Whether the newest epoch was begun elsewhere, and goes on here.
+    _goes_on = False
 
     # Whether the epochs of the run that goes on here were begun by workers that stayed.
     _was_persistent: bool | None = None
@@ -108,6 +120,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _begin_epoch(self) -> None:
         self._settle_epoch()
         loaded, self._loaded = self._loaded, None
+        self._goes_on = loaded is not None and loaded["origin"]["begun"]
         if loaded is None:
             named = self._plan.take_named_epoch() if isinstance(self._plan, StepPlan) else None
             self._epoch = self._next_epoch if named is None else named
@@ -119,6 +132,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._progress = Progress(loaded["position"], numbers_of(loaded.get("ahead", ())))
             self._was_persistent = loaded["persistent"]
             origin = loaded["origin"]
+            self._begin_streams(loaded)
             if origin["begun"]:
                 self._found = origin
                 self._origin.restore_epochs(origin)
@@ -126,7 +140,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 self._found = self._match_base_seed(drawn=origin["base_seed"])
                 if "own" in origin:
                     self._found = {"begun": False, **(self._found or {}), "own": origin["own"]}
-            self._begin_streams(loaded)
         self._next_epoch = self._epoch + 1
         plan = self._plan
         if isinstance(plan, StepPlan):
@@ -134,21 +147,51 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         elif plan is not None:
             plan.epoch = self._epoch
 
+    def _take_back(self, loaded: dict[str, Any] | None) -> None:
+        """The epoch that was to go on from a state has not begun: the state is still to come."""
+        if loaded is not None:
+            self._loaded = loaded
+            self._next_epoch = loaded["epoch"]
+
     def _begin_streams(self, loaded: dict[str, Any]) -> None:
-        """Have a new iterator go on with the streams of an iterable dataset."""
-        if not isinstance(self.dataset, IterableDataset):
+        """Have a new iterator go on with the workers' datasets, where these have places."""
+        if not self._saves_dataset:
             return
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
         if "streams" in loaded:
             self._resume_streams = StreamStates.load(loaded["streams"], self.num_workers)
+            again = sum(place.skip for place in self._resume_streams.places)
+            if again and isinstance(self.dataset, IterableDataset):
+                _log.info(
+                    "epoch %d goes on at batch %d: %d batches that were delivered before are read "
+                    "again and discarded",
+                    self._epoch,
+                    self._progress.position,
+                    again,
+                )
+
+    @property
+    def _saves_dataset(self) -> bool:
+        """Whether a state has the place of each worker's dataset, or its own state."""
+        if isinstance(self.dataset, IterableDataset):
+            return True
+        return has_own_state(self.dataset) and self._can_save_dataset
+
+    @property
+    def _can_save_dataset(self) -> bool:
+        """Whether the own states of a map-style dataset can be saved."""
+        wants = bool(self.snapshot_every_n_steps)
+        return wants and not self.thread_pool and self._adapter is None
 
     @property
     def _origin(self) -> Origin:
         """What the next epoch will come of."""
         plan = self._index_sampler
-        return plan.origin if isinstance(plan, StepPlan) else Origin(plan)
+        if isinstance(plan, StepPlan):
+            return plan.origin
+        return Origin(plan, generator=self.generator)
 
     def _match_base_seed(self, *, drawn: bool) -> dict[str, Any] | None:
         """Have the generator be, when the sampler draws, where it was in the run that goes on here.
@@ -170,9 +213,15 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _begin_draws(self, drawing: Any) -> Any:
         """What an iterator draws, given what ``iter()`` of its index sampler gave."""
-        if isinstance(self.dataset, IterableDataset) or isinstance(self._index_sampler, StepPlan):
+        if isinstance(self._index_sampler, StepPlan):
             return drawing
-        self._draws = Draws(self._index_sampler, drawing, self._progress, self._found)
+        if isinstance(self.dataset, IterableDataset):
+            # The base seed of these workers was drawn by now, and is not the one that counts.
+            self._origin.restore_generators(self._found or {})
+            return drawing
+        self._draws = Draws(
+            self._index_sampler, drawing, self._progress, self._found, self.generator
+        )
         return self._draws
 
     # States ------------------------------------------------------------------------------
@@ -185,7 +234,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
         Returns:
             Plain values, a few hundred bytes and the states of generators, that go through
-            ``json``, ``pickle`` and ``torch.save``, and never change.
+            ``json``, ``pickle`` and ``torch.save``, and never change. Of a dataset that has
+            ``state_dict`` and ``load_state_dict``, with what these gave.
 
         Raises:
             RuntimeError: If torch's own iterator loads: a data pipe, or where there are no
@@ -195,7 +245,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         progress = self._progress
-        state = {"version": VERSION, **self._facts(), "persistent": self.persistent_workers}
+        state = {**self._facts(), "persistent": bool(self.persistent_workers)}
         if self._epoch is None or progress.is_ended:
             self._settle_epoch()
             state |= {"epoch": self._next_epoch, "position": 0}
@@ -205,29 +255,50 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             state["origin"] = self._dump_origin()
             if ahead := progress.ahead:
                 state["ahead"] = runs_of(ahead)
-        return self._with_streams(copy.deepcopy(state))
+        return sealed(self._with_streams(copy.deepcopy(state)))
 
     def _with_streams(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same, and where an iterable dataset's streams are."""
+        """The same, and where the workers' datasets are."""
         streams = self._streams
-        if streams is None or not isinstance(self.dataset, IterableDataset):
+        is_iterable = isinstance(self.dataset, IterableDataset)
+        if has_own_state(self.dataset) and not (is_iterable or self._can_save_dataset):
+            self._warn_of_dataset()
+        if streams is None or not self._saves_dataset:
             return state
         is_mid = self._epoch is not None and not self._progress.is_ended
         lives_on = self.num_workers == 0 or self._iterator is not None
         if is_mid:
             state["streams"] = streams.dump()
-            state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
+            if is_iterable:
+                state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
         elif lives_on:
             ended = StreamStates.load(streams.dump(), self.num_workers)
-            state["streams"] = ended.next_epoch().dump()
+            state["streams"] = ended.next_epoch(is_iterable=is_iterable).dump()
         return state
+
+    def _warn_of_dataset(self) -> None:
+        """Say that a state lacks the map-style dataset's own, unless that is what the user wants.
+
+        Threads share one dataset, which is ahead of what was delivered; with "auto", a state of
+        each worker would ask for as many of them again.
+        """
+        if self.snapshot_every_n_steps:
+            how = "thread_pool=True" if self.thread_pool else 'num_workers="auto"'
+            warnings.warn(
+                f"the dataset has state_dict() and load_state_dict(), but with {how} the loader's "
+                "state does not contain the dataset's: save it yourself, use a fixed number of "
+                "worker processes, or set snapshot_every_n_steps=0 if it need not be saved",
+                stacklevel=4,
+            )
 
     def _dump_origin(self) -> dict[str, Any]:
         """What the newest epoch comes of."""
         plan = self._index_sampler
         if isinstance(plan, StepPlan):
             return plan.dump()
-        return {"begun": True} if self._draws is None else self._draws.dump()
+        if self._draws is None:
+            return {**self._origin.dump(is_begun=False), "begun": True}
+        return self._draws.dump()
 
     def _dump_next_origin(self) -> dict[str, Any]:
         """What the next epoch comes of, as far as that is known."""
@@ -241,7 +312,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             state: What ``state_dict()`` of such a loader returned, in this process or another.
 
         Raises:
-            ValueError: If it does not fit this loader; says what was found and what expected.
+            ValueError: If it does not fit this loader, and says what was found and what
+                expected; or if it is damaged.
             TypeError: If it is no dict.
             ClosedLoaderError: After ``close()``.
         """
@@ -249,17 +321,35 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_closed:
             raise ClosedLoaderError("the loader is closed")
         loaded = copy.deepcopy(check_state(state, self._facts()))
-        if "streams" in loaded:
-            StreamStates.load(loaded["streams"], self.num_workers)  # whether it fits
+        self._check_streams(loaded)
+        if isinstance(self._plan, StepPlan):
+            self._plan.check_position(loaded["position"], loaded["origin"].get("rest", ()))
         self._origin.restore(loaded["origin"])
         self._loaded = loaded
         self._next_epoch = loaded["epoch"]
+
+    def _check_streams(self, loaded: dict[str, Any]) -> None:
+        """Raise ValueError where what it says of the workers' datasets does not fit."""
+        if "streams" in loaded:
+            if not self._saves_dataset:
+                raise ValueError(
+                    "the state contains states of the dataset, which this loader cannot load: its "
+                    "dataset needs state_dict() and load_state_dict(), and the loader worker "
+                    "processes of a fixed number, or none, and snapshot_every_n_steps of 1 or more"
+                )
+            StreamStates.load(loaded["streams"], self.num_workers)  # whether it fits
+        elif self._saves_dataset and loaded["position"]:
+            raise ValueError(
+                f"the state is of batch {loaded['position']}, and lacks the place or the state "
+                "of the dataset; it was saved by a loader whose dataset had no state_dict(), or "
+                'with snapshot_every_n_steps=0, thread_pool=True or num_workers="auto"'
+            )
 
     def _check_has_state(self) -> None:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
         if self.num_workers and not self.thread_pool and not is_supported():
-            raise RuntimeError(f"{UNSUPPORTED} It has no state_dict().")
+            raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
 
     def _facts(self) -> dict[str, Any]:
         """What a state and its loader must have in common."""

@@ -9,6 +9,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, 
 
 from shmloader.fronts.dataloader import DataLoader
 from shmloader.options import LastBatch, Options, check_last_batch
+from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
@@ -204,7 +205,7 @@ def _check_dataset(dataset: object) -> None:
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:
-    for found in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for found in (sampler, batch_sampler, probe(batch_sampler, "sampler")):
         if isinstance(found, DistributedSampler) or is_cut_for_ranks(found):
             raise ValueError(
                 f"{type(found).__name__} gives a part of the samples to each rank, and "

@@ -1,10 +1,24 @@
 """The form of a loader's state, and whether a state fits a loader."""
 
+import json
 import reprlib
+import zlib
 from typing import Any
 
-#: Of the form. A state of another version is refused.
-VERSION = 1
+from shmloader.workers.fingerprint import fingerprint
+
+#: Version of the form. Version 1 had no checksum, and is read as well.
+VERSION = 2
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = 200
+_short = _shortener.repr
+
+# Most batches that may have been delivered ahead of one that is late.
+_MOST_AHEAD = 100_000_000
+
+# Longest epoch number, position and so on: what is larger is no count of batches.
+_LARGEST = 1 << 53
 
 # What a state and the loader that takes it must have in common.
 _FACTS = {
@@ -16,6 +30,30 @@ _FACTS = {
 }
 
 _OTHERS = {"epoch", "position", "origin", "persistent"}
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with its version, and a checksum by which damage is found when it is loaded."""
+    state = {"version": VERSION, **state}
+    return {**state, "checksum": _checksum(state)}
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    """Of all that JSON can write; of the rest, in what users' ``state_dict()`` gave, the types."""
+    plain = {key: value for key, value in state.items() if key != "checksum"}
+    return zlib.crc32(_text_of(plain).encode())
+
+
+def _text_of(value: Any) -> str:
+    """The same text before and after JSON, in which tuples are lists and all keys are texts."""
+    if isinstance(value, dict):
+        items = sorted((str(key), _text_of(inner)) for key, inner in value.items())
+        return str(items)
+    if isinstance(value, list | tuple):
+        return str([_text_of(inner) for inner in value])
+    if value is None or isinstance(value, bool | int | float | str):
+        return json.dumps(value)
+    return f"{type(value).__qualname__} {fingerprint(value)}"
 
 
 def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +68,7 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: If it is no dict.
-        ValueError: If it is no loader's state, of another version, or does not fit.
+        ValueError: If it is no loader's state, of another version, damaged, or does not fit.
     """
     if not isinstance(state, dict):
         raise TypeError(
@@ -42,13 +80,20 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
             "the state is not one of a shmloader loader: it has "
             f"{', '.join(map(repr, state)) or 'nothing'}"
         )
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise ValueError(
-            f"the state is of version {version!r}, and this release of shmloader reads version "
-            f"{VERSION}"
+            f"the state is of version {_short(version)}, and this release of shmloader reads "
+            f"versions up to {VERSION}"
         )
+    if version == 1 and "streams" in state:
+        raise ValueError(
+            "the state of an iterable dataset is of version 1, which did not save what its workers "
+            "were seeded from, so that samples would be lost: begin the epoch anew"
+        )
+    if version != 1 and not _is_whole(state):
+        raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
     wrong = [
-        f"{name}: {state[key]!r} found, {facts[key]!r} expected"
+        f"{name}: {_short(state[key])} found, {facts[key]!r} expected"
         for key, name in _FACTS.items()
         if state[key] != facts[key]
     ]
@@ -59,17 +104,26 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def _is_whole(state: dict[str, Any]) -> bool:
+    try:
+        return bool(_checksum(state) == state.get("checksum"))
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
 def _is_sound(state: dict[str, Any]) -> bool:
     origin = state["origin"]
     return (
         all(map(_is_number, (state["epoch"], state["position"])))
         and isinstance(state.get("ahead", []), list)
         and all(map(_is_run, state.get("ahead", [])))
+        and sum(last - first for first, last in state.get("ahead", [])) <= _MOST_AHEAD
         and isinstance(state["persistent"], bool)
         and isinstance(origin, dict)
         and isinstance(origin.get("begun"), bool)
+        and type(origin.get("seed", 0)) is int
         and all(isinstance(origin.get(name, []), list) for name in ("generators", "epochs", "rest"))
-        and isinstance(origin.get("base_seed", origin["begun"]), bool)
+        and isinstance(origin.get("base_seed", origin["begun"] or None), bool)
     )
 
 
@@ -83,4 +137,4 @@ def _is_run(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and 0 <= value <= _LARGEST

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shmloader.memory.flat import COPY_OUT_BYTES, private_memory
+from shmloader.memory.lease import hold
 from shmloader.memory.slot import Slot, align
 
 
@@ -175,5 +176,7 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
             parts.append(memoryview(home).cast("B")[offset : offset + nbytes])
         else:
             flat = torch.frombuffer(home, dtype=torch.uint8, count=nbytes, offset=offset)
-            parts.append(Part(flat.untyped_storage(), span.first_byte))
+            storage = flat.untyped_storage()
+            hold(storage, home)
+            parts.append(Part(storage, span.first_byte))
     return parts

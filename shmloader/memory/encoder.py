@@ -25,6 +25,7 @@ from shmloader.memory.codec import (
     rebuild_typed_storage,
 )
 from shmloader.memory.slot_writer import SlotWriter
+from shmloader.probing import probe
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -335,4 +336,4 @@ def _children(value: object) -> Iterable[tuple[str, object]]:
         return [(f"[{key!r}]", child) for key, child in value.items()]
     if isinstance(value, list | tuple):
         return [(f"[{index}]", child) for index, child in enumerate(value)]
-    return [(f".{name}", child) for name, child in getattr(value, "__dict__", {}).items()]
+    return [(f".{name}", child) for name, child in probe(value, "__dict__", {}).items()]

@@ -10,6 +10,8 @@ many small fields the calls cost more than the bytes.
 Everything else goes the general way (:mod:`shmloader.memory.codec`).
 """
 
+import ctypes
+import functools
 import math
 import operator
 from dataclasses import dataclass
@@ -18,15 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.memory.lease import hold
 from shmloader.memory.slot import ALIGNMENT, Slot, align
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
 COPY_OUT_BYTES = 64 * 1024
-
-# torch computes on several threads from so many elements on (at::internal::GRAIN_SIZE). They spin
-# when they are done, on cores that the workers need.
-_PARALLEL_ELEMENTS = 32_768
 
 #: Containers of a flat batch.
 BARE, LIST, DICT = 0, 1, 2
@@ -84,12 +83,22 @@ def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One group as the reader needs it."""
+    """One group as the reader needs it.
+
+    Attributes:
+        group: The group.
+        is_lendable: Whether it is one field that is large enough to be lent.
+        strides: Of a field, in elements.
+        numpy_dtype: NumPy's name for the dtype; None if it has none.
+        memory_type: The ctypes array type of memory for a copy of a small field; None for a
+            large one.
+    """
 
     group: Group
     is_lendable: bool
     strides: tuple[int, ...]
     numpy_dtype: "np.dtype | None"
+    memory_type: Any
 
 
 class FlatReader:
@@ -118,7 +127,7 @@ class FlatReader:
         """
         owner, sources = slot.views
         if owner is not self:
-            sources = [_make_source(slot, piece.group) for piece in self._pieces]
+            sources = [_make_source(slot, piece) for piece in self._pieces]
             slot.views = (self, sources)
         if self._container == BARE and not self._shards:
             return _take(self._pieces[0], sources[0], lease)
@@ -158,10 +167,17 @@ def private_memory(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return whole[first : first + nbytes]
 
 
-def _make_source(slot: Slot, group: Group) -> torch.Tensor:
-    """A field of a group by itself; with several, a dimension for them."""
+def _make_source(slot: Slot, piece: _Piece) -> Any:
+    """A field of a group by itself; with several, a first dimension for them.
+
+    An array where NumPy has the dtype, since it copies small ones in less time; else a tensor.
+    """
+    group = piece.group
     source = group_tensor(slot, group, len(group.positions), by_field=True)
-    return source[0] if len(group.positions) == 1 else source
+    if len(group.positions) == 1:
+        source = source[0]
+    # NumPy's strides are other than torch's where there are no elements.
+    return source if piece.numpy_dtype is None or source.numel() == 0 else source.numpy()
 
 
 def _make_piece(group: Group) -> _Piece:
@@ -180,32 +196,69 @@ def _make_piece(group: Group) -> _Piece:
         len(group.positions) == 1 and row_bytes > COPY_OUT_BYTES,
         tuple(strides),
         numpy_dtype,
+        None if row_bytes > COPY_OUT_BYTES else _memory_type(row_bytes + ALIGNMENT),
     )
 
 
-def _take(piece: _Piece, source: torch.Tensor, lease: Any) -> torch.Tensor:
+def _memory_type(nbytes: int) -> Any:
+    """A ctypes array type of at least so many bytes, and hardly more."""
+    step = 1 << max(6, nbytes.bit_length() - 3)
+    return _array_type(-(-nbytes // step) * step)
+
+
+@functools.cache
+def _array_type(nbytes: int) -> Any:
+    """One for each of some hundred sizes: ctypes takes long to make a type."""
+    return ctypes.c_char * nbytes
+
+
+def _take(piece: _Piece, source: Any, lease: Any) -> torch.Tensor:
+    """A field as the user gets it: a view of the lease, or a copy."""
+    if lease is not None and piece.is_lendable:
+        return _make_view(piece, lease, piece.group.offset)
+    return _copy_out(piece, source)
+
+
+def _copy_out(piece: _Piece, source: Any) -> torch.Tensor:
+    """A copy of a field in aligned memory of its own."""
+    if not piece.is_lendable and type(source) is np.ndarray:
+        # Most fields are labels and their like: half of the time that the general way takes.
+        memory = piece.memory_type()
+        first = -ctypes.addressof(memory) % ALIGNMENT
+        copied = np.ndarray(source.shape, source.dtype, memory, first)
+        copied[...] = source
+        tensor = torch.from_numpy(copied)
+        hold(tensor.untyped_storage(), memory)
+        return tensor
+    tensor = torch.as_tensor(source)
+    if tensor.numel() == 0:
+        return tensor.clone()
+    # NumPy copies on one thread; torch's threads would spin on cores that the workers need.
+    home = private_memory(tensor.nbytes)
+    np.copyto(home, tensor.view(-1).view(torch.uint8).numpy())
+    return _make_view(piece, home, 0)
+
+
+def _make_view(piece: _Piece, home: Any, offset: int) -> torch.Tensor:
+    """A tensor over a field's memory, which is not a view of another tensor, as with torch."""
     group = piece.group
-    home, offset = lease, group.offset
-    if lease is None or not piece.is_lendable:
-        if source.numel() < _PARALLEL_ELEMENTS:
-            return source.clone()
-        home, offset = private_memory(source.numel() * group.dtype.itemsize), 0
-        np.copyto(home, source.view(-1).view(torch.uint8).numpy())
     if piece.numpy_dtype is not None:
-        # A third of what the torch functions below take. Neither is a view of another tensor,
-        # as torch's loader has it.
+        # A third of what the torch functions below take.
         array = np.ndarray(group.shape, piece.numpy_dtype, home, offset)
-        return torch.from_numpy(array)
-    count = math.prod(group.shape)
-    flat = torch.frombuffer(home, dtype=group.dtype, count=count, offset=offset)
-    whole = torch.empty(0, dtype=group.dtype, device="cpu")
-    return whole.set_(flat.untyped_storage(), 0, group.shape, piece.strides)
+        tensor = torch.from_numpy(array)
+    else:
+        count = math.prod(group.shape)
+        flat = torch.frombuffer(home, dtype=group.dtype, count=count, offset=offset)
+        tensor = torch.empty(0, dtype=group.dtype, device="cpu")
+        tensor.set_(flat.untyped_storage(), 0, group.shape, piece.strides)
+    hold(tensor.untyped_storage(), home)
+    return tensor
 
 
-def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
+def _take_all(piece: _Piece, source: Any) -> list[torch.Tensor]:
     """Copy all fields of a group out by one copy; each gets a storage of its own."""
-    if piece.numpy_dtype is None or source.numel() == 0:
-        return [row.clone() for row in source]
+    if type(source) is torch.Tensor:
+        return [_copy_out(piece, row) for row in source]
     rows = source.shape[0]
     row_bytes = math.prod(piece.group.shape) * piece.group.dtype.itemsize
     padded = align(row_bytes)
@@ -213,8 +266,11 @@ def _take_all(piece: _Piece, source: torch.Tensor) -> list[torch.Tensor]:
     item = piece.group.dtype.itemsize
     strides = (padded, *(stride * item for stride in piece.strides))
     copied = np.ndarray((rows, *piece.group.shape), piece.numpy_dtype, block, strides=strides)
-    np.copyto(copied, source.numpy())
-    return list(map(torch.from_numpy, copied))
+    np.copyto(copied, source)
+    tensors = list(map(torch.from_numpy, copied))
+    for tensor in tensors:
+        hold(tensor.untyped_storage(), block)
+    return tensors
 
 
 class ShardLayouts:

@@ -4,6 +4,9 @@ A lease is a ctypes array over the slot. torch and numpy keep it alive for as lo
 storage or array made from it lives: slices, ``.numpy()``, ``.detach()``, DLPack capsules and
 autograd's saved tensors included. It must not be an ndarray subclass: numpy replaces the
 base of a view by the base's base, and the slot would come back while it is read.
+
+What keeps the lease alive must be more than a storage's pointer, since torch can replace that
+pointer while views of the old memory are still in use; see :func:`hold`.
 """
 
 import collections
@@ -31,6 +34,23 @@ os.register_at_fork(before=_Forks.one_more, after_in_parent=_Forks.one_more)
 
 # No count of forks.
 _NEVER = -1
+
+
+def hold(storage: Any, memory: object) -> None:
+    """Keep memory alive for as long as a storage that began with it lives.
+
+    Sharing a tensor with other processes (``share_memory_()``, a queue of
+    ``torch.multiprocessing``) copies its storage and replaces the storage's pointer, which drops
+    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made
+    before that still point there. All of them keep the storage alive, so the storage has to
+    keep the memory alive. torch preserves a storage's Python object, attributes included, for as
+    long as the storage itself lives.
+
+    Args:
+        storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.
+        memory: The lease, or the private memory that the batch was copied to.
+    """
+    storage._shmloader_memory = memory
 
 
 class LeaseBook:

@@ -1,10 +1,12 @@
 """What the system says of memory: how much is free for this process, and who was killed for it.
 
-Reads files of ``/proc`` and of the control groups, and nothing else. A file that is missing, not
-to be read, or not as expected sets no limit.
+Reads files of ``/proc`` and of the control groups, and this process's limits. A file that is
+missing, not to be read, or not as expected sets no limit.
 """
 
 import contextlib
+import mmap
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -206,6 +208,46 @@ def oom_kills(groups: tuple[ControlGroup, ...]) -> int | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class AddressSpace:
+    """The addresses that this process may use: memory that is mapped, whether it has pages or not.
+
+    Attributes:
+        limit_bytes: The most there may be (``ulimit -v``); None: no limit.
+        used_bytes: How much is used; None: not known.
+    """
+
+    limit_bytes: int | None
+    used_bytes: int | None
+
+    def describe(self) -> str:
+        """The limit and the use, in words."""
+        limit = "no limit" if self.limit_bytes is None else format_bytes(self.limit_bytes)
+        used = "" if self.used_bytes is None else f"; {format_bytes(self.used_bytes)} are used"
+        return f"{limit} (`ulimit -v`{used})"
+
+
+def soft_limit(kind: int) -> int | None:
+    """A limit of this process; None if there is none, or none is told.
+
+    Args:
+        kind: One of :mod:`resource`, such as ``RLIMIT_AS``.
+    """
+    try:
+        soft, _ = resource.getrlimit(kind)
+    except OSError:  # a sandbox
+        return None
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def address_space() -> AddressSpace:
+    """The address space of this process."""
+    used = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    return AddressSpace(soft_limit(resource.RLIMIT_AS), used)
+
+
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()
@@ -221,3 +263,14 @@ def _numbers(path: Path) -> dict[str, int]:
         if len(words) > 1 and words[1].isdecimal():
             found[words[0].rstrip(":")] = int(words[1])
     return found
+
+
+def format_bytes(nbytes: int) -> str:
+    """A number of bytes in few digits: "77.1 MB"."""
+    value = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        # What would be rounded up to 1000.0 is 1.0 of the next unit.
+        if value < 999.95:  # noqa: PLR2004
+            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -10,10 +10,11 @@ Two things are asked at a growth:
   in steps, with a look before each step. Others may grow at the same time, workers of this loader
   or of another: a step takes but this worker's part of what is free. So nothing is refused only
   because others might have grown, too, and what all of them take together is there.
-* Do all slots of the loader fit, if they become as large? That needs to know what a batch
-  usually takes, so it is asked from a worker's second batch on, of the smallest so far: a first
-  batch ten times as large as the others raises no alarm. And it is asked only where it is known
-  that so many batches will come.
+* Do all slots that a plain loop needs fit, if they become as large? That needs to know what a
+  batch usually takes, so it is asked from a worker's second batch on, of the smallest so far: a
+  first batch ten times as large as the others raises no alarm. And it is asked only where it is
+  known that so many batches will come. Slots for batches that are kept for longer are not counted:
+  whether there is memory for one is asked when it is needed.
 """
 
 import math
@@ -21,7 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.limits import ControlGroup, Free, control_groups, free_memory
+from shmloader.memory.limits import (
+    ControlGroup,
+    Free,
+    control_groups,
+    format_bytes,
+    free_memory,
+)
 from shmloader.memory.slot import Slot
 
 #: Never taken for slots: what others may touch between our look and our pages. Page tables, for
@@ -43,7 +50,7 @@ class Demand:
     Attributes:
         worker_count: Its workers.
         prefetch_factor: Batches in flight for each.
-        lend_limit: Batches lent at once.
+        loop_holds: Batches lent at once in a plain loop. More may be lent, if there is memory.
         batch_count: Batches of an epoch, where that is known for sure.
         free_at_start: What was free before it touched anything.
         root: Where ``proc`` and ``sys`` are.
@@ -52,7 +59,7 @@ class Demand:
 
     worker_count: int
     prefetch_factor: int
-    lend_limit: int
+    loop_holds: int
     batch_count: int | None = None
     free_at_start: Free | None = None
     root: str = "/"
@@ -60,14 +67,14 @@ class Demand:
 
     @property
     def slot_count(self) -> int:
-        """Slots that may come to be used at once."""
+        """Slots that a plain loop uses at once."""
         if self.batch_count is None:
             return self._most_slots
         return min(self._most_slots, self.batch_count)
 
     @property
     def _most_slots(self) -> int:
-        return (self.window or self.prefetch_factor * self.worker_count) + self.lend_limit
+        return (self.window or self.prefetch_factor * self.worker_count) + self.loop_holds
 
     def describe(self, slot_bytes: int) -> str:
         """The arithmetic, for slots of so many bytes."""
@@ -77,7 +84,7 @@ class Demand:
             window = f"prefetch_factor {self.prefetch_factor} * num_workers {self.worker_count}"
             if self.window is not None:
                 window = f"prefetch {self.window}"
-            why = f"{window} + {self.lend_limit} lent"
+            why = f"{window} + {self.loop_holds} in use"
         return (
             f"{self.slot_count} slots ({why}) × {format_bytes(slot_bytes)} = "
             f"{format_bytes(self.slot_count * slot_bytes)} of shared memory"
@@ -93,10 +100,26 @@ class Room:
         self._groups: tuple[ControlGroup, ...] | None = None
         self._smallest_batch = math.inf
         self._most_free = _less_reserve(demand.free_at_start)
+        #: Whether, as a slot grew last, less was free than all workers may come to take.
+        self.is_tight = False
 
     def note_batch(self, used_bytes: int) -> None:
         """A batch of this process is complete."""
         self._smallest_batch = min(self._smallest_batch, used_bytes)
+
+    def is_short(self, present_bytes: int, slot_bytes: int) -> bool:
+        """Whether slots had better not keep their pages while they wait for a batch.
+
+        Args:
+            present_bytes: What all slots have now.
+            slot_bytes: What each may come to need. A worker needs as much besides, for samples.
+        """
+        demand = self._demand
+        more = (demand.slot_count + demand.worker_count) * slot_bytes - present_bytes
+        if more <= RESERVE_BYTES:
+            return False
+        free = self._look()
+        return free is not None and more > free.nbytes
 
     def grow(self, slot: Slot, backed: int, end: int) -> int:
         """Get a slot the pages up to ``end``, or say that there is no memory for them.
@@ -115,6 +138,7 @@ class Room:
         free = self._look()
         if free is None:
             return end
+        self.is_tight = free.nbytes < self._demand.worker_count * end
         self._check_all_slots(free, end)
         position = backed
         while end - position <= free.nbytes:
@@ -128,8 +152,8 @@ class Room:
             if position == end:
                 return self._round_up(free, end)
             free = self._look() or free
-        slot.give_back(backed)
-        free = Free(free.nbytes + position - backed, free.limit)
+        if slot.give_back(backed):
+            free = Free(free.nbytes + position - backed, free.limit)
         raise SharedMemoryError(self._describe_growth(free, backed, end))
 
     def _look(self) -> Free | None:
@@ -163,7 +187,7 @@ class Room:
         return (
             f"a batch needs {format_bytes(end)} or more of shared memory, "
             f"{format_bytes(end - backed)} more than its slot has, but {_describe_free(free)}. "
-            f"The loader may come to use {self._demand.describe(end)}: {_REMEDY}"
+            f"The loader needs {self._demand.describe(end)}: {_REMEDY}"
         )
 
 
@@ -177,14 +201,3 @@ def _less_reserve(free: Free | None) -> Free | None:
 def _describe_free(free: Free) -> str:
     reserve = format_bytes(RESERVE_BYTES)
     return f"{format_bytes(free.nbytes)} is free ({free.limit}; {reserve} is kept in reserve)"
-
-
-def format_bytes(nbytes: int) -> str:
-    """A number of bytes in few digits: "77.1 MB"."""
-    value = float(nbytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        # What would be rounded up to 1000.0 is 1.0 of the next unit.
-        if value < 999.95:  # noqa: PLR2004
-            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
-        value /= 1000
-    return f"{value:.1f} TB"

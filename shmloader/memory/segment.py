@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.room import format_bytes
+from shmloader.memory.limits import control_groups, format_bytes, free_memory
 from shmloader.memory.slot import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS, align
 
 # fcntl's, <linux/fcntl.h>.

@@ -5,18 +5,19 @@ found by the reference count of the task's array (``is_kept``), and the slot is 
 filled again.
 """
 
+import contextlib
 import ctypes
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.room import Room
-from shmloader.memory.slot import Slot, align
+from shmloader.memory.slot import Slot, align, describe_most
 
 # References to the task's array when nobody but the writer holds it: the attribute, and the
 # argument of getrefcount.
@@ -33,24 +34,36 @@ class SlotWriter:
 
     Args:
         room: Asked before a slot's memory is touched for the first time; None: nobody is asked.
+        slots: Gives all slots that this process has mapped. Those that are not written to may be
+            unmapped where there is no address space for the one that is.
     """
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(
+        self, room: Room | None = None, slots: Callable[[], Iterable[Slot]] = tuple
+    ) -> None:
         self._room = room
+        self._slots = slots
         self._slot: Slot | None = None
         self._backed = 0
         self._rewound = 0
         self._array: ctypes.Array[ctypes.c_char] | None = None
+        # Those of the mappings that the slot had before in this task, and where they begin.
+        self._older: list[tuple[ctypes.Array[ctypes.c_char], int]] = []
         self._used = 0
+        # What the last task needed, and this one may need as well.
+        self._usual = 0
         self._thread = 0
         self.is_offered = False
 
     def open(self, slot: Slot, *, is_offered: bool = False, touched_bytes: int = 0) -> None:
         """Begin a task: the slot is empty now, and so much of it has been touched before."""
+        slot.shorten(touched_bytes)
         self._slot = slot
         self._backed = touched_bytes
         self._rewound = 0
         self._array = None
+        self._older.clear()
+        self._usual = self._used
         self._used = 0
         self._thread = threading.get_ident()
         self.is_offered = is_offered
@@ -72,6 +85,15 @@ class SlotWriter:
         """Whether this thread may have memory. One of the user's own outlives the task."""
         return self.is_offered and threading.get_ident() == self._thread
 
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Offer no memory of the slot inside of this: for batches that are not to be kept."""
+        thread, self._thread = self._thread, 0
+        try:
+            yield
+        finally:
+            self._thread = thread
+
     @property
     def used_bytes(self) -> int:
         """Bytes handed out so far, counted from the slot's start."""
@@ -84,17 +106,21 @@ class SlotWriter:
 
     def has_place(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether a tensor fits what is left of the slot's share."""
-        return self._used + math.prod(shape) * dtype.itemsize <= self.slot.nbytes
+        return self._used + math.prod(shape) * dtype.itemsize <= self.slot.most_bytes
 
     def is_kept(self) -> bool:
         """Whether anybody holds memory that was handed out as a tensor since ``open``."""
-        return self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES
+        if self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES:
+            return True
+        older = self._older
+        return any(sys.getrefcount(older[n][0]) > _OWN_REFERENCES for n in range(len(older)))
 
     def close(self) -> None:
         """End the task."""
         self.is_offered = False
         self._slot = None
         self._array = None
+        self._older.clear()
 
     def allocate(self, nbytes: int) -> int:
         """Take the next ``nbytes``.
@@ -108,17 +134,25 @@ class SlotWriter:
         start = self._used
         slot = self.slot
         end = start + nbytes
-        if end > slot.nbytes:
+        if end > slot.most_bytes:
             raise SharedMemoryError(
                 f"a batch needs {end} bytes or more of shared memory, and its slot may "
-                f"have {slot.nbytes}: raise shm_size, which is cut into equal shares for "
-                "prefetch_factor * num_workers slots and those that may be lent, or lower "
-                "batch_size, num_workers or prefetch_factor."
+                f"have {slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size, "
+                "num_workers or prefetch_factor."
             )
+        if end > slot.nbytes:
+            self._map(slot, end)
         if end > self._backed and self._room is not None:
             self._backed = self._room.grow(slot, self._backed, end)
         self._used = align(end)
         return start
+
+    def _map(self, slot: Slot, end: int) -> None:
+        """Map the slot up to ``end``, and as far as it is likely to be filled."""
+        if self._array is not None:
+            self._older.append((self._array, slot.address))
+            self._array = None
+        slot.reach(end, likely=max(self._backed, self._usual), others=self._slots())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor in the slot, its values not set; a storage of its own.
@@ -164,7 +198,12 @@ class SlotWriter:
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in the slot these bytes lie already; None if they lie elsewhere."""
-        offset = address - self.slot.address
-        if offset >= 0 and offset + nbytes <= self._used:
+        slot = self.slot
+        offset = address - slot.address
+        if offset >= 0 and offset + nbytes <= min(self._used, slot.nbytes):
             return offset
+        for array, start in self._older:
+            offset = address - start
+            if offset >= 0 and offset + nbytes <= len(array):
+                return offset
         return None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.sampling.index_arrays import as_list
@@ -39,6 +40,7 @@ class Draws(Iterator[Any]):
         drawing: What ``iter()`` of it gave.
         progress: How far the epoch has come; it begins, or goes on, there.
         found: What :meth:`dump` gave of it; None for a new epoch.
+        generator: The loader's.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class Draws(Iterator[Any]):
         drawing: Iterator[Any],
         progress: Progress,
         found: dict[str, Any] | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         self._index_sampler = index_sampler
         self._drawing = drawing
         self._progress = progress
-        self._origin = Origin(index_sampler)
+        self._origin = Origin(index_sampler, generator=generator)
         self._found = found
         self._number = self._begun_at = progress.position
         self._given = progress.ahead
@@ -171,14 +174,17 @@ class Draws(Iterator[Any]):
         return self._drawing
 
     def _sequential_from(self, position: int) -> Iterator[Any] | None:
-        """torch's own in order, at no cost."""
+        """The rest of torch's own order in order, at no cost; None for any other order."""
         outer = self._index_sampler
-        if type(outer) is SequentialSampler:
+        inner = outer.sampler if type(outer) is BatchSampler else outer
+        if type(inner) is not SequentialSampler:
+            return None
+        if position > len(outer):
+            raise self._too_few(position, len(outer))
+        if inner is outer:
             return iter(range(position, len(outer)))
-        if type(outer) is BatchSampler and type(outer.sampler) is SequentialSampler:
-            rest = range(position * outer.batch_size, len(outer.sampler))
-            return iter(BatchSampler(rest, outer.batch_size, outer.drop_last))
-        return None
+        rest = range(position * outer.batch_size, len(inner))
+        return iter(BatchSampler(rest, outer.batch_size, outer.drop_last))
 
     def _pass_over(self, count: int, position: int) -> None:
         """Draw batches that were given, and see whether they are the same.
@@ -192,10 +198,7 @@ class Draws(Iterator[Any]):
         last = list(islice(self._drawing, 1))
         kind = describe(self._index_sampler)
         if not last:
-            raise ValueError(
-                f"the state does not fit: it is of batch {position} of an epoch, and {kind} gives "
-                f"only {passed} batches"
-            )
+            raise self._too_few(position, passed)
         expected, got = self._last_sum, _checksum(last[0])
         if expected is not None and got is not None and expected != got:
             raise ValueError(
@@ -204,6 +207,12 @@ class Draws(Iterator[Any]):
                 "iterated for the same epoch (seed it, or give it a generator=, a set_epoch(), or "
                 "state_dict() and load_state_dict())"
             )
+
+    def _too_few(self, position: int, count: int) -> ValueError:
+        return ValueError(
+            f"the state does not fit: it is of batch {position} of an epoch, and "
+            f"{describe(self._index_sampler)} gives only {count} batches"
+        )
 
     def _note_own_state(self) -> None:
         self._own_states.append((self._number, own_state(self._stateful)))

@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.probing import probe
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.interval import IntervalSampler
 from shmloader.sampling.rollover import RolloverBatchSampler
@@ -48,7 +49,7 @@ def chain(index_sampler: object) -> list[Any]:
     found: list[Any] = []
     while index_sampler is not None and len(found) < _LONGEST_CHAIN:
         found.append(index_sampler)
-        index_sampler = getattr(index_sampler, "sampler", None)
+        index_sampler = probe(index_sampler, "sampler")
     return found
 
 
@@ -100,13 +101,19 @@ class Origin:
     Args:
         index_sampler: What a loader draws: a sampler or a batch sampler; None for an order of ours.
         carrier: Has the ``rest`` that the epoch before has left over, if anything does.
+        generator: The loader's, which the workers' base seed is drawn from at each epoch.
 
     Attributes:
         streams: The process's streams that an epoch may come of, by name.
         stateful: Which of the samplers has a state of its own; None if none has.
     """
 
-    def __init__(self, index_sampler: object, carrier: Any = None) -> None:
+    def __init__(
+        self,
+        index_sampler: object,
+        carrier: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
         self._chain = chain(index_sampler)
         self._is_known = are_known(index_sampler)
         self._carrier = carrier
@@ -114,11 +121,13 @@ class Origin:
             self._carrier = index_sampler
         self._generators: list[torch.Generator] = []
         for sampler in self._chain:
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator) and generator not in self._generators:
-                self._generators.append(generator)
+            own = probe(sampler, "generator")
+            if isinstance(own, torch.Generator) and own not in self._generators:
+                self._generators.append(own)
+        # A sampler's own may be the loader's, and is saved once.
+        self._loaders = None if generator in self._generators else generator
         self._counting = [
-            sampler for sampler in self._chain if callable(getattr(sampler, "set_epoch", None))
+            sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))
         ]
         # It asks the process for a seed, and draws the rest from that.
         self._seeding = [
@@ -148,7 +157,9 @@ class Origin:
         found: dict[str, Any] = {"begun": is_begun}
         if self._generators:
             found["generators"] = [dump_generator(generator) for generator in self._generators]
-        epochs = [getattr(sampler, "epoch", None) for sampler in self._counting]
+        if self._loaders is not None:
+            found["generator"] = dump_generator(self._loaders)
+        epochs = [probe(sampler, "epoch") for sampler in self._counting]
         if any(isinstance(epoch, int) for epoch in epochs):
             found["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
         if self._carrier is not None:
@@ -175,6 +186,11 @@ class Origin:
                 "the state does not fit this loader (generators of its samplers: "
                 f"{count} found, {len(self._generators)} expected)"
             )
+        if "generator" in found and self._loaders is None:
+            raise ValueError(
+                "the state does not fit this loader: it contains the state of the loader's "
+                "generator, and this loader has none (generator=)"
+            )
         self.restore_generators(found)
         self.restore_epochs(found)
         if self._carrier is not None:
@@ -188,9 +204,11 @@ class Origin:
             self.stateful.load_state_dict(copy.deepcopy(found["own"]))
 
     def restore_generators(self, found: dict[str, Any]) -> None:
-        """Set the samplers' generators."""
+        """Set the samplers' generators, and the loader's."""
         for generator, state in zip(self._generators, found.get("generators", ()), strict=False):
             load_generator(generator, state)
+        if self._loaders is not None and "generator" in found:
+            load_generator(self._loaders, found["generator"])
 
     def restore_epochs(self, found: dict[str, Any]) -> None:
         """Have the samplers count from there."""
@@ -248,4 +266,4 @@ def not_over(items: Iterator[Any], sampler: Any) -> Iterator[Any]:
 
 def has_own_state(sampler: object) -> bool:
     """Whether it can save its state, and go on from it."""
-    return all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
+    return all(callable(probe(sampler, name)) for name in ("state_dict", "load_state_dict"))

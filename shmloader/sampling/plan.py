@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from shmloader.probing import probe
 from shmloader.sampling.origin import (
     Origin,
     are_known,
@@ -171,6 +172,22 @@ class StepPlan(Sampler[list[Any]]):
             "seed": self._seed,
         }
 
+    def check_position(self, position: int, rest: Sized) -> None:
+        """Raise ValueError for a position past the end of an epoch, where that is known at once.
+
+        Args:
+            position: With how many steps the user is done.
+            rest: What the epoch before had left over.
+        """
+        if self._items is not None:
+            return  # the user's sampler is found to end too early
+        # Of the rank that has the most steps: the state may be another rank's.
+        most = -(-(self._item_count() + len(rest)) // self._cut.global_count)
+        if position > most:
+            raise ValueError(
+                f"the state does not fit: it is of batch {position}, and an epoch has {most}"
+            )
+
     @property
     def origin(self) -> Origin:
         """What the next epoch will come of, beside its number."""
@@ -277,8 +294,8 @@ def is_sharded(step: object) -> bool:
 
 def set_epoch_of(sampler: object, epoch: int) -> None:
     """Tell a sampler, or the one in a batch sampler, which epoch comes, if it counts epochs."""
-    for told in (sampler, getattr(sampler, "sampler", None)):
-        set_epoch = getattr(told, "set_epoch", None)
+    for told in (sampler, probe(sampler, "sampler")):
+        set_epoch = probe(told, "set_epoch")
         if callable(set_epoch):
             set_epoch(epoch)
             return
@@ -286,9 +303,9 @@ def set_epoch_of(sampler: object, epoch: int) -> None:
 
 def epoch_of(sampler: object) -> int | None:
     """The epoch that a sampler, or the one in a batch sampler, says it was told."""
-    for told in (sampler, getattr(sampler, "sampler", None)):
-        if callable(getattr(told, "set_epoch", None)):
-            epoch = getattr(told, "epoch", None)
+    for told in (sampler, probe(sampler, "sampler")):
+        if callable(probe(told, "set_epoch")):
+            epoch = probe(told, "epoch")
             return epoch if type(epoch) is int and epoch >= 0 else None
     return None
 

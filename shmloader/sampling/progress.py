@@ -43,8 +43,8 @@ class Progress:
         if number == self.position:
             self._go_on_at(number + 1)
         else:
+            self._added.append(number)  # first: an interruption may come in between
             self._ahead.add(number)
-            self._added.append(number)
 
     def done_until(self, seq: int) -> None:
         """All tickets up to the one that was drawn as number ``seq`` are done."""
@@ -63,8 +63,8 @@ class Progress:
 
     def _take(self, number: int) -> None:
         if number in self._ahead:
-            self._ahead.remove(number)
             self._removed.append(number)
+            self._ahead.remove(number)
 
     def _number(self, seq: int) -> int:
         """The number in the epoch of a ticket that was drawn since it went on."""

@@ -9,6 +9,7 @@ import os
 
 import torch.distributed
 
+from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
 
@@ -81,5 +82,5 @@ def is_cut_for_ranks(sampler: object) -> bool:
 
     So torch's ``DistributedSampler`` (``num_replicas`` and ``rank``) and others of its kind.
     """
-    count = getattr(sampler, "num_replicas", getattr(sampler, "world_size", 1))
-    return hasattr(sampler, "rank") and isinstance(count, int) and count > 1
+    count = probe(sampler, "num_replicas", probe(sampler, "world_size", 1))
+    return probe(sampler, "rank") is not None and isinstance(count, int) and count > 1

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DistributedSampler
 
+from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.origin import are_known
@@ -87,7 +88,7 @@ class ShardedSampler(EpochSampler[Any]):
 
 
 def _check_sampler(sampler: object) -> None:
-    for found in (sampler, getattr(sampler, "sampler", None)):
+    for found in (sampler, probe(sampler, "sampler")):
         if isinstance(found, DistributedSampler) or is_cut_for_ranks(found):
             raise ValueError(
                 f"{type(found).__name__} gives a part of the samples to each rank, and "

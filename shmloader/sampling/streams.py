@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.interruptions import is_interruption
+
 
 class Streams:
     """Global random streams that depend on the arguments alone.
@@ -79,14 +81,20 @@ def load_generator(generator: torch.Generator, text: str) -> None:
         state = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
         generator.set_state(torch.from_numpy(state.copy()))
     except (ValueError, TypeError, RuntimeError) as error:
+        if is_interruption(error):
+            raise
         raise ValueError(f"a generator's state in it cannot be read: {error}") from error
 
 
-def dump_streams(names: Iterable[str]) -> dict[str, Any]:
-    """The states of global streams, as plain values.
+#: The process's global random number generators: random, numpy.random and torch's for the CPU.
+GLOBAL_STREAMS = ("torch", "numpy", "python")
+
+
+def dump_streams(names: Iterable[str] = GLOBAL_STREAMS) -> dict[str, Any]:
+    """The states of global generators, as plain values; 13 KB for all of them.
 
     Args:
-        names: Which of ``"torch"``, ``"numpy"`` and ``"python"``.
+        names: Which of :data:`GLOBAL_STREAMS`.
     """
     found: dict[str, Any] = {}
     if "torch" in names:
@@ -108,11 +116,15 @@ def _plain(number: Any) -> int | float:
     return float(number) if isinstance(number, float) else int(number)
 
 
-@contextlib.contextmanager
-def streams_set(found: dict[str, Any]) -> Iterator[None]:
-    """Have the global streams in these states; afterwards the process's own are back."""
-    own = _states()
+def load_streams(found: dict[str, Any]) -> None:
+    """Set the process's global generators to what :func:`dump_streams` gave.
+
+    Raises:
+        ValueError: If a state cannot be read.
+    """
     try:
+        if not isinstance(found, dict):
+            raise TypeError(f"{type(found).__name__} in place of a dict")
         if "torch" in found:
             load_generator(torch.default_generator, found["torch"])
         if "numpy" in found:
@@ -123,6 +135,15 @@ def streams_set(found: dict[str, Any]) -> Iterator[None]:
             version, text, gauss = found["python"]
             numbers = np.frombuffer(base64.b64decode(text), dtype=np.uint32).tolist()
             random.setstate((version, tuple(numbers), gauss))
+    except (TypeError, ValueError, LookupError, OverflowError, AttributeError) as error:
+        if is_interruption(error):
+            raise
+        raise ValueError(f"the state of a random number generator is damaged: {error}") from error
+
+
+@contextlib.contextmanager
+def streams_set(found: dict[str, Any]) -> Iterator[None]:
+    """Have the global generators in these states; afterwards the process's own are back."""
+    with kept():
+        load_streams(found)
         yield
-    finally:
-        _set_states(own)

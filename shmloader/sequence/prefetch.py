@@ -167,10 +167,13 @@ def prefetch(
     if start_hook is not None and not callable(start_hook):
         raise TypeError(f"start_hook should be callable, but got start_hook={start_hook!r}")
     count = whole_number(nworkers, "nworkers", minimum=0) or len(os.sched_getaffinity(0))
+    window = whole_number(max_buffered, "max_buffered", minimum=1)
+    count = min(count, window)  # more would find nothing to do
     return _Prefetched(
         seq,
-        whole_number(max_buffered, "max_buffered", minimum=1),
+        window,
         num_workers=count,
+        prefetch_factor=window // count,  # for torch's workers, where ours are not supported
         thread_pool=method == "thread",
         worker_init_fn=None if start_hook is None else _Hook(start_hook),
         shm_size=shm_size,

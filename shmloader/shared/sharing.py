@@ -20,7 +20,8 @@ from shmloader.memory.codec import Part, rebuild_tensor
 from shmloader.memory.encoder import Parts, is_plain
 from shmloader.memory.outside import Outside, storage_at, write_parts
 from shmloader.memory.segment import Segment, SegmentWriter
-from shmloader.memory.slot import is_supported
+from shmloader.memory.slot import is_supported, why_unsupported
+from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
 from shmloader.shared.attributes import attributes_of
 from shmloader.shared.mappings import SharedDict, stable_hash, write_index
@@ -73,7 +74,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     if not walk.has_found:
         return obj
     if not is_supported():
-        raise RuntimeError("share() needs memfd, which Linux has from 5.3 on")
+        raise RuntimeError(f"share() cannot be had here, since {why_unsupported()}")
     with SegmentWriter() as writer:
         build = _write(walk, writer, writable=writable)
         segment = writer.finish()
@@ -298,7 +299,7 @@ def _tuple_like(value: Any, inner: list[Any]) -> Any:
         made = tuple.__new__(type(value), inner)
     except TypeError:  # a structseq: a class written in C that tells names from places
         return type(value)(inner)
-    if hasattr(value, "__dict__"):
+    if probe(value, "__dict__") is not None:
         made.__dict__.update(value.__dict__)
     return made
 

@@ -1,69 +1,48 @@
 """Copies batches from their slots to a device, ahead of the user.
 
 The copy is asynchronous: it reads the slot after the call has returned. So each batch's views of
-its slot are held here until the event after its copy is done; when they are dropped, the lease
+its slot are held here until the event after its copy is over; when they are dropped, the lease
 dies, and the slot may be filled again. The user is never handed a view of such a slot: a copy of
 the user's own would be one of which nobody knows when it is done. Objects of types that we cannot
 look into are copied to memory of their own first, and so are arrays.
+
+How a tensor gets there:
+    * A large tensor in a page-locked slot is copied from the slot.
+    * All small tensors of a batch are put into one block of torch's pinned memory, and cross in one
+      copy. On the device, each is a part of that block.
+    * Any other tensor is copied to torch's pinned memory first.
 """
 
 import collections
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from shmloader.memory.slot import Slot
-from shmloader.stages.structure import map_tensors, tensors_of
+from shmloader.probing import probe
+from shmloader.stages.backend import Backend, Event
+from shmloader.stages.drivers import relax_this_thread
+from shmloader.stages.exchange import StageBrokenError
+from shmloader.stages.page_locks import PageLocks
+from shmloader.stages.pin import is_small, parts_of, pin_together
+from shmloader.stages.structure import map_tensors, tensors_in, tensors_of
 
-
-class Event(Protocol):
-    """Comes after what was put on a stream before it."""
-
-    def query(self) -> bool:
-        """Whether all that has been done."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-
-class Backend(Protocol):
-    """A kind of device."""
-
-    def start(self) -> None:
-        """Make the device this thread's own."""
-
-    def lock(self, slot: Slot, nbytes: int) -> None:
-        """Page-lock a slot's first ``nbytes``, if that is not done or refused. Nobody copies it."""
-
-    def unlock(self, slot: Slot) -> None:
-        """Undo it, once no copy reads the slot."""
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """What is done inside is done on our stream."""
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device; asynchronous where its memory is page-locked."""
-
-    def move(self, batch: Any) -> Any:
-        """Copy an object that has a ``to`` of its own to the device, by that."""
-
-    def record(self) -> Event:
-        """An event on our stream."""
-
-    def await_here(self, event: Event) -> None:
-        """Let the calling thread's current stream wait for an event."""
-
-    def use_here(self, tensor: torch.Tensor) -> None:
-        """Note that the calling thread's current stream uses a tensor of our stream."""
-
-    def synchronize(self) -> None:
-        """Wait for all copies."""
+# When a batch is copied to the device, the user's work on all batches but these last ones is done:
+# the one that the user is taking now, and the one in use.
+_MOST_IN_WORK = 2
 
 
 class _Copied(NamedTuple):
+    """A batch on the device.
+
+    Attributes:
+        batch: The batch.
+        tensors: One tensor of each storage.
+        event: When it is ready.
+    """
+
     batch: Any
     tensors: list[torch.Tensor]
     event: Event
@@ -78,6 +57,7 @@ class DeviceStage:
 
     Args:
         backend: The device.
+        locks: The page locks of the slots.
         ahead: See above; at least 1.
         transform: Called with each batch on the device, on the thread and its stream.
     """
@@ -86,12 +66,18 @@ class DeviceStage:
     kind = "device"
 
     def __init__(
-        self, backend: Backend, ahead: int, transform: Callable[[Any], Any] | None = None
+        self,
+        backend: Backend,
+        locks: PageLocks,
+        ahead: int,
+        transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.ahead: int | None = ahead
         self._backend = backend
+        self._locks = locks
         self._transform = transform
-        # What is being copied, oldest first: the batch's views of its slot, until the event.
+        # What is being copied, oldest first: the batch's views of its slot, until the event. With
+        # the tensors themselves, since a container of the user's may be changed while it is mapped.
         self._reading: collections.deque[tuple[Event, object]] = collections.deque()
         self._most_reading = ahead + 1
 
@@ -99,43 +85,141 @@ class DeviceStage:
         """Begin, on the thread."""
         torch.multiprocessing._set_thread_name(self.name[:15])
         torch.set_num_threads(1)
-        self._backend.start()
+        # Once before, because the stream may be made while a graph is captured, and once after,
+        # because the first call has no effect if the device was not initialized yet.
+        relax_this_thread(self._backend.device.type)
+        self._backend.enter()
+        relax_this_thread(self._backend.device.type)
 
     def run(self, batch: object) -> _Copied:
-        """Start the batch's copy; returns at once where its memory is page-locked."""
+        """Start the batch's copy; returns at once where its memory is page-locked or pinned.
+
+        Raises:
+            StageBrokenError: If the device has failed for good.
+        """
+        try:
+            return self._run(batch)
+        except Exception as error:
+            del batch  # a traceback keeps this frame, which must not keep the slot
+            self._raise_if_lost(error)
+            raise
+
+    def _run(self, batch: object) -> _Copied:
+        self._wait_for_turn()
+        self._backend.enter()
+        held = (batch, list(tensors_of(batch)))
+        try:
+            copied = self._copy(batch)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the slot
+            raise
+        finally:
+            # Even where a part failed: others may be under way.
+            event = self._backend.record()
+            self._reading.append((event, held))
+            del batch, held  # as above
+        if self._transform is not None:
+            copied = self._transform(copied)
+            event = self._backend.record()
+        return _Copied(copied, list(self._storages(copied)), event)
+
+    def _wait_for_turn(self) -> None:
+        """Wait until there is room for one more batch, in the slots and on the device."""
         reading = self._reading
         while reading and reading[0][0].query():
             reading.popleft()
         while len(reading) >= self._most_reading:
             reading[0][0].synchronize()
             reading.popleft()
-        with self._backend.stream():
-            try:
-                copied = map_tensors(self._backend.copy, batch, self._copy_other)
-            finally:
-                # Even where a part failed: others may be under way.
-                event = self._backend.record()
-                reading.append((event, batch))
-                del batch  # an exception's traceback holds this frame, and must not hold the slot
-            if self._transform is not None:
-                copied = self._transform(copied)
-                event = self._backend.record()
-        return _Copied(copied, tensors_of(copied), event)
+        # Without this, batches pile up on the device if the training loop never waits for it.
+        self._backend.wait_for_user(_MOST_IN_WORK)
+
+    def _copy(self, batch: object) -> Any:
+        small = []
+        if self._backend.can_pin:
+            small = [tensor for tensor in tensors_in(batch) if is_small(tensor)]
+        together = self._copy_together(small) if small else iter(())
+        there = {id(tensor) for tensor in small}
+
+        def copy_one(tensor: torch.Tensor) -> torch.Tensor:
+            return next(together) if id(tensor) in there else self._copy_alone(tensor)
+
+        return map_tensors(copy_one, batch, self._copy_other)
+
+    def _copy_together(self, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Copies of small tensors, all by one; parts of one block."""
+        return parts_of(self._backend.copy(pin_together(tensors)), tensors)
+
+    def _copy_alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._backend.can_pin and tensor.is_cpu and tensor.layout is torch.strided:
+            if not _is_dense(tensor):
+                tensor = tensor.contiguous()
+            if not self._locks.cover(tensor):
+                tensor = tensor.pin_memory()
+        return self._backend.copy(tensor)
 
     def _copy_other(self, part: Any) -> Any:
         """Of what is no tensor, nor holds any that we know of."""
         own = copy.deepcopy(part)
-        return self._backend.move(own) if callable(getattr(own, "to", None)) else own
+        return self._backend.move(own) if callable(probe(own, "to")) else own
+
+    def _storages(self, batch: Any) -> Iterator[torch.Tensor]:
+        """One tensor of each storage that a batch has on devices of this kind."""
+        seen = set()
+        for tensor in tensors_of(batch):
+            for part in _parts(tensor):
+                if part.device.type == self._backend.device.type and part.nbytes:
+                    storage = part.untyped_storage().data_ptr()
+                    if storage not in seen:
+                        seen.add(storage)
+                        yield part
 
     def hand_over(self, result: _Copied) -> object:
-        """Give the batch to the user, whose current stream waits for it."""
-        self._backend.await_here(result.event)
-        for tensor in result.tensors:
-            self._backend.use_here(tensor)
+        """Give the batch to the user, whose current stream waits for it.
+
+        Raises:
+            StageBrokenError: If the device has failed for good.
+        """
+        try:
+            self._backend.hand_over(result.event, result.tensors)
+        except Exception as error:
+            self._raise_if_lost(error)
+            raise
         return result.batch
 
+    def _raise_if_lost(self, error: Exception) -> None:
+        if self._backend.check():
+            return
+        traceback.clear_frames(error.__traceback__)  # they may hold the slot
+        raise StageBrokenError(
+            f"{self._backend.device} takes no more batches, since it reports an error that lasts: "
+            f"{error}"
+        ) from error
+
     def close(self) -> None:
-        """Wait for the copies under way, and let go of their slots."""
+        """Wait for the copies under way, and let go of their slots. Raises nothing."""
         if self._reading:
-            self._backend.synchronize()
+            self._backend.check()
             self._reading.clear()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one piece of memory without gaps, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's memory: itself, unless it is made of others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor] if tensor.layout is torch.strided else []

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from shmloader.stages.device import Backend, DeviceStage
+from shmloader.stages.backend import Backend
+from shmloader.stages.device import DeviceStage
+from shmloader.stages.page_locks import PageLocks
 from shmloader.stages.structure import map_tensors
 
 
@@ -42,6 +44,7 @@ class DevicesStage:
 
     Args:
         backends: The devices; None for the CPU.
+        locks: The page locks of the slots.
         ahead: See above; at least 1.
         transform: Called with each batch on its device, on the thread and the device's stream.
     """
@@ -52,12 +55,15 @@ class DevicesStage:
     def __init__(
         self,
         backends: Sequence[Backend | None],
+        locks: PageLocks,
         ahead: int,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.ahead: int | None = ahead
         self._stages = [
-            HostStage(transform) if backend is None else DeviceStage(backend, ahead, transform)
+            HostStage(transform)
+            if backend is None
+            else DeviceStage(backend, locks, ahead, transform)
             for backend in backends
         ]
 
@@ -68,7 +74,13 @@ class DevicesStage:
 
     def run(self, batch: Any) -> list[Any]:
         """Start the copies of a step: a list of at most as many batches as there are devices."""
-        return [stage.run(part) for stage, part in zip(self._stages, batch, strict=False)]
+        results, part = [], None
+        try:
+            for stage, part in zip(self._stages, batch, strict=False):
+                results.append(stage.run(part))
+        finally:
+            del batch, part  # a traceback keeps this frame, which must not keep the slot
+        return results
 
     def hand_over(self, result: list[Any]) -> object:
         """Give the batches to the user, whose current stream on each device waits for its own."""

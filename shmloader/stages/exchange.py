@@ -45,6 +45,10 @@ class Raised:
     receipt: Receipt | None = None
 
 
+class StageBrokenError(RuntimeError):
+    """The stage can handle no further batch, so the iterator ends."""
+
+
 class Wish(enum.Enum):
     """What the engine's thread asks for without waiting."""
 

@@ -15,6 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from shmloader.memory.flat import COPY_OUT_BYTES
 from shmloader.memory.slot import align
+from shmloader.stages.drivers import relax_this_thread
 
 
 def pin_batch(batch: object, device: str | None) -> object:
@@ -30,11 +31,11 @@ def pin_batch(batch: object, device: str | None) -> object:
     small = list(_small_tensors(batch))
     if not small:
         return pin_memory(batch, device)
-    pinned = iter(_pin_together(small))
+    pinned = parts_of(pin_together(small), small)
 
     def rebuild(part: Any) -> Any:
         if type(part) is torch.Tensor:
-            return next(pinned) if _is_small(part) else part.pin_memory()
+            return next(pinned) if is_small(part) else part.pin_memory()
         if type(part) is dict:
             return {key: rebuild(value) for key, value in part.items()}
         if type(part) is list:
@@ -49,7 +50,7 @@ def pin_batch(batch: object, device: str | None) -> object:
 def _small_tensors(part: Any) -> Iterator[torch.Tensor]:
     """Those that are to share a block: in Python's own containers, however deep, in order."""
     if type(part) is torch.Tensor:
-        if _is_small(part):
+        if is_small(part):
             yield part
     elif type(part) is dict:
         for value in part.values():
@@ -59,8 +60,11 @@ def _small_tensors(part: Any) -> Iterator[torch.Tensor]:
             yield from _small_tensors(item)
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    return 0 < tensor.nbytes <= COPY_OUT_BYTES and _is_plain(tensor)
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is to share a block with others of its batch."""
+    return (
+        type(tensor) is torch.Tensor and _is_plain(tensor) and 0 < tensor.nbytes <= COPY_OUT_BYTES
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -69,27 +73,31 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.requires_grad
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
 
 
-def _pin_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that are views of one block."""
-    block = _pinned_block(sum(align(tensor.nbytes) for tensor in tensors))
-    pinned = []
+def pin_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy small tensors into one block of page-locked memory, which is returned."""
+    nbytes = sum(align(tensor.nbytes) for tensor in tensors)
+    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    for part, tensor in zip(parts_of(block, tensors), tensors, strict=True):
+        part.copy_(tensor)
+    return block
+
+
+def parts_of(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that :func:`pin_together` put into a block, or into what is a copy of it."""
     start = 0
     for tensor in tensors:
-        place = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
-        pinned.append(place)
+        part = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        # To autograd no view of the block: one part may be changed in place where another one is
+        # kept for the backward pass.
+        yield part.data
         start += align(tensor.nbytes)
-    return pinned
-
-
-def _pinned_block(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes > 0)
 
 
 class PinStage:
@@ -118,6 +126,8 @@ class PinStage:
         torch.set_num_threads(1)
         torch.multiprocessing._set_thread_name(self.name)
         torch.accelerator.set_device_index(self._index)
+        # Pinned memory is made here, also while the user's thread captures a graph.
+        relax_this_thread(self._device or "cuda")
 
     def run(self, batch: object) -> object:
         """The batch in page-locked memory; its slot is free when we drop what we were given.

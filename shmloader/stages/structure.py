@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from shmloader.interruptions import is_interruption
+from shmloader.probing import probe
+
 # What holds no memory of a slot, and is the same for ever.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -41,6 +44,22 @@ def map_tensors(
     return walk(batch)
 
 
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors that :func:`map_tensors` calls its function with, in that order."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, collections.abc.Mapping):
+        for part in batch.values():
+            yield from tensors_in(part)
+    elif (
+        isinstance(batch, collections.abc.Sequence)
+        and not isinstance(batch, _ATOMS)
+        and not _moves_itself(batch)
+    ):
+        for part in batch:
+            yield from tensors_in(part)
+
+
 def _map_mapping(walk: Callable[[Any], Any], batch: Any) -> Any:
     mapped = {key: walk(value) for key, value in batch.items()}
     try:
@@ -49,18 +68,20 @@ def _map_mapping(walk: Callable[[Any], Any], batch: Any) -> Any:
             clone.update(mapped)
             return clone
         return type(batch)(mapped)
-    except TypeError:
+    except TypeError as error:
+        if is_interruption(error):
+            raise
         return mapped
 
 
 def _moves_itself(part: Any) -> bool:
-    return hasattr(part, "_fields") and hasattr(part, "to")
+    return probe(part, "_fields") is not None and probe(part, "to") is not None
 
 
 def _map_sequence(walk: Callable[[Any], Any], batch: Any) -> Any:
     mapped = [walk(part) for part in batch]
     if isinstance(batch, tuple):
-        return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
+        return type(batch)(*mapped) if probe(batch, "_fields") is not None else type(batch)(mapped)
     try:
         if isinstance(batch, collections.abc.MutableSequence):
             clone = copy.copy(batch)
@@ -68,7 +89,9 @@ def _map_sequence(walk: Callable[[Any], Any], batch: Any) -> Any:
                 clone[place] = part
             return clone
         return type(batch)(mapped)
-    except TypeError:
+    except TypeError as error:
+        if is_interruption(error):
+            raise
         return mapped
 
 
@@ -92,9 +115,9 @@ def _find(part: Any, seen: _Seen) -> Iterator[torch.Tensor]:
         yield from _find_in(part.values(), seen)
     elif isinstance(part, collections.abc.Sequence | collections.abc.Set):
         yield from _find_in(part, seen)
-    yield from _find_in(getattr(part, "__dict__", {}).values(), seen)
+    yield from _find_in(probe(part, "__dict__", {}).values(), seen)
     names = [name for kind in type(part).__mro__ for name in _slot_names(kind)]
-    yield from _find_in([getattr(part, name, None) for name in names], seen)
+    yield from _find_in([probe(part, name) for name in names], seen)
 
 
 def _slot_names(kind: type) -> tuple[str, ...]:

@@ -1,9 +1,15 @@
-"""Which device batches are to arrive on, and how they get there."""
+"""Which devices batches are to arrive on, and how they get there.
+
+Nothing here initializes a device: workers forked after that could not use it.
+"""
+
+import os
+from collections.abc import Sequence
 
 import torch
 
-from shmloader.stages.cuda import CudaBackend, OtherBackend
-from shmloader.stages.device import Backend
+from shmloader.stages.backend import open_backend
+from shmloader.stages.page_locks import PageLocks
 
 
 def parse_device(value: object) -> torch.device | None:
@@ -44,13 +50,24 @@ def parse_device(value: object) -> torch.device | None:
     if device.type == "cpu":
         return None
     _check_present(device)
-    if device.type == "cuda":
-        return torch.device("cuda", torch._utils._get_device_index(device, optional=True))
+    index: int | None = device.index
+    if index is None and device.type != "mps":
+        return torch.device(device.type, current_index(device.type))
     return device
 
 
+def current_index(kind: str) -> int:
+    """The index of the current device of a kind, for the calling thread."""
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", lambda: True)
+    if not is_initialized():
+        return 0  # selecting another device initializes it
+    return torch.accelerator.current_device_index()
+
+
 def _accelerator_kind() -> str | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 
 
@@ -61,17 +78,40 @@ def _check_present(device: torch.device) -> None:
                 f"device='{device}' needs CUDA, and this torch ({torch.__version__}) was built "
                 "without it"
             )
-        if not torch.cuda.is_available():
+        # Not is_available(), which calls the driver.
+        count = torch.cuda.device_count()
+        if count == 0:
             raise RuntimeError(
                 f"device='{device}' needs CUDA, and torch finds no usable GPU or driver here"
             )
-        count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise RuntimeError(f"device='{device}' is not there: this machine has {count} GPUs")
     elif device.type != _accelerator_kind():
         raise RuntimeError(f"device='{device}' is not there: torch finds no {device.type} device")
+    elif (device.index or 0) >= (count := torch.accelerator.device_count()):
+        raise RuntimeError(
+            f"device='{device}' is not there: this machine has {count} {device.type} devices"
+        )
 
 
-def open_backend(device: torch.device) -> Backend:
-    """What copies batches to a device."""
-    return CudaBackend(device) if device.type == "cuda" else OtherBackend(device)
+class Destination:
+    """Where a loader's batches go. All iterators of a loader share it.
+
+    Attributes:
+        backends: One for each device; None for the CPU.
+        locks: The page locks of slots, for all of them.
+
+    Args:
+        devices: As :func:`parse_device` gives them; at least one is not the CPU.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | None]) -> None:
+        backends = {device: open_backend(device) for device in devices if device is not None}
+        self.backends = [None if device is None else backends[device] for device in devices]
+        self.locks = PageLocks(list(backends.values()))
+        self._devices = tuple(devices)
+        self._pid = os.getpid()
+
+    def is_of(self, devices: Sequence[torch.device | None]) -> bool:
+        """Whether it is for these devices, and this process made it."""
+        return self._devices == tuple(devices) and self._pid == os.getpid()

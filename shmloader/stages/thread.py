@@ -29,7 +29,17 @@ from shmloader.engine.base import EngineBase, Receipt
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
-from shmloader.stages.exchange import Call, Raised, Ready, Result, Results, Room, Wish
+from shmloader.interruptions import is_interruption
+from shmloader.stages.exchange import (
+    Call,
+    Raised,
+    Ready,
+    Result,
+    Results,
+    Room,
+    StageBrokenError,
+    Wish,
+)
 from shmloader.workers.finishing import finish
 from shmloader.workers.parking import Parkable, may_wait_here
 
@@ -179,7 +189,7 @@ class _Thread(Parkable):
             # Else it would end the epoch, in silence.
             return Raised(_explained(error), False, receipt)
         except BaseException as error:  # noqa: BLE001 - as above
-            return Raised(error, False, receipt)
+            return Raised(error, isinstance(error, StageBrokenError), receipt)
         finally:
             del batch  # who keeps the exception keeps this frame, and must not keep the slot
 
@@ -307,10 +317,10 @@ class StageThread:
         self._left_ns = 0
         # Drawn in this epoch, less those that were answered.
         self._tickets_out = 0
-        # Whether an interruption now may lose a batch, or a ticket.
-        self._is_taking = False
-        #: As :attr:`EngineBase.has_delivered`.
-        self.has_delivered = False
+        #: As :attr:`EngineBase.in_transit`.
+        self.in_transit = False
+        #: As :attr:`EngineBase.told`.
+        self.told = 0
         #: As :attr:`EngineBase.receipt`.
         self.receipt: Receipt | None = None
         #: Of the batch that was given last: see :class:`Ready`.
@@ -346,7 +356,8 @@ class StageThread:
 
     def next_batch(self) -> object:
         """The next batch; see :meth:`EngineBase.next_batch`."""
-        self.has_delivered = False
+        self.in_transit = False
+        self.told = 0
         self.receipt = None  # that of the last call is told once
         thread = self.running.thread
         if thread is None:
@@ -359,20 +370,28 @@ class StageThread:
         while True:
             # Interrupted here, nothing is lost.
             result = self._wait_for_result(thread, deadline)
-            self._is_taking = True
             try:
+                self.in_transit = True
                 if isinstance(result, Ready | Raised):
                     batch = self._take(thread, result)
-                    self.has_delivered = True
                     self._left_ns = time.monotonic_ns()
                     return batch
                 self._serve(thread, result)
-            except BaseException:
+                self.in_transit = False
+            except BaseException as error:
                 del result  # an exception's traceback holds this frame
-                if self._is_taking:
-                    # A Ctrl-C has come in between: a batch is lost, or a ticket.
-                    self.close()
+                if self.loses(error):
+                    self.give_up(error)
                 raise
+
+    def loses(self, error: BaseException) -> bool:
+        """See :meth:`EngineBase.loses`."""
+        return self.in_transit and self.told != id(error)
+
+    def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
+        """See :meth:`EngineBase.give_up`."""
+        self._engine.note_interruption(error, in_sampler=in_sampler)
+        self.close()
 
     def _serve(self, thread: _Thread, wish: Wish | Call) -> None:
         """Do what the thread asks for."""
@@ -384,7 +403,7 @@ class StageThread:
 
     def _take(self, thread: _Thread, result: Ready | Raised) -> object:
         if isinstance(result, Raised) and result.is_last:
-            self._is_taking = False
+            self.in_transit = False
             self._raise_last(result.error)
         thread.results.drop_first()
         if thread.room is not None:
@@ -396,8 +415,8 @@ class StageThread:
         if isinstance(result, Ready):
             self.staged = result.staged
             return self._stage.hand_over(result.result)
-        self._is_taking = False
         error = result.error
+        self.told = id(error)
         try:
             raise error
         finally:
@@ -418,6 +437,7 @@ class StageThread:
         while (result := results.first) is None:
             # Looked at after each ring: by now the one who closes may have done all there is to do.
             if thread.is_stopping:
+                self._engine.check_open()
                 raise ClosedLoaderError("the iterator is closed")
             self._check_process()
             left = None if deadline is None else deadline - time.monotonic()
@@ -450,13 +470,15 @@ class StageThread:
             thread.inbox.end(self._wake)
             return False
         except BaseException as error:
+            if is_interruption(error):
+                self.give_up(error, in_sampler=True)
+                raise
+            # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
             if self._tickets_out == 0:
                 thread.inbox.end(self._wake)
             else:
                 thread.wake()
-            if isinstance(error, Exception):
-                # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
-                self._is_taking = False
+            self.told = id(error)
             raise
         self._tickets_out += 1
         thread.inbox.put(indices, self._wake)

@@ -91,7 +91,8 @@ class Record:
 
     Attributes:
         epoch: Its number; None for several.
-        kind: What loads: "processes", "threads" or "in-process".
+        kind: What loads: "processes", "threads", "in-process", "torch" (its own iterator), or
+            "other" (a loader that is not ours).
         worker_count: How many workers.
         keeps_workers: Whether they live on for the next epoch.
         lane: Which of the iterators that are at work at a time: 0, where there is but one.

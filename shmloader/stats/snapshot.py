@@ -157,7 +157,8 @@ class LoaderStats:
         epoch: Number of the epoch; None for all of them.
         epochs: Epochs that were begun, if this is of all of them; else 1, or 0 before the first.
         is_over: Whether the epoch has come to its end, or was given up.
-        kind: What loads: "processes", "threads", "in-process"; "" before the first epoch.
+        kind: What loads: "processes", "threads", "in-process" or "torch" (its own iterator); ""
+            before the first epoch.
         num_workers: How many of these.
         persistent_workers: Whether they live on for the next epoch.
         batches: Handed over.

@@ -62,6 +62,7 @@ def _headline(stats: Any) -> str:
         "processes": counted(stats.num_workers, "worker process", "worker processes"),
         "threads": counted(stats.num_workers, "worker thread"),
         "in-process": "loaded in-process",
+        "torch": f"torch's own iterator, {counted(stats.num_workers, 'worker')}",
         "other": f"another loader, {counted(stats.num_workers, 'worker')}",
     }[stats.kind]
     cores = f", {counted(stats.machine.cores, 'core')}" if stats.machine.cores else ""

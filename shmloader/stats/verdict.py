@@ -138,6 +138,11 @@ def _who_is_to_blame(seen: Evidence) -> tuple[Finding, str]:
             f"{seconds(seen.startup_s)} of {seconds(seen.waited_s)} of waiting was for first "
             f"batches: {remedy} a dataset that is lighter to start with spares more."
         )
+    if seen.kind == "torch":
+        return Finding.OTHER_LOADER, (
+            "what it does meanwhile is not known: torch's own iterator loads, since the dataset is "
+            "a data pipe, or this system has no memfd or pidfd."
+        )
     if seen.kind == "other":
         return Finding.OTHER_LOADER, (
             "what it does meanwhile is not known: it is none of shmloader's, which would say."

@@ -22,6 +22,13 @@ _M_MMAP_THRESHOLD = -3
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
+def give_freed_memory_back() -> None:
+    """Have ``malloc`` give the kernel what is free now, where memory is short."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def keep_freed_memory() -> None:
     """Have this process's ``malloc`` keep what is freed, for what is asked for next.
 

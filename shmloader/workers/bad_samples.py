@@ -12,6 +12,7 @@ import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.workers.remote_error import RemoteError
 
 #: Failures that are listed, the newest; the rest is counted. A report carries no more either,
@@ -55,7 +56,7 @@ class BadSample:
         data, text, error = values
         index: object = text
         if data is not None:
-            with contextlib.suppress(Exception):  # reading a key of the user's own may raise
+            with Suppressed(Exception):  # reading a key of the user's own may raise
                 index = pickle.loads(data)
         return cls(index, RemoteError.loads(error))
 
@@ -114,7 +115,9 @@ def describe_index(index: object) -> str:
     """A key in a few characters, whatever its ``repr`` does."""
     try:
         text = reprlib.repr(index)
-    except Exception:  # noqa: BLE001 - the user's own
+    except Exception as error:
+        if is_interruption(error):
+            raise
         text = f"<{type(index).__name__}>"
     return text[:_INDEX_CHARACTERS]
 

@@ -8,6 +8,8 @@ import math
 import threading
 import time
 
+from shmloader.interruptions import is_interruption
+
 #: Seconds that a wait sleeps at most before it looks for signals. Python's handlers run between
 #: two instructions of Python: a Ctrl-C that comes after the last one and before the system call
 #: interrupts nothing, and would be heard only when the wait is over.
@@ -23,10 +25,11 @@ class Bell:
 
     def ring(self) -> None:
         """Have the one that waits go on; from any thread."""
-        try:  # noqa: SIM105 - once or twice a batch
+        try:
             self._silence.release()
-        except RuntimeError:
-            pass  # it rings already
+        except RuntimeError as error:  # it rings already
+            if is_interruption(error):
+                raise
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has rung, or for a time."""

@@ -188,9 +188,11 @@ class Board:
 
     def _close(self, name: str) -> None:
         fd = getattr(self, name)
+        # Forgotten first: closed twice, after an interruption or in a child that another thread
+        # forks meanwhile, it might be somebody else's.
+        setattr(self, name, -1)
         if fd >= 0:
             os.close(fd)
-            setattr(self, name, -1)
 
 
 def _frames(text: str, thread: int) -> str:
@@ -212,7 +214,10 @@ class Line:
         self._thread = threading.get_ident()
         self._idle_ns = self._vitals_ns = self._memory_ns = time.monotonic_ns()
         self._pss_bytes = -1
-        faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
+        try:
+            faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
+        except OSError:  # a sandbox refuses it a stack of its own: no stack is told
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
         self.note(Phase.GETTING_READY)
 

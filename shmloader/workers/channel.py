@@ -6,6 +6,7 @@ letting others run in between, before they sleep. Two workers on two cores: 256 
 floats a batch, 1.15 to 1.2 times the batches; 114 small tensors, 1.04 to 1.07 times.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,5 +29,6 @@ def receive_soon(receive: Callable[..., Any], *arguments: object) -> Any:
         try:
             return receive(*arguments)
         except BlockingIOError:
-            os.sched_yield()
+            with contextlib.suppress(OSError):  # a sandbox
+                os.sched_yield()
     return None

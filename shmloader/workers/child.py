@@ -30,7 +30,7 @@ from shmloader.memory.debug import checksum
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout, ShardLayouts
 from shmloader.memory.room import Demand, Room
-from shmloader.memory.slot import Slot
+from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
     INLINE_BYTES,
@@ -52,7 +52,8 @@ from shmloader.messages import (
     pack,
     unpack,
 )
-from shmloader.workers.allocator import keep_freed_memory
+from shmloader.sampling.streams import dump_streams, load_streams
+from shmloader.workers.allocator import give_freed_memory_back, keep_freed_memory
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.asking import NextTask
 from shmloader.workers.board import MEMORY_IDLE_MS, Board, Line, Phase, WorkerBoard
@@ -64,6 +65,7 @@ from shmloader.workers.fetch import (
     Together,
     TolerantFetcher,
 )
+from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.lifeline import Lifeline, WorkerLifeline
 from shmloader.workers.payload import receive_payload
@@ -72,14 +74,17 @@ from shmloader.workers.sample_streams import SampleStreams, loading
 from shmloader.workers.seeding import seed_worker
 from shmloader.workers.stopwatch import Stopwatch
 from shmloader.workers.stream import (
+    Beginning,
+    Place,
     Saved,
     dump_here,
     load_dataset,
     load_iterator,
-    pass_over,
     read,
+    replay,
     save,
     save_dataset,
+    take_fingerprints,
 )
 from shmloader.workers.turns import Turns, WorkerTurn, is_ready
 
@@ -181,7 +186,7 @@ class _Worker:
         self._where = f"in DataLoader worker process {start.worker_id}"
         self._slots: dict[int, Slot] = {}
         self._room = None if start.demand is None else Room(start.demand)
-        self._writer = SlotWriter(self._room)
+        self._writer = SlotWriter(self._room, self._slots.values)
         self._dataset: Any = None
         self._collate: SlotCollate | None = None
         self._on_error: OnError = "raise"
@@ -194,15 +199,22 @@ class _Worker:
         self._prepare_error: bytes | None = None
         self._fetcher_error: bytes | None = None
         self._stream_ended = False
-        # How an iterable dataset goes on; read when the fetcher is made, before the first task.
-        self._resumption = ResumeStream(None, skip=0, given=0, has_ended=False)
+        # Where the dataset is resumed; an iterable one when it is iterated, before the first task.
+        self._place = Place()
         self._is_ready = False
+        # Whether batches that were delivered before are yet to be read again.
+        self._has_to_replay = False
         # Batches that its stream has given in this epoch, in this worker or those before it, or
-        # failed to give; and those of them that are yet to be passed over.
+        # failed to give.
         self._given = 0
-        self._to_skip = 0
-        # The stream's state after the batch in work, where one is due.
+        # The dataset's state after the batch in work, where one is due.
         self._snapshot: bytes | None = None
+        # What the epoch began with, where it is not the first.
+        self._beginning: bytes | None = None
+        # Takes the fingerprints of an iterable dataset's batches.
+        self._fingerprints: FingerprintingCollate | None = None
+        # Whether the dataset could not be resumed.
+        self._is_lost = False
         self._offers = True
         self._kept_count = 0
         # What the main process builds this worker's batches by, if not told otherwise.
@@ -251,7 +263,7 @@ class _Worker:
                 note(Phase.LEAVING_EPOCH)
                 self._start_epoch(message.epoch)
             elif type(message) is ResumeStream:
-                self._resumption = _with_state(message, ancillary, flags)
+                self._resume(_attached(message.place, ancillary, flags))
             else:
                 raise InternalError(f"a worker does not take {message!r}")
 
@@ -333,6 +345,7 @@ class _Worker:
         load_dataset(self._dataset, saved)
         fetcher = self._start.plan.make_fetcher(*self._seeded())
         load_iterator(fetcher, saved)
+        self._fingerprints = take_fingerprints(fetcher)
         return fetcher
 
     def _seeded(self) -> tuple[Any, Callable[[Any], Any]]:
@@ -367,12 +380,31 @@ class _Worker:
             begins_collate=not is_packed,
         )
 
+    def _resume(self, place: bytes) -> None:
+        """Take over from a worker before this one, or from an earlier run."""
+        self._place = Place(*pickle.loads(place))
+        if self._start.plan.is_iterable or self._prepare_error is not None:
+            return
+        try:
+            if self._place.snapshot is not None:
+                load_dataset(self._dataset, read(self._place.snapshot))
+        except BaseException:  # noqa: BLE001 - as above
+            self._lose_dataset()
+
+    def _lose_dataset(self) -> None:
+        """The dataset could not be resumed, as the exception says that is being handled."""
+        self._is_lost = True
+        self._fetcher_error = RemoteError.caught(self._where).dumps()
+
     def _begin_stream(self) -> Any:
         """Call ``iter(dataset)``, and go on where a worker before this one was."""
-        state, self._to_skip, self._given, self._stream_ended = self._resumption
-        assert not isinstance(state, Attached)
+        place = self._place
+        self._given, self._stream_ended = place.given, place.has_ended
+        self._has_to_replay = place.skip > 0
         try:
-            saved = None if state is None else read(state)
+            saved = None if place.snapshot is None else read(place.snapshot)
+            if place.rng is not None:
+                load_streams(place.rng)
             if not self._stream_ended:
                 return self._iterate_dataset(saved)
             load_dataset(self._dataset, saved)  # for the next epoch
@@ -380,36 +412,46 @@ class _Worker:
             if self._stream_ended:
                 # No task of this epoch is there to be failed.
                 self._prepare_error = RemoteError.caught(self._where).dumps()
+            self._is_lost = place != Place()
             raise
         return None
 
-    def _begin_stream_anew(self) -> Any:
-        """The same for a further epoch; what the dataset's state is now, is noted."""
+    def _begin_anew(self) -> Any:
+        """Make the fetcher of a further epoch; what that begins with is noted before."""
+        self._beginning = self._next_beginning()
+        return self._iterate_dataset() if self._start.plan.is_iterable else self._index_dataset()
+
+    def _next_beginning(self) -> bytes | None:
+        """What the next epoch would begin with, at this moment.
+
+        Raises:
+            Exception: What the dataset's ``state_dict()`` raises, or pickling its state.
+        """
+        plan = self._start.plan
+        if not plan.is_iterable and not plan.snapshot_every:
+            return None
         saved = save_dataset(self._dataset)
-        if saved is not None:
-            self._snapshot = dump_here(saved, by_value=self._by_value)
-        return self._iterate_dataset()
+        snapshot = None if saved is None else dump_here(saved, by_value=self._by_value)
+        draws = plan.is_iterable and plan.seed is None
+        return Beginning(dump_streams() if draws else None, snapshot).dumps()
 
     def _start_epoch(self, epoch: int) -> None:
-        if not self._start.plan.is_iterable:
-            self._get_ready(self._index_dataset)
-            self._send(pack(EpochStarted(epoch)))
-            return
-        if not self._is_ready:
+        if self._start.plan.is_iterable and not self._is_ready:
             self._get_ready(self._begin_stream)
-        self._stream_ended = False
-        self._to_skip = self._given = 0
-        self._snapshot = None
-        self._get_ready(self._begin_stream_anew)
-        self._answer_start(epoch)
+        self._stream_ended = self._has_to_replay = False
+        self._given = 0
+        self._is_lost = False
+        self._snapshot = self._beginning = None
+        self._get_ready(self._begin_anew)
+        self._answer_start(epoch, self._beginning)
 
-    def _answer_start(self, epoch: int) -> None:
-        """Say that an epoch has started, and from which state of the dataset."""
-        state, sent = self._snapshot, 0
-        while state is not None and len(state) - sent > _PART_BYTES:
-            self._channel.send(pack(StatePart(state[sent : sent + _PART_BYTES])))
+    def _answer_start(self, epoch: int, beginning: bytes | None) -> None:
+        """Say that an epoch has started, and what it began with."""
+        sent = 0
+        while beginning is not None and len(beginning) - sent > _PART_BYTES:
+            self._channel.send(pack(StatePart(beginning[sent : sent + _PART_BYTES])))
             sent += _PART_BYTES
-        self._send(pack(EpochStarted(epoch, None if state is None else state[sent:])))
+        self._send(pack(EpochStarted(epoch, None if beginning is None else beginning[sent:])))
 
     def _serve(self, task: Task) -> bytes:
         """Load a batch; returns the packed answer."""
@@ -417,11 +459,6 @@ class _Worker:
         if self._stream_ended:
             return pack(StreamEnded(seq, epoch, kept=False))
         slot = self._slots[slot_id]
-        data = (
-            indices
-            if isinstance(indices, bytes)
-            else slot.mapping[indices.offset : indices.offset + indices.nbytes]
-        )
         writer = self._writer
         self._stopwatch.begin()
         if self._next_task is not None:
@@ -431,12 +468,13 @@ class _Worker:
             is_offered=self._offers and not self._start.plan.auto_collation,
             touched_bytes=touched_bytes,
         )
+        self._snapshot = None
         error = self._fetcher_error
         layout: bytes | Spilled | None = None
         is_empty = False
         if error is None:
             try:
-                wanted = pickle.loads(data)
+                wanted = pickle.loads(self._indices(slot, indices))
                 load = self._load_streamed if self._start.plan.is_iterable else self._load_indexed
                 layout = load(wanted)
             except EmptyBatchError:
@@ -451,38 +489,72 @@ class _Worker:
         kept = self._is_kept()
         if error is not None:
             sent, report = self._spill_error(error, kept), self._take_report()
+            snapshot = self._spill_state(self._snapshot)
             answer: BatchDone | BatchFailed | BatchEmpty = BatchFailed(
-                seq, epoch, sent, kept, writer.touched_bytes, report
+                seq,
+                epoch,
+                sent,
+                kept,
+                writer.touched_bytes,
+                report,
+                snapshot,
+                self._taken(),
+                self._is_lost,
             )
         elif is_empty:
-            answer = BatchEmpty(seq, epoch, kept, self._take_report())
+            report, snapshot = self._take_report(), self._spill_state(self._snapshot)
+            answer = BatchEmpty(seq, epoch, kept, report, snapshot)
         else:
             report, snapshot = self._take_report(), self._spill_state(self._snapshot)
             if self._room is not None:
                 self._room.note_batch(writer.used_bytes)
+                if self._room.is_tight:
+                    give_freed_memory_back()
             check = checksum(slot, writer.used_bytes) if self._start.is_debugging else None
             used_bytes = writer.used_bytes
             times = tuple(self._stopwatch.read())  # plain: it pickles faster
-            answer = BatchDone(seq, epoch, layout, used_bytes, kept, check, report, snapshot, times)
+            answer = BatchDone(
+                seq,
+                epoch,
+                layout,
+                used_bytes,
+                kept,
+                check,
+                report,
+                snapshot,
+                times,
+                self._taken(),
+            )
         writer.close()
         return pack(answer)
+
+    def _indices(self, slot: Slot, sent: bytes | Spilled) -> bytes:
+        """The pickled indices of a task, which may lie in its slot."""
+        if isinstance(sent, bytes):
+            return sent
+        end = sent.offset + sent.nbytes
+        slot.reach(end, others=self._slots.values())
+        return slot.mapping[sent.offset : end]
 
     def _answer_end(self, seq: int, epoch: int) -> bytes:
         kept = self._is_kept()
         writer = self._writer
         try:
-            saved = save_dataset(self._dataset) if self._start.plan.lives_on else None
-            state = None if saved is None else dump_here(saved, by_value=self._by_value)
+            beginning = self._next_beginning() if self._start.plan.lives_on else None
         except BaseException:  # noqa: BLE001 - as above
             # Told in place of a batch. The end is told at the next task.
             error = self._spill_error(RemoteError.caught(self._where).dumps(), kept)
             failed = BatchFailed(seq, epoch, error, kept, writer.touched_bytes)
             writer.close()
             return pack(failed)
-        sent = self._spill_state(state)
+        sent = self._spill_state(beginning)
         ended = StreamEnded(seq, epoch, kept, writer.touched_bytes, sent)
         writer.close()
         return pack(ended)
+
+    def _taken(self) -> int | None:
+        """The fingerprint of the batch in work, if its samples could be read."""
+        return None if self._fingerprints is None else self._fingerprints.value
 
     def _is_kept(self) -> bool:
         """Whether the user's code holds memory of the slot, now that the batch is made."""
@@ -497,29 +569,53 @@ class _Worker:
 
     def _load_indexed(self, indices: object) -> bytes | Spilled | None:
         """As :meth:`_load`, of a map-style dataset."""
-        if self._streams is None:
-            return self._load(indices)
-        with self._streams.at(indices) as plain:  # type: ignore[arg-type]
-            return self._load(plain)
+        try:
+            if self._streams is None:
+                return self._load(indices)
+            with self._streams.at(indices) as plain:  # type: ignore[arg-type]
+                return self._load(plain)
+        finally:
+            if self._start.plan.snapshot_every:
+                saved = save_dataset(self._dataset)
+                if saved is not None:
+                    self._snapshot = dump_here(saved, by_value=self._by_value)
 
     def _load_streamed(self, indices: object) -> bytes | Spilled | None:
         """As :meth:`_load`, of an iterable dataset, whose batches are counted."""
-        to_skip, self._to_skip = self._to_skip, 0
-        if to_skip:
-            with loading(self._streams, indices) as plain:
-                pass_over(self._fetcher, to_skip, plain)
-        self._snapshot = None
+        if self._has_to_replay:
+            self._replay(indices)
         self._given += 1  # also one that fails
+        if self._fingerprints is not None:
+            self._fingerprints.reset()
         try:
             with loading(self._streams, indices) as plain:
                 return self._load(plain)
         except StopIteration:
             self._given -= 1
             raise
+        except BaseException:
+            # What a failed batch has read need not be what it reads when it is read again.
+            with contextlib.suppress(BaseException):
+                self._take_snapshot()
+            raise
+
+    def _replay(self, indices: object) -> None:
+        """Read again what was delivered before; if that fails, so does every task of the epoch."""
+        self._has_to_replay = False
+        assert self._collate is not None
+        assert self._fingerprints is not None
+        only_reads = self._collate.packer is not None
+        try:
+            with loading(self._streams, indices) as plain, self._writer.withheld():
+                replay(self._fetcher, self._place, plain, self._fingerprints, only_reads=only_reads)
+        except BaseException:
+            self._lose_dataset()
+            raise
 
     def _take_snapshot(self) -> None:
         """Note the stream's state, if it is due after the batch in work."""
-        if self._given % self._start.plan.snapshot_every == 0:
+        every = self._start.plan.snapshot_every
+        if every and self._given % every == 0:
             saved = save(self._fetcher)
             if saved is not None:
                 self._snapshot = dump_here(saved, by_value=self._by_value)
@@ -541,7 +637,7 @@ class _Worker:
         """
         batch = self._fetcher.fetch(indices)
         self._stopwatch.fetched()
-        if self._start.plan.snapshot_every:
+        if self._start.plan.is_iterable:
             self._take_snapshot()
         if type(batch) is list and self._start.plan.may_shard:
             batch = self._shard_layouts.joined(batch, self._writer.slot)
@@ -585,8 +681,10 @@ class _Worker:
             return report.shortened().dumps()
 
     def _add_slot(self, message: NewSlot, ancillary: list[Any], flags: int) -> None:
-        slot = _mapped(message.nbytes, ancillary, flags)
-        self._slots[message.slot_id] = slot
+        # Mapped further by its first batch, as far as that needs.
+        self._slots[message.slot_id] = _attach(
+            message.nbytes, ancillary, flags, mapped_bytes=FIRST_BYTES
+        )
 
     def _drop_slot(self, slot_id: int) -> None:
         slot = self._slots.pop(slot_id, None)
@@ -594,8 +692,17 @@ class _Worker:
             slot.close()
 
 
-def _mapped(nbytes: int, ancillary: list[Any], flags: int) -> Slot:
-    """The slot whose descriptor has come beside a message."""
+def _attach(
+    nbytes: int, ancillary: list[Any], flags: int, *, mapped_bytes: int | None = None
+) -> Slot:
+    """The slot whose descriptor has come beside a message.
+
+    Args:
+        nbytes: Length of its file.
+        ancillary: What has come.
+        flags: How it has come.
+        mapped_bytes: How much of it to map; None: all.
+    """
     if flags & socket.MSG_CTRUNC or not ancillary:
         raise OSError(
             errno.EMFILE,
@@ -604,17 +711,15 @@ def _mapped(nbytes: int, ancillary: list[Any], flags: int) -> Slot:
         )
     _, _, data = ancillary[0]
     (fd,) = struct.unpack("i", data[:4])
-    slot = Slot(fd, nbytes)
-    slot.forget_descriptor()
-    return slot
+    return Slot(fd, nbytes, mapped_bytes)
 
 
-def _with_state(message: ResumeStream, ancillary: list[Any], flags: int) -> ResumeStream:
-    """The message with the state itself."""
-    if not isinstance(message.state, Attached):
-        return message
-    slot = _mapped(message.state.nbytes, ancillary, flags)
+def _attached(data: bytes | Attached, ancillary: list[Any], flags: int) -> bytes:
+    """What a message has, or the slot that came beside it."""
+    if not isinstance(data, Attached):
+        return data
+    slot = _attach(data.nbytes, ancillary, flags)
     try:
-        return message._replace(state=slot.mapping[:])
+        return slot.mapping[:]
     finally:
         slot.close()

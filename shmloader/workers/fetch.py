@@ -1,13 +1,14 @@
 """Loading a batch: torch's fetchers, one that bad samples do not stop, and our StopIteration."""
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Literal, NamedTuple
 
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind
 
+from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.plan import is_sharded
 from shmloader.workers.bad_samples import BadSample, SampleReport
 from shmloader.workers.gathering import Gatherer, Outcome
@@ -216,7 +217,9 @@ class TolerantFetcher:
             self._report.sample_count += 1
             try:
                 sample = outcome.take()
-            except Exception as error:  # noqa: BLE001 - a dataset may raise anything
+            except Exception as error:
+                if _is_from_outside(error):
+                    raise
                 sample = outcome.context.run(self._instead_of, outcome.index, error)
             samples.append(sample)
         return samples
@@ -232,8 +235,10 @@ class TolerantFetcher:
             indices = list(indices)  # else nothing of it is left for a second look
         try:
             samples = getitems(indices)
-        except Exception:  # noqa: BLE001 - which of them it was shows when each is asked for
-            pass
+        except Exception as error:
+            if _is_from_outside(error):
+                raise
+            # Which of the samples it was shows when each is asked for.
         else:
             self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
             return samples
@@ -254,7 +259,9 @@ class TolerantFetcher:
             self._report.sample_count += 1
             try:
                 sample = load(index)
-            except Exception as error:  # noqa: BLE001 - a dataset may raise anything
+            except Exception as error:
+                if _is_from_outside(error):
+                    raise
                 samples.append(self._instead_of(index, error))
             else:
                 samples.append(sample if unwrap is None else unwrap(sample))
@@ -276,6 +283,15 @@ class TolerantFetcher:
         return [_copy(good[0]) if sample is _SKIPPED else sample for sample in samples]
 
 
+def _is_from_outside(error: Exception) -> bool:
+    """Whether an exception is no bad sample, but for the program, out of a signal handler.
+
+    Not so in a worker process, where a handler is the dataset's own: an alarm that ends a sample
+    which takes too long, say.
+    """
+    return get_worker_info() is None and is_interruption(error)
+
+
 def _only_one(samples: Any) -> Any:
     """The sample in what ``__getitems__`` gave for one index.
 
@@ -292,7 +308,7 @@ def _only_one(samples: Any) -> Any:
 
 def _copy(sample: Any) -> Any:
     """A sample of its own, since collate may change it: take a field out, scale it in place."""
-    with contextlib.suppress(Exception):  # what cannot be copied is there twice
+    with Suppressed(Exception):  # what cannot be copied is there twice
         return copy.deepcopy(sample)
     return sample
 

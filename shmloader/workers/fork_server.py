@@ -9,14 +9,19 @@ process has: it is told nothing of what a program has put on ``sys.path`` (Pytho
 looks in the working directory first, where files may lie that are called like modules.
 """
 
+import contextlib
 import multiprocessing.forkserver
 import os
+import re
 import site
 import sys
 import sysconfig
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
+
+from shmloader.probing import probe
 
 # All that a worker runs: torch, numpy and what is ours.
 _WORKER = "shmloader.workers.preloaded"
@@ -72,48 +77,88 @@ def _is_like_here() -> bool:
     is_first_here = bool(sys.path) and Path(sys.path[0] or folder).resolve() == Path(folder)
     if places and not is_first_here and any(_is_foreign(stem, folder) for stem in stems):
         return False
-    places += _places_behind()
-    return all(_finds_same(name, places) for name in _PACKAGES) and all(
-        _finds_same(name, places, is_needed=False) for name in _loaded()
+    fresh = _Fresh(places)
+    return all(fresh.finds_same(name) for name in _PACKAGES) and all(
+        fresh.finds_same(name, is_needed=False) for name in _loaded()
     )
 
 
-def _places_behind() -> list[str]:
-    """What comes in ``sys.path`` after the working directory, in an interpreter with our flags."""
-    flags = sys.flags
-    listed = "" if flags.ignore_environment else os.environ.get("PYTHONPATH", "")
-    places = [*filter(None, listed.split(os.pathsep))]
-    library = sysconfig.get_path("stdlib")
-    places += [library, sysconfig.get_path("platstdlib"), str(Path(library, "lib-dynload"))]
-    if not flags.no_site:
-        places += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-        places += site.getsitepackages()
-    return places
+class _Fresh:
+    """Where an interpreter with our flags that was just started looks for modules.
+
+    Args:
+        places: What comes first in its ``sys.path``.
+    """
+
+    def __init__(self, places: list[str]) -> None:
+        flags = sys.flags
+        listed = "" if flags.ignore_environment else os.environ.get("PYTHONPATH", "")
+        library = sysconfig.get_path("stdlib")
+        self._places = [*places, *filter(None, listed.split(os.pathsep))]
+        self._places += [library, sysconfig.get_path("platstdlib")]
+        self._places.append(str(Path(library, "lib-dynload")))
+        self._finders: list[Any] = []
+        if flags.no_site:
+            return
+        imports: set[str] = set()
+        for folder in _site_folders():
+            self._places.append(folder)
+            for line in _lines_of_pth_files(folder):
+                if line.startswith(("import ", "import\t")):
+                    imports |= set(re.findall(r"\w+", line))
+                else:
+                    self._places.append(str(Path(folder, line)))
+        # An editable install may come with a finder instead of a path.
+        for finder in sys.meta_path:
+            kind = finder if isinstance(finder, type) else type(finder)
+            if kind.__module__ in imports and self.finds_same(kind.__module__):
+                self._finders.append(finder)
+
+    def finds_same(self, name: str, *, is_needed: bool = True) -> bool:
+        """Whether a module that is loaded here, from a file, is found in the same one.
+
+        Args:
+            name: Its name.
+            is_needed: Whether it must be found, else it may be missing.
+        """
+        file = probe(sys.modules.get(name), "__file__")
+        if file is None:
+            return not is_needed
+        spec = probe(sys.modules[name], "__spec__")
+        if getattr(spec, "origin", None) in {"frozen", "built-in"}:
+            return True
+        found = PathFinder.find_spec(name, self._places) or self._find_by_finders(name)
+        if found is None or found.origin is None:
+            return not is_needed
+        return _is_one_file(found.origin, file)
+
+    def _find_by_finders(self, name: str) -> ModuleSpec | None:
+        for finder in self._finders:
+            with contextlib.suppress(Exception):  # a finder may do anything
+                spec: ModuleSpec | None = finder.find_spec(name, None)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def _site_folders() -> list[str]:
+    """The directories whose ``.pth`` files an interpreter reads as it starts."""
+    of_user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [*of_user, *site.getsitepackages()]
+
+
+def _lines_of_pth_files(folder: str) -> list[str]:
+    """What ``.pth`` files say: a directory to look in, or an import statement, on each line."""
+    lines: list[str] = []
+    for file in sorted(Path(folder).glob("[!.]*.pth")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines += file.read_text(encoding="utf-8-sig").splitlines()
+    return [line.rstrip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def _loaded() -> list[str]:
     """Names of this process's modules, those within packages left out."""
     return [name for name in list(sys.modules) if "." not in name and name != "__main__"]
-
-
-def _finds_same(name: str, places: list[str], *, is_needed: bool = True) -> bool:
-    """Whether a module that is loaded here, from a file, is found in the same one.
-
-    Args:
-        name: Its name.
-        places: Where to look.
-        is_needed: Whether it must be found, else it may be missing.
-    """
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return not is_needed
-    spec = getattr(sys.modules[name], "__spec__", None)
-    if getattr(spec, "origin", None) in {"frozen", "built-in"}:
-        return True
-    found = PathFinder.find_spec(name, places)
-    if found is None or found.origin is None:
-        return not is_needed
-    return _is_one_file(found.origin, file)
 
 
 def _is_one_file(one: str, other: str) -> bool:
@@ -125,5 +170,5 @@ def _is_foreign(name: str, folder: str) -> bool:
     found = PathFinder.find_spec(name, [folder])
     if found is None or found.origin is None:
         return False
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file = probe(sys.modules.get(name), "__file__")
     return file is None or not _is_one_file(found.origin, file)

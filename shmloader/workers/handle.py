@@ -1,7 +1,6 @@
 """One worker process, as the main process holds it: the process, its socket and its pidfd."""
 
 import collections
-import contextlib
 import errno
 import multiprocessing.process
 import os
@@ -10,6 +9,7 @@ import socket
 import time
 from multiprocessing.process import BaseProcess
 
+from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.workers.channel import receive_soon
 
@@ -92,19 +92,23 @@ class WorkerHandle:
         """The next message, if one is there or about to come. Does not sleep."""
         try:
             return receive_soon(self.channel.recv, RECEIVE_BYTES) or None
-        except OSError:
+        except OSError as error:
+            if is_interruption(error):  # a TimeoutError is an OSError
+                raise
             return None  # the pidfd tells us more
 
     def receive(self) -> bytes | None:
         """The next message, if one is there."""
         try:
             return self.channel.recv(RECEIVE_BYTES) or None
-        except OSError:  # BlockingIOError is one
+        except OSError as error:  # BlockingIOError is one
+            if is_interruption(error):
+                raise
             return None
 
     def hang_up(self) -> None:
         """End its loop, once it has answered what it is at."""
-        with contextlib.suppress(OSError):  # it is gone, or this was done before
+        with Suppressed(OSError):  # it is gone, or this was done before
             self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
 

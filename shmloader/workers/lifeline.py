@@ -68,15 +68,16 @@ class Lifeline:
     def close_read(self) -> None:
         """Close the end that workers start with; none will."""
         self._close_next_read()
-        if self._read >= 0:
-            os.close(self._read)
-            self._read = -1
+        fd, self._read = self._read, -1
+        if fd >= 0:
+            os.close(fd)
 
     def close_write(self) -> None:
         """Close the writing end, in a process that is not the main one."""
-        if self._write >= 0:
-            os.close(self._write)
-            self._write = -1
+        # Forgotten first: closed twice, after an interruption, it might be somebody else's.
+        fd, self._write = self._write, -1
+        if fd >= 0:
+            os.close(fd)
 
     def close(self) -> None:
         """Close both ends; may be called again. Ends every worker that still lives."""

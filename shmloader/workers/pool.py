@@ -14,6 +14,8 @@ class Pool(Protocol):
     #: Whether :meth:`wait` waits, or was left by an exception while it waited: no message
     #: has been taken from a worker that was not returned.
     is_waiting: bool
+    #: Whether this is a forked child of the process that has the workers.
+    is_inherited: bool
 
     def send(self, worker_id: int, data: bytes, *descriptors: int) -> None:
         """Send a message; never blocks."""

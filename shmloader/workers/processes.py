@@ -94,6 +94,7 @@ class ProcessPool:
 
     Attributes:
         processes: The ``multiprocessing`` processes, by worker number.
+        is_inherited: Whether this is a forked child of the process that has the workers.
         is_waiting: Whether ``wait`` waits, or was left by an exception while it waited: no message
             has been taken from a worker that was not returned.
     """
@@ -138,7 +139,7 @@ class ProcessPool:
         self._is_closed = False
         self._is_exiting = False
         self._grace_s = grace_s
-        self.is_waiting = False
+        self.is_waiting = self.is_inherited = False
         self._groups = control_groups(Path("/" if demand is None else demand.root))
         self._oom_kills_before = oom_kills(self._groups)
         self._waker: Waker | None = None
@@ -555,11 +556,12 @@ class ProcessPool:
         if os.getpid() != self._pid:
             self._abandon()
             return
-        self._is_closed = True
-        self._at_exit.cancel()
         finish(self._end_all)
 
     def _end_all(self) -> None:
+        # In here, since an interruption before would leave the workers alone for good.
+        self._is_closed = True
+        self._at_exit.cancel()
         # Who presses Ctrl-C meanwhile does not want to wait for workers that are busy.
         grace_s, self._grace_s = self._grace_s, 0.0
         for worker in self._workers:
@@ -575,6 +577,15 @@ class ProcessPool:
         for part in (self._payload, self._lifeline, self._board, self._turns):
             if part is not None:
                 part.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the workers are not its own.
+
+        ``multiprocessing`` takes them for its children, and would end them at its exit.
+        """
+        self.is_inherited = True
+        for worker in self._workers:
+            multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
 
     def _abandon(self) -> None:
         """Close our descriptors in a forked child; the workers are not its own."""
@@ -598,6 +609,14 @@ def _close_pool(reference: "weakref.ref[ProcessPool]") -> None:
         if FAULTS is not None:
             FAULTS.reach("main.exit")
         pool.close()
+
+
+def _leave_to_parent() -> None:
+    for pool in list(_Pools.live):
+        pool.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def close_inherited() -> None:

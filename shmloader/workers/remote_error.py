@@ -10,6 +10,8 @@ from typing import Any, NoReturn, Self
 import cloudpickle
 from torch._utils import ExceptionWrapper
 
+from shmloader.interruptions import Suppressed, is_interruption
+
 # These would end something in the main process if they were raised there as they are, a loop or a
 # generator; and so would what is no Exception: a task, the loader, the program.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration)
@@ -79,17 +81,20 @@ class RemoteError:
         try:
             self._raise()
         except BaseException as error:
-            with contextlib.suppress(Exception):  # an exception may refuse attributes
-                error.add_note(note)
-            error.with_traceback(None)  # one of the frames that it comes from holds it
+            if not is_interruption(error):
+                with Suppressed(Exception):  # an exception may refuse attributes
+                    error.add_note(note)
+                error.with_traceback(None)  # one of the frames that it comes from holds it
             raise
 
     def rebuilt(self, note: str) -> Exception:
         """What :meth:`reraise` would raise for an ``Exception``; holds no frame of this process."""
         try:
             self.reraise(note)
-        except Exception as error:  # noqa: BLE001 - what is asked for
-            with contextlib.suppress(Exception):  # an exception may refuse attributes
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            with Suppressed(Exception):  # an exception may refuse attributes
                 error.__context__ = None
             return error.with_traceback(None)
 
@@ -101,7 +106,7 @@ class RemoteError:
     def _raise(self) -> NoReturn:
         kind: Any = None
         if self.type_bytes is not None:
-            with contextlib.suppress(Exception):  # a module that only the worker has
+            with Suppressed(Exception):  # a module that only the worker has
                 kind = pickle.loads(self.type_bytes)
         if kind is not None:
             # torch knows how KeyError and its like want their text.
@@ -111,8 +116,10 @@ class RemoteError:
                 wrapper.reraise()
             except (kind, RuntimeError):
                 raise
-            except Exception:  # noqa: BLE001 - the class's own constructor failed
-                pass
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                # The class's own constructor failed.
         raise RuntimeError(f"Caught {self.kind} {self.where}.\nOriginal {self.text}")
 
 

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.probing import probe
 from shmloader.sampling.places import Placed
 from shmloader.sampling.plan import is_sharded
 from shmloader.workers.plain_data import only_hands_out
@@ -84,6 +85,8 @@ def base_seed(seed: int, epoch: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+_LARGEST_SEED = (1 << 63) - 1
+
 # Of random (its low word and its high one), of numpy.random, and of torch.
 _SEEDS = struct.Struct("<QQIQ")
 
@@ -94,7 +97,8 @@ def _set_global_streams(digest: bytes) -> None:
     # Of one word: of several it takes 7 µs more, half of what a sample may cost. torch uses no more
     # than 32 bits either. Not torch.manual_seed, which asks every kind of device.
     np.random.seed(word)
-    torch.default_generator.manual_seed(seed)
+    # Below 2**63, as torch's own seeds are: torch.initial_seed() has to fit a tensor of int64.
+    torch.default_generator.manual_seed(seed & _LARGEST_SEED)
 
 
 class _Moment:
@@ -333,7 +337,7 @@ def one_by_one(dataset: Any) -> Callable[[Any], Any]:
 def _gives_lists_alone(dataset: Any) -> bool:
     """Whether a dataset has no ``__getitem__``; torch's base class has one that raises."""
     own = getattr(type(dataset), "__getitem__", None)
-    return own in (None, Dataset.__getitem__) and bool(getattr(dataset, "__getitems__", None))
+    return own in (None, Dataset.__getitem__) and bool(probe(dataset, "__getitems__"))
 
 
 def _get_by_list(dataset: Any, index: Any) -> Any:

@@ -1,32 +1,75 @@
-"""Tests of this folder need a CUDA device; without one they are skipped, and say so."""
+"""Tests of this folder need a CUDA device; without one they are skipped, and say so.
+
+With ``--accelerator=late`` they run on the late device instead.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cuda.accelerators import Cuda, Late
+
 _HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items) -> None:
-    reason = ""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accelerator", default="cuda", help="cuda, or late for a trial")
+
+
+def _name(config: pytest.Config) -> str:
+    # Where other folders are collected first, this file is read too late to add an option.
+    return str(config.getoption("--accelerator", default="cuda"))
+
+
+def _reason_to_skip(name: str) -> str:
+    if name == "late":
+        from tests.late import compile_library, reason_to_skip
+
+        reason = reason_to_skip()
+        if not reason:
+            with contextlib.suppress(RuntimeError):  # the tests tell it
+                compile_library()  # now, since the time of each test is limited
+        return reason
+    if name != "cuda":
+        return f"these tests are for CUDA devices, and not for {name}"
     if not torch.backends.cuda.is_built():
-        reason = "needs a GPU, and this torch was built without CUDA"
-    elif not torch.cuda.is_available():
-        reason = "needs a GPU, and torch finds none here"
-    for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker(pytest.mark.cuda)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        return "needs a GPU, and this torch was built without CUDA"
+    return "" if torch.cuda.is_available() else "needs a GPU, and torch finds none here"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if _HERE in item.path.parents]
+    reason = _reason_to_skip(_name(config)) if ours else ""
+    for item in ours:
+        item.add_marker(pytest.mark.cuda)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _context() -> None:
+def _context() -> Cuda | None:
     """The driver's threads and descriptors are there before the first test looks (I8)."""
-    if torch.cuda.is_available():
-        torch.ones(1, device="cuda")
-        torch.ones(1).pin_memory()
-        torch.cuda.synchronize()
+    if not torch.cuda.is_available():
+        return None
+    device = Cuda()
+    matrix = torch.ones(100, 100, device="cuda")
+    assert float((matrix @ matrix).amax()) == 100
+    assert device.capture(lambda: None) == ""
+    return device
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest, _context: Cuda | None) -> Iterator[Cuda | Late]:
+    """The accelerator of the tests of this folder."""
+    if _name(request.config) == "late":
+        device = request.getfixturevalue("late")
+        yield Late(device)
+        assert device.count("faults") == 0
+    else:
+        assert _context is not None
+        yield _context

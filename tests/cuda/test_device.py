@@ -1,7 +1,11 @@
-"""``device="cuda"`` and ``pin_memory=True`` on a real GPU. Needs one; nothing here runs without.
+"""``device=`` and ``pin_memory=True`` on a real GPU; ``--accelerator=late`` is for trials.
 
-The same as `tests/process/test_device.py` does on the simulated device, and what only a driver can
+The same as `tests/process/test_device.py` does on the late device, and what only a driver can
 tell: page locks, errors it leaves behind, graph capture, forks after CUDA is initialised.
+
+A copy of 68 KB is over before a worker could write to the slot again, so careless code would pass.
+Where it matters, the loader's stream and the consumer's are kept busy before each copy and each
+read (`copies_are_late`, ``sleep_ms``), and the same test fails for a loader that leaves a rule out.
 """
 
 from __future__ import annotations
@@ -10,19 +14,24 @@ import ctypes
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
 
 from shmloader import DataLoader
 from shmloader.memory.slot import Slot
-from shmloader.stages.drivers import _CAPTURE_RELAXED, CudaDriver
-from tests.process.support import Calls, Program, only
+from shmloader.stages.backend import Backend
+from shmloader.stages.device import DeviceStage
+from shmloader.stages.drivers import _CAPTURE_RELAXED, CudaDriver, Driver, open_driver
+from tests.cuda.accelerators import Cuda, kind, on
+from tests.process.support import Calls, Program, only, run_program
 
 # Elements of int32: above 64 KiB, so a batch of one is lent, and read by the device.
 LENGTH = 17_000
 MIB = 1 << 20
+# A worker fills a slot again within a fraction of the first. The second is longer, so that memory
+# which was given back too early is written over before it is read.
+COPY_MS, READ_MS = 4.0, 10.0
 
 
 def sample(index: int) -> torch.Tensor:
@@ -30,22 +39,53 @@ def sample(index: int) -> torch.Tensor:
 
 
 def make(count: int, **options) -> DataLoader:
-    options = {"num_workers": 2, "collate_fn": only, "device": "cuda", **options}
+    options = {"num_workers": 2, "collate_fn": only, "device": kind(), **options}
     return DataLoader(Calls(sample, count), batch_size=1, **options)
 
 
-def ends_of(batches, count: int, *, slow_every: int = 0) -> list[tuple[int, int]]:
-    """The least and the greatest number of each batch, found by kernels; batches are dropped."""
-    found = torch.full((count, 2), -1, dtype=torch.int32, device="cuda")
-    for place, batch in enumerate(batches):
-        if slow_every and place % slow_every == 0:
-            torch.cuda._sleep(2_000_000)  # some milliseconds in which kernels pile up
-        found[place, 0].copy_(batch.amin())
-        found[place, 1].copy_(batch.amax())
-        del batch
-    # Elsewhere, memory that was given back too early is written over.
-    torch.cuda.synchronize()
-    return [tuple(row) for row in found.tolist()]
+@pytest.fixture
+def ends_of(accelerator):
+    """The least and the greatest number of each batch, found on the device; batches are dropped.
+
+    Each batch is copied on the device and dropped before that is done; the copies are looked at
+    later. The function takes the batches, their count, how long the stream sleeps before it reads
+    one that is to be read late, and every how many one is.
+    """
+
+    def find(batches, count, *, sleep_ms=READ_MS, slow_every=0) -> list[tuple[int, int]]:
+        found, copies = [], []
+        for place, batch in enumerate(batches):
+            if slow_every and place % slow_every == 0:
+                accelerator.sleep(sleep_ms)
+            copies.append(batch.clone())
+            del batch
+            if len(copies) == 100:
+                found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
+                copies.clear()
+        found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
+        ends = [(least, greatest) for least, greatest in torch.stack(found).tolist()]
+        assert len(ends) == count
+        return ends
+
+    return find
+
+
+@pytest.fixture
+def copies_are_late(accelerator, monkeypatch) -> None:
+    """The loader's stream sleeps before each copy: what it reads then must still be there."""
+    copy = Backend.copy
+
+    def sleep_and_copy(self, tensor):
+        accelerator.sleep(COPY_MS)
+        return copy(self, tensor)
+
+    monkeypatch.setattr(Backend, "copy", sleep_and_copy)
+
+
+@pytest.fixture
+def for_cuda_alone(accelerator) -> None:
+    if not isinstance(accelerator, Cuda) or torch.version.hip is not None:
+        pytest.skip("the driver's own functions, and errors, which the late device does not have")
 
 
 def whole(count: int) -> list[tuple[int, int]]:
@@ -57,43 +97,55 @@ def whole(count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("slow_every", [0, 50], ids=["quick", "slow kernels"])
 @pytest.mark.parametrize("on_side", [False, True], ids=["default stream", "side stream"])
-def test_ten_thousand_batches_arrive_whole(on_side, slow_every) -> None:
-    stream = torch.cuda.Stream() if on_side else torch.cuda.current_stream()
-    with torch.cuda.stream(stream):
-        assert ends_of(make(10_000), 10_000, slow_every=slow_every) == whole(10_000)
+def test_thousands_of_batches_arrive_whole(accelerator, ends_of, on_side, slow_every) -> None:
+    stream = torch.Stream(kind()) if on_side else torch.accelerator.current_stream()
+    count = accelerator.batches
+    with on(stream):
+        found = ends_of(make(count), count, sleep_ms=1, slow_every=slow_every)
+    assert found == whole(count)
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_batches_are_on_the_device_that_was_asked_for() -> None:
-    for device in ("cuda", "cuda:0", 0, torch.device("cuda", 0)):
+    for device in (kind(), f"{kind()}:0", 0, torch.device(kind(), 0)):
         (batch,) = make(1, device=device)
-        assert batch.device == torch.device("cuda", 0)
+        assert batch.device == torch.device(kind(), 0)
 
 
-def test_batches_that_are_kept_stay_as_they_are() -> None:
+def test_batches_that_are_kept_stay_as_they_are(ends_of) -> None:
     kept = list(make(200))
     assert ends_of(kept, 200) == whole(200)
 
 
-def test_a_transform_runs_on_the_loader_s_stream() -> None:
+def test_a_transform_runs_on_the_loader_s_stream(ends_of) -> None:
     streams = []
 
     def double(batch):
-        streams.append(torch.cuda.current_stream())
+        streams.append(torch.accelerator.current_stream())
         return batch * 2
 
     found = ends_of(make(500, transform=double), 500)
     assert found == [(2 * index, 2 * index) for index in range(500)]
     assert len(set(streams)) == 1
-    assert streams[0] != torch.cuda.current_stream()
+    assert streams[0] != torch.accelerator.current_stream()
 
 
-@pytest.mark.parametrize("device", [None, "cuda"], ids=["pinned", "on the device"])
-def test_a_user_s_own_copy_of_a_pinned_batch_may_outlive_it(device) -> None:
-    loader = make(2_000, device=device, pin_memory=True)
-    copies = (batch.to("cuda", non_blocking=True) for batch in loader)
-    assert ends_of(copies, 2_000, slow_every=20) == whole(2_000)
+@pytest.mark.parametrize("is_pinned_alone", [True, False], ids=["pinned", "on the device"])
+def test_a_user_s_own_copy_of_a_pinned_batch_may_outlive_it(
+    accelerator, ends_of, is_pinned_alone
+) -> None:
+    device = None if is_pinned_alone else kind()
+    loader = make(300, device=device, pin_memory=True)
+
+    def copied_late():
+        for batch in loader:
+            accelerator.sleep(1)
+            yield batch.to(kind(), non_blocking=True)
+
+    assert ends_of(copied_late(), 300) == whole(300)
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_small_fields_are_pinned_in_one_block() -> None:
     def fields(index):
         return {f"field {number}": torch.full((8,), index) for number in range(114)}
@@ -105,7 +157,77 @@ def test_small_fields_are_pinned_in_one_block() -> None:
         assert all(tensor.unique().tolist() == [index] for tensor in batch.values())
 
 
+# Careless policies -----------------------------------------------------------------------
+
+
+def frees_at_once(monkeypatch) -> None:
+    """Slots are free when their copy has been started."""
+    run = DeviceStage._run
+
+    def run_and_free(self, batch):
+        copied = run(self, batch)
+        self._reading.clear()
+        return copied
+
+    monkeypatch.setattr(DeviceStage, "_run", run_and_free)
+
+
+def waits_for_no_event(monkeypatch) -> None:
+    """The consumer's stream does not wait for the copy."""
+    hand_over = Backend.hand_over
+
+    def hand_over_at_once(self, _, tensors):
+        hand_over(self, self._new_event(), tensors)  # never recorded: nothing to wait for
+
+    monkeypatch.setattr(Backend, "hand_over", hand_over_at_once)
+
+
+def records_no_stream(monkeypatch) -> None:
+    """The allocator is not told that the consumer's stream uses the batch."""
+    hand_over = Backend.hand_over
+    monkeypatch.setattr(Backend, "hand_over", lambda self, event, _: hand_over(self, event, ()))
+
+
+def keeps_the_rules(monkeypatch) -> None:
+    """The control."""
+
+
+@pytest.mark.usefixtures("copies_are_late")
+@pytest.mark.parametrize(
+    "policy", [frees_at_once, waits_for_no_event, records_no_stream, keeps_the_rules]
+)
+def test_a_loader_that_leaves_one_thing_out_corrupts_batches(monkeypatch, ends_of, policy) -> None:
+    policy(monkeypatch)
+    with on(torch.Stream(kind())):
+        read_late = ends_of(make(100), 100, slow_every=1)
+        read_at_once = ends_of(make(100), 100)
+    is_right = read_late == read_at_once == whole(100)
+    assert is_right == (policy is keeps_the_rules)
+
+
+@pytest.mark.parametrize("is_view", [True, False], ids=["views", "copies"])
+def test_views_of_registered_memory_that_the_user_copies_corrupt_batches(
+    accelerator, monkeypatch, ends_of, is_view
+) -> None:
+    if is_view:
+        monkeypatch.setattr(Backend, "copy", lambda self, tensor: tensor)
+
+    def copied_late():
+        for batch in make(100):
+            accelerator.sleep(COPY_MS)
+            yield batch.to(kind(), non_blocking=True)
+
+    assert (ends_of(copied_late(), 100) == whole(100)) == (not is_view)
+
+
 # Page locks ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(accelerator) -> Driver:
+    found = open_driver(kind())
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -120,8 +242,7 @@ def is_locked(slot: Slot, nbytes: int) -> bool:
     return bool(torch.frombuffer(array, dtype=torch.uint8, count=nbytes).is_pinned())
 
 
-def test_a_slot_can_be_locked_before_and_after_it_has_grown(slot) -> None:
-    driver = CudaDriver()
+def test_a_slot_can_be_locked_before_and_after_it_has_grown(driver, slot) -> None:
     assert driver.register(slot.address, 2 * MIB) == ""
     assert is_locked(slot, 2 * MIB)
     driver.unregister(slot.address)
@@ -132,48 +253,54 @@ def test_a_slot_can_be_locked_before_and_after_it_has_grown(slot) -> None:
     driver.unregister(slot.address)
 
 
-def test_a_locked_slot_is_read_as_it_is_filled(slot) -> None:
-    driver = CudaDriver()
+def test_a_locked_slot_is_read_as_it_is_filled(driver, slot) -> None:
     assert driver.register(slot.address, 2 * MIB) == ""
     host = torch.frombuffer(slot.array(), dtype=torch.int32, count=LENGTH)
     for number in range(20):
         host.fill_(number)
-        assert host.to("cuda", non_blocking=True).unique().tolist() == [number]
+        assert host.to(kind(), non_blocking=True).unique().tolist() == [number]
     driver.unregister(slot.address)
 
 
-def test_a_refused_registration_leaves_no_error_behind(slot) -> None:
-    driver = CudaDriver()
+def test_a_refused_registration_leaves_no_error_behind(accelerator, driver, slot) -> None:
     assert driver.register(slot.address, 2 * MIB) == ""
-    assert driver.register(slot.address, 2 * MIB) == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
-    assert driver.register(0, 4096).startswith("CUDA_ERROR")
+    assert accelerator.already_registered in driver.register(slot.address, 2 * MIB)
     # A launch and a synchronization would report what is pending.
+    assert torch.ones(1000, device=kind()).sum().item() == 1000
+    torch.accelerator.synchronize()
+    assert driver.unregister(slot.address) == ""
+    assert driver.unregister(slot.address) != ""
+    assert torch.ones(1000, device=kind()).sum().item() == 1000
+
+
+@pytest.mark.usefixtures("for_cuda_alone")
+def test_memory_that_is_not_there_is_refused_and_leaves_no_error_behind() -> None:
+    assert CudaDriver().register(0, 4096).startswith("CUDA_ERROR")
     assert torch.ones(1000, device="cuda").sum().item() == 1000
     torch.cuda.synchronize()
-    driver.unregister(slot.address)
-    driver.unregister(slot.address)  # refused, too
-    assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
-def test_where_locking_is_refused_batches_come_by_pinned_memory(monkeypatch) -> None:
-    monkeypatch.setattr(CudaDriver, "register", lambda *_: "CUDA_ERROR_NOT_PERMITTED")
-    with pytest.warns(RuntimeWarning, match="CUDA_ERROR_NOT_PERMITTED"):
-        assert ends_of(make(500), 500, slow_every=20) == whole(500)
+def test_where_locking_is_refused_batches_come_by_pinned_memory(
+    driver, monkeypatch, ends_of
+) -> None:
+    monkeypatch.setattr(type(driver), "register", lambda *_: "NOT_PERMITTED")
+    with pytest.warns(RuntimeWarning, match="NOT_PERMITTED"):
+        assert ends_of(make(200), 200, sleep_ms=1, slow_every=2) == whole(200)
 
 
-def test_slots_are_unlocked_before_they_are_unmapped(monkeypatch) -> None:
+def test_slots_are_unlocked_before_they_are_unmapped(driver, monkeypatch, ends_of) -> None:
     log: list[tuple[str, int]] = []
-    unregister, close = CudaDriver.unregister, Slot.close
+    unregister, close = type(driver).unregister, Slot.close
 
     def note_unregister(driver, address):
         log.append(("unlock", address))
-        unregister(driver, address)
+        return unregister(driver, address)
 
     def note_close(slot):
         log.append(("close", slot.address))
         close(slot)
 
-    monkeypatch.setattr(CudaDriver, "unregister", note_unregister)
+    monkeypatch.setattr(type(driver), "unregister", note_unregister)
     monkeypatch.setattr(Slot, "close", note_close)
     assert ends_of(make(50), 50) == whole(50)
     unlocked = [address for what, address in log if what == "unlock"]
@@ -185,14 +312,16 @@ def test_slots_are_unlocked_before_they_are_unmapped(monkeypatch) -> None:
 _PROGRAM = """
     import torch
     from shmloader import DataLoader
+    from tests.cuda.accelerators import open_accelerator
     from tests.process.support import Calls, only
 
     def sample(index):
         return torch.full((17_000,), index, dtype=torch.int32)
 
     if __name__ == "__main__":
+        open_accelerator("{device}")
         loader = DataLoader(
-            Calls(sample, 100_000), num_workers=2, collate_fn=only, device="cuda"
+            Calls(sample, 100_000), num_workers=2, collate_fn=only, device="{device}"
         )
         batches = iter(loader)
         for _ in range(50):
@@ -202,15 +331,16 @@ _PROGRAM = """
 """
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_an_interpreter_ends_quietly_with_a_live_iterator() -> None:
-    program = Program(_PROGRAM.format(end="pass"))
+    program = Program(_PROGRAM.format(device=kind(), end="pass"))
     assert program.read_line() == "49"
     program.finish().assert_quiet()
 
 
-def test_after_a_kill_nothing_is_left_and_the_next_one_works() -> None:
+def test_after_a_kill_nothing_is_left_and_the_next_one_works(ends_of) -> None:
     for _ in range(2):
-        program = Program(_PROGRAM.format(end="[0 for _ in batches]"))
+        program = Program(_PROGRAM.format(device=kind(), end="[0 for _ in batches]"))
         assert program.read_line() == "49"
         os.kill(program.pid, signal.SIGKILL)
         done = program.finish()
@@ -222,38 +352,38 @@ def test_after_a_kill_nothing_is_left_and_the_next_one_works() -> None:
 # Beside the user's own work --------------------------------------------------------------
 
 
-def test_a_graph_is_captured_while_the_loader_s_thread_works() -> None:
-    # Rooms for as many that the thread copies during the whole capture.
-    loader = make(300, device_prefetch=200, prefetch_factor=4)
-    batches = iter(loader)
-    first = next(batches)
-    static = torch.zeros(1000, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up, as torch's notes on graphs ask for
-        static.add_(1)
-    torch.cuda.current_stream().wait_stream(side)
-    static.zero_()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            static.add_(1)
-            time.sleep(0.01)
-    graph.replay()
-    assert static.unique().tolist() == [20]
-    assert int(first.amax()) == 0
-    assert ends_of(batches, 299) == [(index, index) for index in range(1, 300)]
+_CAPTURE = """
+    from tests.cuda.capture import main
+
+    main("{device}", is_careless={is_careless})
+"""
 
 
-@pytest.mark.parametrize("options", [{"device": "cuda"}, {"device": None, "pin_memory": True}])
-def test_workers_may_be_forked_after_cuda_is_initialised(options) -> None:
-    assert torch.cuda.is_initialized()
+@pytest.mark.usefixtures("accelerator")
+def test_a_graph_is_captured_while_the_loader_registers_and_copies() -> None:
+    done = run_program(_CAPTURE.format(device=kind(), is_careless=False))
+    assert (done.out, done.err) == ("captured\nwhole\n", "")
+    assert done.code == 0
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_loader_that_does_not_relax_the_capture_mode_breaks_a_capture() -> None:
+    done = run_program(_CAPTURE.format(device=kind(), is_careless=True))
+    assert done.out.strip() not in {"", "captured"}, done.err
+    assert done.code == 0
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("options", [{}, {"device": None, "pin_memory": True}])
+def test_workers_may_be_forked_after_the_device_is_initialised(options) -> None:
+    torch.empty(1, device=kind())
+    assert torch.get_device_module(kind()).is_initialized()
     for _ in range(3):
         loader = make(20, multiprocessing_context="fork", **options)
         assert [int(batch.amax()) for batch in loader] == list(range(20))
 
 
-def test_loaders_fork_while_another_one_s_thread_works() -> None:
+def test_loaders_fork_while_another_one_s_thread_works(ends_of) -> None:
     stop = threading.Event()
     wrong = []
 
@@ -285,13 +415,15 @@ class DiesOnce:
         return sample(index)
 
 
-def test_a_dead_worker_is_replaced_while_copies_go_on() -> None:
+@pytest.mark.usefixtures("copies_are_late")
+def test_a_dead_worker_is_replaced_while_copies_go_on(ends_of) -> None:
     loader = DataLoader(
-        Calls(DiesOnce(), 60), num_workers=2, collate_fn=only, device="cuda", worker_restarts=1
+        Calls(DiesOnce(), 60), num_workers=2, collate_fn=only, device=kind(), worker_restarts=1
     )
     assert ends_of(loader, 60) == whole(60)
 
 
+@pytest.mark.usefixtures("accelerator")
 def test_a_child_of_the_user_s_leaves_the_locks_alone() -> None:
     batches = iter(make(60))
     first = [int(next(batches).amax()) for _ in range(3)]
@@ -305,6 +437,7 @@ def test_a_child_of_the_user_s_leaves_the_locks_alone() -> None:
     assert [int(batch.amax()) for batch in batches] == list(range(3, 60))
 
 
+@pytest.mark.usefixtures("for_cuda_alone")
 def test_the_driver_s_functions_have_the_signatures_that_are_called() -> None:
     driver = CudaDriver()
     for function in (driver._register, driver._unregister, driver._exchange_mode):

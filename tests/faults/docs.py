@@ -89,6 +89,41 @@ def write_chaos(
     _replace("chaos", lines)
 
 
+def write_environments(results: Iterable[tuple[str, str, str]]) -> None:
+    """The table of environments.
+
+    Args:
+        results: Of each trial: the environment, by what batches were loaded, and what came of it.
+            Environments that differ but by an error's name, after a space, share a row.
+    """
+    kinds: dict[str, None] = {}
+    table: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for name, loader, outcome in results:
+        kind, _, variant = name.rpartition(" ") if _VARIANT.search(name) else (name, "", "")
+        kinds[loader] = None
+        row = table.setdefault(kind, {}).setdefault(loader, {})
+        row.setdefault(outcome, []).append(variant)
+    lines = [
+        f"{_where_and_when()}, workers by fork.",
+        "",
+        "| where | " + " | ".join(kinds) + " |",
+        "|---|" + "---|" * len(kinds),
+    ]
+    for kind, row in table.items():
+        fields = [_outcomes(row.get(loader, {})) for loader in kinds]
+        lines.append(f"| {kind} | " + " | ".join(fields) + " |")
+    _replace("environments", lines)
+
+
+_VARIANT = re.compile(r" E[A-Z]+$")
+
+
+def _outcomes(found: dict[str, list[str]]) -> str:
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{outcome} ({', '.join(names)})" for outcome, names in found.items())
+
+
 def _where_and_when() -> str:
     return (
         f"{dt.datetime.now(tz=dt.UTC).date()}, {os.cpu_count()} cores, "

@@ -98,8 +98,6 @@ class Hammered:
 
     def run(self) -> None:
         """Until told to stop."""
-        from shmloader import DataLoader
-
         if self._method != "fork":
             resource_tracker.ensure_running()
             if self._method == "forkserver":
@@ -107,17 +105,22 @@ class Hammered:
                 forkserver.ensure_running()
         before = Holdings.now()
         while not self._must_stop():
-            options = self._choose()
-            self._words = str(options)
-            loader = DataLoader(**options, multiprocessing_context=self._method)
-            for _ in range(self._random.randint(1, 4)):
-                self._run_epoch(loader, options)
-                if self._must_stop():
-                    break
-            if self._random.random() < 0.5:
-                loader.close()
-            del loader
+            self.run_loader()
         self._judge_what_is_left(before)
+
+    def run_loader(self) -> None:
+        """Some epochs of one loader."""
+        from shmloader import DataLoader
+
+        options = self._choose()
+        self._words = str(options)
+        loader = DataLoader(**options, multiprocessing_context=self._method)
+        for _ in range(self._random.randint(1, 4)):
+            self._run_epoch(loader, options)
+            if self._must_stop():
+                break
+        if self._random.random() < 0.5:
+            loader.close()
 
     def _choose(self) -> dict[str, Any]:
         choose = self._random

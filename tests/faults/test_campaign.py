@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -9,6 +13,9 @@ import pytest
 from tests.faults.campaign import COST, run_cells
 from tests.faults.cells import all_cells, cell_of, effect_of, pairs_of, pairwise
 from tests.faults.chaos import Chaos
+from tests.faults.environments import Environment, Outcome, run_trial
+from tests.faults.harness import ROOT
+from tests.faults.soak import ALLOWED, Measured, too_steep
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,6 +57,49 @@ def test_chaos_tells_problems_by_their_sort() -> None:
     assert chaos.verdict == "1 hangs, 1 wrong batches, 2 leaks, 1 other problems"
 
 
+def soaked(grow: Measured, *, at_first: int = 0) -> list[str]:
+    """The verdict on 1,000 measurements that wave, and grow by so much over the second half."""
+    times = [float(second) for second in range(1000)]
+    measured = []
+    for second in range(1000):
+        share = max(0.0, second - 500) / 500
+        measured.append(
+            Measured(
+                *(
+                    100 + second % 7 + grown * share + at_first * min(1.0, second / 200)
+                    for grown in grow
+                )
+            )
+        )
+    return too_steep(times, measured)
+
+
+def test_a_soak_fails_on_a_slope_and_on_nothing_else() -> None:
+    still = Measured(0, 0, 0, 0)
+    assert soaked(still) == []
+    assert soaked(still, at_first=500) == []  # while all warms up
+    for place, name in enumerate(Measured._fields):
+        (told,) = soaked(still._replace(**{name: 3 * ALLOWED[place]}))
+        assert name in told
+    # What comes and goes is no slope, however high; neither is one step.
+    times = [float(second) for second in range(1000)]
+    spikes = [Measured(100 + 400 * (second % 3), 9, 3, 400) for second in range(1000)]
+    assert too_steep(times, spikes) == []
+    steps = [Measured(100, 9 + (second > 900), 3, 400) for second in range(1000)]
+    assert too_steep(times, steps) == []
+
+
+def test_a_short_soak_finds_nothing() -> None:
+    command = [sys.executable, "-m", "tests.faults.soak", "--minutes=0.05", "--seed=4"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "descriptors" in done.stdout
+    assert done.stdout.endswith("\n0 problems\n")
+    assert done.stderr == ""
+
+
 def test_an_id_names_its_cell() -> None:
     for cell in all_cells():
         assert cell_of(cell.id) == cell
@@ -57,3 +107,37 @@ def test_an_id_names_its_cell() -> None:
     for name in ("", "sigkill@task-fork", "plain@task-fork-plain", "sigkill@task-thread-plain"):
         with pytest.raises(ValueError, match="no cell"):
             cell_of(name)
+
+
+def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> None:
+    expected = {
+        "no limit, seed": "works",
+        "RLIMIT_AS +300MiB, plain": "works",
+        "RLIMIT_NOFILE 16, plain": "says why",
+        "RLIMIT_FSIZE 4096, plain": "says why",
+        "memfd_create EACCES, plain": "falls back",
+        "fcntl(F_ADD_SEALS) EPERM, seed": "says why",
+        "recvfrom EPERM, plain": "falls back",
+        "madvise EACCES, plain": "works",
+        "sched_yield EPERM, plain": "works",
+        "sigaltstack ENOSYS, plain": "works",
+        "prlimit64 EPERM, plain": "works",
+        "user namespace, 1 MB /dev/shm, no /proc, plain": "works",
+    }
+    # In a new interpreter: one that has computed with torch is not to be forked.
+    command = [sys.executable, "-m", "tests.faults.environments", "--only", *expected]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, outcome in expected.items():
+        (said,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name}: "))
+        assert said.startswith((f"{name}: {outcome}", f"{name}: could not be tried")), said
+    assert "memfd_create is refused (Permission denied)" in done.stdout
+
+
+def test_what_is_not_right_in_an_environment_is_told() -> None:
+    def stumble() -> None:
+        raise ValueError("no reason is asked for")
+
+    end = functools.partial(os._exit, 3)
+    for enter, outcome in ((stumble, Outcome.UNCLEAR), (end, Outcome.DIES)):
+        assert run_trial(Environment("bad", enter, ()), "plain").outcome is outcome

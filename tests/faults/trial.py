@@ -156,6 +156,7 @@ def simulate_pinning() -> None:
 def simulate_device() -> None:
     """A device in this process's memory, whose copies are done one step late."""
     from shmloader.fronts import dataloader, iterator
+    from shmloader.stages import backend, target
 
     class Event:
         def __init__(self) -> None:
@@ -168,39 +169,18 @@ def simulate_device() -> None:
         def synchronize(self) -> None:
             self.is_done = True
 
-    class Device:
-        def start(self) -> None:
-            torch.set_num_threads(1)
-
-        def lock(self, slot: Any, nbytes: int) -> None:
-            pass
-
-        def unlock(self, slot: Any) -> None:
-            pass
-
-        def stream(self) -> Any:
-            return contextlib.nullcontext()
-
+    class Device(backend.BlockingBackend):
         def copy(self, tensor: torch.Tensor) -> torch.Tensor:
             return copy_slowly(tensor)
 
         def record(self) -> Any:
             return Event()
 
-        def await_here(self, event: Any) -> None:
-            pass
-
-        def use_here(self, tensor: torch.Tensor) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            pass
-
     def parse(value: object) -> torch.device | None:
         return None if value is None else torch.device("meta")
 
     dataloader.parse_device = iterator.parse_device = parse
-    iterator.open_backend = lambda _device: Device()
+    target.open_backend = Device
 
 
 # One trial -------------------------------------------------------------------------------------

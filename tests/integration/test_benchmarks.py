@@ -1,6 +1,7 @@
 """The benchmarks run and agree on the content; how fast anything is stays untested."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.late import compile_library, reason_to_skip
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +47,64 @@ def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_pa
     assert result_file.stat().st_size > 0
 
 
-def test_the_device_benchmark_says_what_it_lacks_without_a_gpu():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = run("device.py")
+@pytest.fixture
+def _late_device():
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    compile_library()
+
+
+@pytest.mark.usefixtures("_late_device")
+def test_the_probe_of_an_accelerator_measures_each_of_its_parts(tmp_path):
+    result_file = tmp_path / "probe.json"
+    done = run("probe.py", "--device=late", "--smallest", f"--json={result_file}")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    figure = r"[\d.e+-]+ \|"
+    for row in (
+        rf"\| 2 \| {figure} {figure}",
+        rf"\| 256 \| {figure} {figure} {figure}",
+        rf"\| 1, pinned \| {figure} {figure}",
+        rf"\| [1-9]\d* registrations of 2 MiB \| {figure} {figure} {figure}",
+    ):
+        assert re.search(rf"^{row}$", done.stdout, re.MULTILINE), done.stdout
+    assert "not measured" not in done.stdout
+    found = json.loads(result_file.read_text())
+    assert [row["KiB"] for row in found["bandwidth, GB/s"]] == [64, 256]
+
+
+@pytest.mark.timeout(600)  # all tests of tests/cuda, and eleven runs of the benchmark
+@pytest.mark.usefixtures("_late_device")
+def test_make_gpu_writes_what_all_of_its_steps_find(tmp_path):
+    arguments = ("--device=late", "--smallest", "--workers=1", f"--out={tmp_path}")
+    done = run("gpu.py", *arguments, deadline_s=500)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [found[step]["failure"] for step in ("probe", "tests", "benchmark")] == ["", "", ""]
+    assert "failed" not in found["tests"]
+    assert len(found["tests"]["passed"]) > 20
+    runs = found["benchmark"]["runs"]
+    assert len(runs) == 11
+    assert all(one["wrong"] == 0 and len(one["epochs"]) == 2 for one in runs)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "\n| no wrong batch | 0 wrong in 11 runs | reached |\n" in page
+    for row in (
+        r"image \| 0 \| ceiling",
+        r"image \+ label \| 10 \| torch",
+        r"114 fields \| 0 \| shm",
+    ):
+        assert re.search(rf"^\| {row}", page, re.MULTILINE), page
+    assert page in done.stdout
+
+
+@pytest.mark.parametrize("name", ["probe.py", "device.py", "gpu.py"])
+def test_what_measures_an_accelerator_says_so_in_a_line_if_there_is_none(name):
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    done = run(name)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"This benchmark needs a CUDA device, and torch \S+ .+\.\n", done.stdout)
+    assert re.fullmatch(r"There is no accelerator: torch \S+ finds none .+\.\n", done.stdout)
     assert done.stderr == ""
 
 

@@ -434,11 +434,12 @@ def _compare_arrays(
 
 
 def nodes(batch: Any) -> Iterator[Any]:
-    """All tensors, arrays and mutable objects of a batch, each visit of each, in order."""
+    """All tensors, arrays, storages and mutable objects of a batch, each visit, in order."""
     stack, entered = [batch], set()
     while stack:
         value = stack.pop()
-        if isinstance(value, (torch.Tensor, np.ndarray)):
+        # A storage's only attribute is what keeps its memory, which is no part of the batch.
+        if isinstance(value, (torch.Tensor, np.ndarray, torch.UntypedStorage)):
             yield value
             continue
         if isinstance(value, Mapping):

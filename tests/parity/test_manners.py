@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 
 from shmloader import DataLoader
 from tests.parity.compare import (
@@ -594,3 +594,77 @@ def test_a_finished_loader_leaves_no_warning() -> None:
         return 1
 
     assert outcome(go) == (1, None, [])
+
+
+# ---------------------------------------------------------------- attributes that raise
+
+
+class Touchy:
+    """Raises a KeyError for every name that it does not know."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class TouchySampler(Touchy):
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class TouchyData(Touchy):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class TouchyStream(Touchy, IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class TouchyCollate(Touchy):
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples)
+
+
+TOUCHY: dict[str, Any] = {
+    "sampler": lambda: {"dataset": Squares(6), "sampler": TouchySampler(5, 0, 3)},
+    "batch sampler": lambda: {
+        "dataset": Squares(6), "batch_sampler": TouchySampler([1, 2], [5]),
+    },
+    "sampler in torch's": lambda: {
+        "dataset": Squares(6), "batch_sampler": BatchSampler(TouchySampler(4, 2, 1), 2, False),
+    },
+    "dataset": lambda: {"dataset": TouchyData(), "batch_size": None},
+    "dataset asked for __getitems__": lambda: {"dataset": TouchyData(), "batch_size": 2},
+    "subset": lambda: {"dataset": Subset(TouchyData(), [3, 1]), "batch_size": None},
+    "iterable dataset": lambda: {"dataset": TouchyStream(), "batch_size": 2},
+    "collate function": lambda: {"dataset": Made(int, 6), "collate_fn": TouchyCollate()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", TOUCHY)
+def test_an_attribute_that_raises_is_one_that_is_not_there(kind, workers) -> None:
+    batches = run_both(lambda: {**TOUCHY[kind](), "num_workers": workers})
+    # For __getitems__ torch does ask, and hands on what is raised.
+    assert bool(batches) == (kind != "dataset asked for __getitems__")
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "iterable dataset"])
+@pytest.mark.parametrize("options", [{}, {"seed": 1}])
+def test_an_attribute_that_raises_does_not_hinder_a_state(kind, options) -> None:
+    loader = DataLoader(**TOUCHY[kind](), **options)
+    batches = iter(loader)
+    next(batches)
+    again = DataLoader(**TOUCHY[kind](), **options)
+    again.load_state_dict(loader.state_dict())
+    assert_same(list(again), list(batches))

@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.late import LateDevice, to_host
 from tests.process.support import Slots
-from tests.simulated import SimulatedDevice, installed, pinning
 
 
 @pytest.fixture
 def slots() -> Slots:
     """The shared memory that a test makes."""
     return Slots()
-
-
-@pytest.fixture
-def sim() -> Iterator[SimulatedDevice]:
-    """What ``device="sim"`` means; its rules are kept to."""
-    with installed(SimulatedDevice(seed=1)) as device:
-        yield device
-    assert device.faults == []
 
 
 @dataclass
@@ -45,15 +37,13 @@ class Kind:
 
 
 @pytest.fixture(params=["pin", "device"])
-def kind(request) -> Iterator[Kind]:
+def kind(request, late: LateDevice) -> Iterator[Kind]:
     """Either stage."""
     if request.param == "pin":
-        with pinning():
-            yield Kind({"pin_memory": True}, lambda batch: batch, "pt_data_pin", None)
+        yield Kind({"pin_memory": True}, lambda batch: batch, "pt_data_pin", None)
     else:
-        with installed(SimulatedDevice(seed=1)) as device:
-            yield Kind({"device": "sim"}, device.to_host, "shmloader_device", 2)
-        assert device.faults == []
+        yield Kind({"device": "late"}, to_host, "shmloader_device", 2)
+    assert late.count("faults") == late.count("forks inside") == 0
 
 
 @pytest.fixture(scope="session")

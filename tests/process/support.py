@@ -131,6 +131,16 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
         time.sleep(0.005)
 
 
+def stack_of(ident: int | None) -> list[str]:
+    """The functions that a thread is in, the innermost first."""
+    frame = sys._current_frames().get(ident or 0)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
 class Slots:
     """Our memory in this process and others, but for what was there when this was made."""
 

@@ -60,7 +60,7 @@ class Plain:
         return default_collate(samples)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def slot():
     made = Slot.create(64 << 20)
     yield made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -221,6 +222,7 @@ def test_doctor_tells_of_each_thing(capsys) -> None:
         "memory",
         "/dev/shm",
         "memfd",
+        "address space",
         "descriptors",
         "start method",
         "GPUs",
@@ -229,6 +231,17 @@ def test_doctor_tells_of_each_thing(capsys) -> None:
         assert f"  {name}" in said
     assert "not known" not in said
     assert f"{len(os.sched_getaffinity(0))} by affinity" in said
+
+
+def test_doctor_tells_of_a_limit_on_address_space(capsys) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (400 * 10**9, hard))
+    try:
+        assert run("doctor") == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    (line,) = (text for text in capsys.readouterr().out.splitlines() if "ulimit -v" in text)
+    assert line.startswith("  address space   400.0 GB (`ulimit -v`; ")
 
 
 @pytest.mark.usefixtures("_fonts")
@@ -358,6 +371,27 @@ def test_a_loader_like_another_has_its_arguments() -> None:
     assert like(none, num_workers=0).num_workers == 0
     with pytest.raises(UsageError):
         like([1])
+
+
+def test_only_a_command_that_imports_a_target_looks_in_the_current_directory(here) -> None:
+    path = [entry for entry in sys.path if entry not in ("", str(here))]
+    sys.path[:] = path
+    assert run("report", "no.json") == 2
+    assert run("doctor") == 0
+    assert sys.path == path
+    assert run("bench", "loaders_of_mine:number") == 2
+    assert sys.path == [str(here), *path]
+
+
+def test_python_may_be_told_to_stay_out_of_the_current_directory(here) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shmloader", "bench", "loaders_of_mine:make"],
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=False, cwd=here,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "no module 'loaders_of_mine' here; the current directory is not searched" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_command_line_runs_as_a_module_on_the_example_of_the_readme() -> None:

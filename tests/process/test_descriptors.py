@@ -85,28 +85,6 @@ def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> No
     done.assert_quiet()
 
 
-def test_a_limit_on_address_space_makes_shorter_slots(tmp_path) -> None:
-    done = run_program(
-        """
-        import resource, torch
-        from shmloader import DataLoader
-
-        class Data:
-            def __len__(self):
-                return 12
-            def __getitem__(self, index):
-                return torch.full((20000,), float(index))
-
-        used = int(open("/proc/self/statm").read().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30),) * 2)
-        print([float(batch.mean()) for batch in DataLoader(Data(), num_workers=2)])
-        """,
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    assert done.out.strip() == str([float(n) for n in range(12)])
-
-
 def test_very_many_slots_fit_the_address_space() -> None:
     loader = DataLoader(
         Calls(lambda n: torch.full((20_000,), float(n)), 300), num_workers=2, prefetch_factor=120

@@ -1,7 +1,7 @@
-"""Batches on the simulated device: what comes is right, and each naive policy is found out.
+"""Batches on the late device: what comes is right, and each careless policy is found out.
 
-The device (`tests.simulated`) reads late and uses its memory again at once. A consumer starts a
-kernel that finds a batch's checksum, and drops the batch before it has run.
+The device (`tests.late`) does its work when somebody waits. A consumer starts a copy on the device
+of what is first and last in a batch, and drops the batch before that is done.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import random
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +17,12 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-import shmloader.fronts.iterator
-from shmloader import DataLoader, WorkerDiedError
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.memory.slot import Slot
+from shmloader.stages.backend import Backend
 from shmloader.stages.device import DeviceStage
+from tests.late import LateDevice, to_host
 from tests.process.support import Calls, only, wait_until
-from tests.simulated import (
-    SimulatedBackend,
-    SimulatedDevice,
-    host_checksum,
-    installed,
-)
 
 # Elements of int32: above 64 KiB, so a batch of one is lent, and read late.
 LENGTH = 17_000
@@ -38,194 +32,172 @@ def sample(index: int) -> torch.Tensor:
     return torch.full((LENGTH,), index, dtype=torch.int32)
 
 
-def sums(count: int) -> list[int]:
-    """The checksums of samples, as batches of one."""
-    return [host_checksum(sample(index)) for index in range(count)]
-
-
 def make(count: int, **options) -> DataLoader:
-    options = {"num_workers": 2, "collate_fn": only, "device": "sim", **options}
+    options = {"num_workers": 2, "collate_fn": only, "device": "late", **options}
     return DataLoader(Calls(sample, count), batch_size=1, **options)
 
 
-def load(sim: SimulatedDevice, loader: DataLoader, *, on_side: bool = False) -> list[int]:
-    """The checksums that a consumer finds, who drops each batch once its kernel is started."""
-    stream = sim.new_stream("side") if on_side else sim.default_stream
-    with sim.on(stream):
-        results = [sim.checksum(batch) for batch in loader]
-        return [result.value() for result in results]
+def ends(count: int) -> list[list[int]]:
+    """What `LateDevice.contents` finds in so many samples."""
+    return [[index, index] for index in range(count)]
 
 
-# Ten thousand ----------------------------------------------------------------------------
+@contextlib.contextmanager
+def on(stream: torch.Stream):
+    """The stream is the calling thread's current one inside."""
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield stream
+    finally:
+        torch.accelerator.set_stream(before)
 
 
-def test_ten_thousand_batches_arrive_whole_whoever_uses_them() -> None:
+# Content ---------------------------------------------------------------------------------
+
+
+def test_thousands_of_batches_arrive_whole_whoever_uses_them(late: LateDevice) -> None:
     chance = random.Random(1)
-    with installed(SimulatedDevice(seed=1)) as sim:
-        streams = [sim.default_stream, sim.new_stream("side"), sim.new_stream("slow", 24)]
-        results, kept = [], []
-        for batch in make(10_000, prefetch_factor=3):
-            stream = chance.choice(streams)
-            with sim.on(stream):
-                if stream is not sim.default_stream:
-                    # As a user does who goes on elsewhere: next() ran on the default stream.
-                    with sim.on(sim.default_stream):
-                        event = sim.record()
-                    sim.wait(event)
-                    sim.use(batch)
-                results.append(sim.checksum(batch))
-            if chance.random() < 0.05:
-                kept = [*kept[-5:], batch]
-            del batch
-        sim.finish()
-        found = [result.found for result in results]
-        want = sums(10_000)
-        wrong = [index for index in range(10_000) if found[index] != want[index]]
-        assert wrong == []
-        assert sim.faults == []
-        assert sim.counts["late copy"] == 10_000
-        assert sim.counts["new block"] < 500  # most were used again
+    main = torch.accelerator.current_stream()
+    streams = [main, torch.Stream("late:0"), torch.Stream("late:0")]
+    found, kept = [], []
+    for batch in make(2_000, prefetch_factor=3):
+        stream = chance.choice(streams)
+        if stream is not main:
+            # As a user does who goes on elsewhere: next() ran on the main stream.
+            stream.wait_stream(main)
+            batch.record_stream(stream)
+        with on(stream):
+            found.append((batch[:1].clone(), batch[-1:].clone()))
+        if chance.random() < 0.05:
+            kept = [*kept[-5:], batch]
+        del batch
+    torch.accelerator.synchronize()
+    assert [[int(end) for end in pair] for pair in found] == ends(2_000)
+    assert late.count("faults") == 0
+    assert late.count("pageable copies") == 0
 
 
-# Naive policies --------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [
+    {"device": "late:1"},
+    {"device": None, "pin_memory": True},
+    {"device": "late", "thread_pool": True},
+    {"device": "late", "persistent_workers": True},
+    {"device": "late", "num_workers": 0},
+], ids=str)  # fmt: skip
+def test_batches_arrive_over_several_epochs(late: LateDevice, options) -> None:
+    with contextlib.closing(make(40, **options)) as loader:
+        for _ in range(3):
+            if options["device"] is None:
+                # A user's own copy, of memory that torch's allocator knows.
+                found = late.contents(batch.to("late", non_blocking=True) for batch in loader)
+            else:
+                found = late.contents(loader)
+            assert found == ends(40)
+    assert late.count("faults") == 0
 
 
-class FreesAtOnce(DeviceStage):
-    """Lets go of the slot when the copy has been started."""
+def test_batch_i_of_a_step_arrives_on_device_i(late: LateDevice) -> None:
+    loader = ShardedDataLoader(
+        Calls(sample, 400), 2, devices=["late:0", "late:1"], num_workers=2, prefetch_factor=2
+    )
+    found: list[list[torch.Tensor]] = [[], []]
+    for step in loader:
+        assert [batch.device.index for batch in step] == [0, 1]
+        for index, batch in enumerate(step):
+            found[index].append(batch[:, -1].clone())
+        del step, batch
+    seen = [int(number) for ends in found for end in ends for number in end.cpu()]
+    assert sorted(seen) == list(range(400))
 
-    def run(self, batch):
-        result = super().run(batch)
+
+# Careless policies -----------------------------------------------------------------------
+
+
+def frees_at_once(monkeypatch) -> None:
+    """Slots are free when their copy has been started."""
+    run = DeviceStage._run
+
+    def run_and_free(self, batch):
+        copied = run(self, batch)
         self._reading.clear()
-        return result
+        return copied
+
+    monkeypatch.setattr(DeviceStage, "_run", run_and_free)
 
 
-class RecordsElsewhere(SimulatedBackend):
-    """An event on the current stream of who is in the way, not on that of the copy."""
-
-    def record(self):
-        with self.device.on(self.device.default_stream):
-            return self.device.record()
-
-
-class NeverWaits(SimulatedBackend):
+def waits_for_no_event(monkeypatch) -> None:
     """The consumer's stream does not wait for the copy."""
-
-    def await_here(self, event):
-        pass
-
-
-class NeverNotes(SimulatedBackend):
-    """The tensors are not recorded on the consumer's stream."""
-
-    def use_here(self, tensor):
-        pass
+    hand_over = Backend.hand_over
+    monkeypatch.setattr(
+        Backend, "hand_over", lambda self, _, tensors: hand_over(self, torch.Event("late"), tensors)
+    )
 
 
-class HandsOutViews(SimulatedBackend):
-    """The user gets views of page-locked slots, and copies by himself."""
-
-    def copy(self, tensor):
-        return tensor
-
-
-def corrupted(sim: SimulatedDevice, loader: DataLoader, count: int, **how) -> int:
-    found = load(sim, loader, **how)
-    assert len(found) == count
-    return sum(one != other for one, other in zip(found, sums(count), strict=True))
+def records_no_stream(monkeypatch) -> None:
+    """The allocator is not told that the consumer's stream uses the batch."""
+    hand_over = Backend.hand_over
+    monkeypatch.setattr(Backend, "hand_over", lambda self, event, _: hand_over(self, event, ()))
 
 
-@pytest.mark.parametrize("backend", [RecordsElsewhere, NeverWaits, NeverNotes])
-def test_a_backend_that_leaves_one_thing_out_corrupts_batches(backend) -> None:
-    with installed(SimulatedDevice(seed=1), backend) as sim:
-        assert corrupted(sim, make(400), 400, on_side=True) > 0
-    with installed(SimulatedDevice(seed=1)) as sim:
-        assert corrupted(sim, make(400), 400, on_side=True) == 0
-
-
-def test_slots_that_are_freed_at_once_corrupt_batches(monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.fronts.iterator, "DeviceStage", FreesAtOnce)
-    with installed(SimulatedDevice(seed=1)) as sim:
-        assert corrupted(sim, make(400), 400) > 0
-
-
-def test_a_view_of_a_locked_slot_that_the_user_copies_corrupts_batches() -> None:
-    with installed(SimulatedDevice(seed=1), HandsOutViews) as sim:
-        results = []
-        for batch in make(400):
-            copied = sim.copy(batch)
-            del batch
-            results.append(sim.checksum(copied))
-            del copied
-        found = [result.value() for result in results]
-        assert sum(one != other for one, other in zip(found, sums(400), strict=True)) > 0
-
-
-class UnlocksAtOnce(SimulatedBackend):
-    """Does not wait for the copies before it unlocks."""
-
-    def unlock(self, slot):
-        if os.getpid() == self._pid and self._locked.pop(slot.address, 0):
-            self.device.unlock(slot.address)
+def keeps_the_rules(monkeypatch) -> None:
+    """The control."""
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_right"), [(UnlocksAtOnce, False), (SimulatedBackend, True)]
+    "policy", [frees_at_once, waits_for_no_event, records_no_stream, keeps_the_rules]
 )
-def test_an_unlock_while_a_copy_goes_on_is_found(backend, is_right) -> None:
-    def die_at_three(index):
-        if index == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample(index)
+def test_a_loader_that_leaves_one_thing_out_corrupts_batches(late, monkeypatch, policy) -> None:
+    policy(monkeypatch)
+    with on(torch.Stream("late:0")):
+        found = late.contents(make(200))
+        at_once = [[int(batch[0]), int(batch[-1])] for batch in make(200)]
+    is_right = found == at_once == ends(200)
+    assert is_right == (policy is keeps_the_rules)
 
-    # Nothing runs by itself: the copies of the first three are not done when the engine closes.
-    device = SimulatedDevice(seed=1, longest_delay=10**6)
-    with installed(device, backend) as sim:
-        dataset = Calls(die_at_three, 8)
-        loader = DataLoader(
-            dataset, None, num_workers=1, prefetch_factor=4, device="sim", device_prefetch=4
-        )
-        batches = iter(loader)
-        results = [sim.checksum(next(batches)) for _ in range(3)]
-        with pytest.raises(WorkerDiedError, match="batch 3"):
-            next(batches)
-        found = [result.value() for result in results]
-        assert (found == sums(3)) == is_right
-        assert (sim.faults == []) == is_right
+
+def test_views_of_registered_memory_that_the_user_copies_corrupt_batches(late, monkeypatch) -> None:
+    monkeypatch.setattr(Backend, "copy", lambda self, tensor: tensor)
+    found = late.contents(batch.to("late", non_blocking=True) for batch in make(200))
+    assert found != ends(200)
 
 
 # Slots and their page locks --------------------------------------------------------------
 
 
-def test_slots_are_locked_once_each(sim) -> None:
-    assert load(sim, make(200)) == sums(200)
-    assert sim.counts["lock"] == sim.counts["unlock"] <= 2 * 2 + 4
-    assert sim.counts["early copy"] == 0
-    assert sim.locked == {}
+def test_slots_are_locked_once_each(late: LateDevice) -> None:
+    assert late.contents(make(200)) == ends(200)
+    assert late.count("registered") == late.count("unregistered") <= 2 * 2 + 4
+    assert late.count("registered bytes") == 0
 
 
-def test_a_slot_is_locked_anew_when_its_batches_grow(sim) -> None:
+def test_no_more_is_locked_than_a_batch_takes(late: LateDevice) -> None:
+    assert late.contents(make(40)) == ends(40)
+    sizes = [call[2] for call in late.driver.calls if call[0] == "register"]
+    assert set(sizes) == {-(-4 * LENGTH // 4096) * 4096}
+
+
+def test_a_slot_is_locked_anew_when_its_batches_grow(late: LateDevice) -> None:
     def growing(index):
         return torch.full((LENGTH + 40_000 * index,), index, dtype=torch.int32)
 
-    loader = DataLoader(Calls(growing, 20), None, num_workers=1, prefetch_factor=1, device="sim")
-    want = [host_checksum(growing(index)) for index in range(20)]
-    assert load(sim, loader) == want
-    assert sim.counts["late copy"] == 20
-    assert sim.counts["lock"] > 10
-    assert sim.counts["lock"] == sim.counts["unlock"]
+    loader = DataLoader(Calls(growing, 20), None, num_workers=1, prefetch_factor=1, device="late")
+    assert late.contents(loader) == ends(20)
+    assert late.count("registered") == late.count("unregistered") > 5
+    assert late.count("pageable copies") == late.count("faults") == 0
 
 
 @contextlib.contextmanager
-def unlocked_before(sim, monkeypatch, *names):
+def unlocked_before(late, monkeypatch, *names):
     """Check that a slot's methods are called on slots that are not locked; gives the calls."""
-    calls = []
+    calls, wrong = [], []
 
     def watch(name):
         method = getattr(Slot, name)
 
         def checked(slot, *args):
-            if slot.address in sim.locked:
-                sim.faults.append(f"{name} of a slot that is locked")
+            if late.registered_bytes(slot.address):
+                wrong.append(name)
             calls.append(name)
             return method(slot, *args)
 
@@ -235,61 +207,59 @@ def unlocked_before(sim, monkeypatch, *names):
         watch(name)
     yield calls
     monkeypatch.undo()
+    assert wrong == []
 
 
-def test_a_slot_is_unlocked_before_it_gives_memory_back_and_is_unmapped(sim, monkeypatch) -> None:
+def test_a_slot_is_unlocked_before_it_gives_memory_back_and_is_unmapped(late, monkeypatch) -> None:
     def shrinking(index):
-        length = 12 << 20 if index < 6 else LENGTH
+        length = 10 << 20 if index < 4 else LENGTH
         return torch.full((length,), index, dtype=torch.int32)
 
-    with unlocked_before(sim, monkeypatch, "give_back", "close") as calls:
+    with unlocked_before(late, monkeypatch, "give_back", "close") as calls:
         loader = DataLoader(
-            Calls(shrinking, 150), None, num_workers=1, prefetch_factor=2, device="sim"
+            Calls(shrinking, 150), None, num_workers=1, prefetch_factor=2, device="late"
         )
-        found = load(sim, loader)
-        assert found == [host_checksum(shrinking(index)) for index in range(150)]
+        assert late.contents(loader) == ends(150)
         assert {"give_back", "close"} <= set(calls)
 
 
-def test_a_slot_that_a_fork_shares_is_unlocked_before_it_is_retired(sim, monkeypatch) -> None:
-    with unlocked_before(sim, monkeypatch, "close") as calls:
+def test_a_slot_that_a_fork_shares_is_unlocked_before_it_is_retired(late, monkeypatch) -> None:
+    with unlocked_before(late, monkeypatch, "close") as calls:
         batches = iter(make(60))
-        results = [sim.checksum(next(batches)) for _ in range(3)]
+        found = late.contents(next(batches) for _ in range(3))
         pid = os.fork()
         if pid == 0:
             os._exit(0)
         os.waitpid(pid, 0)
-        results += [sim.checksum(batch) for batch in batches]
-        assert [result.value() for result in results] == sums(60)
+        found += late.contents(batches)
+        assert found == ends(60)
         assert "close" in calls
 
 
-def test_where_locking_is_refused_batches_come_all_the_same_with_one_warning() -> None:
-    with installed(SimulatedDevice(seed=1, refuses="not here")) as sim:
-        with pytest.warns(RuntimeWarning, match="not here") as warned:
-            assert load(sim, make(60)) == sums(60)
-        assert len(warned) == 1
-        assert sim.counts["refused"] == 1
-        assert sim.locked == {}
-        assert (sim.counts["late copy"], sim.counts["early copy"]) == (0, 60)
+def test_where_locking_is_refused_batches_come_all_the_same_with_one_warning(late) -> None:
+    late.driver.refuses = "not here"
+    loader = make(60)
+    with pytest.warns(RuntimeWarning, match=r"69632 bytes was refused: not here") as warned:
+        assert late.contents(loader) == ends(60)
+    assert len(warned) == 1
+    assert late.contents(loader) == ends(60)  # a second warning would be an error
+    assert [call[0] for call in late.driver.calls] == ["register"]
+    assert (late.count("late copies"), late.count("pageable copies")) == (120, 0)
 
 
-def test_a_refusal_whose_warning_is_an_error_loses_one_batch_and_no_slot() -> None:
-    # So late that all slots are in use at a time.
-    device = SimulatedDevice(seed=1, longest_delay=60, refuses="not here")
-    with installed(device) as sim:
-        batches = iter(make(60))
-        with pytest.raises(RuntimeWarning, match="not here"):
-            next(batches)
-        results = [sim.checksum(batch) for batch in batches]
-        assert [result.value() for result in results] == sums(60)[1:]
+def test_a_refusal_whose_warning_is_an_error_loses_one_batch_and_no_slot(late) -> None:
+    late.driver.refuses = "not here"
+    batches = iter(make(60))
+    with pytest.raises(RuntimeWarning, match="not here"):
+        next(batches)
+    assert late.contents(batches) == ends(60)[1:]
 
 
 # How far ahead ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 7])
-def test_so_many_batches_are_made_ready_and_no_more(sim, ahead) -> None:
+@pytest.mark.parametrize("ahead", [1, 7])
+def test_so_many_batches_are_made_ready_and_no_more(late, ahead) -> None:
     made = []
 
     def note(batch):
@@ -298,22 +268,18 @@ def test_so_many_batches_are_made_ready_and_no_more(sim, ahead) -> None:
 
     loader = make(40, prefetch_factor=5, device_prefetch=ahead, transform=note)
     batches = iter(loader)
-    assert sim.checksum(next(batches)).value() == sums(1)[0]
+    assert int(next(batches)[0]) == 0
     wait_until(lambda: len(made) == ahead + 1)
     # One that is not to be made would have been by the time that another loader has run.
-    load(sim, make(10))
+    late.contents(make(10))
     assert len(made) == ahead + 1
-    found = [sim.checksum(batch).value() for batch in batches]
-    assert found == sums(40)[1:]
-    # None was copied out for lack of slots that may be lent.
-    assert sim.counts["early copy"] == 0
+    assert late.contents(batches) == ends(40)[1:]
 
 
-def test_batches_that_are_kept_do_not_hold_slots(sim) -> None:
+def test_batches_that_are_kept_do_not_hold_slots(late: LateDevice) -> None:
     kept = list(make(50))
-    assert [sim.checksum(batch).value() for batch in kept] == sums(50)
-    assert sim.counts["early copy"] == 0
-    assert sim.counts["lock"] <= 2 * 2 + 4
+    assert late.contents(kept) == ends(50)
+    assert late.count("registered") <= 2 * 2 + 4
 
 
 # What a batch may be ---------------------------------------------------------------------
@@ -332,18 +298,21 @@ class Mover:
         self.tensor = tensor
 
     def to(self, device):
-        return Mover(device.copy(self.tensor))
+        return Mover(self.tensor.to(device))
 
 
 def odd_batch(index):
     large = torch.full((LENGTH,), index, dtype=torch.int32)
     return {
         "tensor": large,
+        "transposed": (large.view(2, -1) + 4).t(),
         "pair": Pair(large + 1, index),
         "array": large.numpy() + 2,
         "mover": Mover(large + 3),
         "text": ["a", b"b", None, 1.5],
         "small": torch.tensor(index),
+        "empty": torch.empty(0, 3),
+        "bool": torch.tensor([True, False]),
     }
 
 
@@ -355,79 +324,68 @@ def is_in_slot(address: int) -> bool:
     raise AssertionError("not mapped")
 
 
-def test_no_part_of_a_batch_is_a_view_of_a_slot(sim) -> None:
+def test_no_part_of_a_batch_is_a_view_of_a_slot(late: LateDevice) -> None:
     # A fourth of them is kept, for their slots to be filled again meanwhile.
     kept = []
-    loader = DataLoader(Calls(odd_batch, 40), num_workers=2, collate_fn=only, device="sim")
+    loader = DataLoader(Calls(odd_batch, 40), num_workers=2, collate_fn=only, device="late")
     for index, batch in enumerate(loader):
         assert not is_in_slot(batch["pair"].image.data_ptr())
         assert not is_in_slot(batch["array"].ctypes.data)
-        assert sim.has(batch["tensor"])
-        assert sim.has(batch["small"])
-        assert sim.has(batch["mover"].tensor)
+        for name in ("tensor", "transposed", "small", "empty", "bool"):
+            assert batch[name].device == torch.device("late:0")
+        assert batch["mover"].tensor.device == torch.device("late:0")
         assert batch["text"] == ["a", b"b", None, 1.5]
         if index % 4 == 0:
             kept.append((index, batch))
+    assert late.count("pageable copies") == 10 * 4  # of the objects that move themselves
     for index, batch in kept:
-        assert sim.read(batch["tensor"]).unique().tolist() == [index]
+        assert batch["tensor"].unique().tolist() == [index]
+        assert batch["transposed"].shape == (LENGTH // 2, 2)
+        assert batch["transposed"].unique().tolist() == [index + 4]
         assert batch["pair"].image.unique().tolist() == [index + 1]
         assert np.unique(batch["array"]).tolist() == [index + 2]
-        assert sim.read(batch["mover"].tensor).unique().tolist() == [index + 3]
-        assert sim.read(batch["small"]).item() == index
+        assert batch["mover"].tensor.unique().tolist() == [index + 3]
+        assert batch["small"].shape == ()
+        assert int(batch["small"]) == index
+        assert batch["empty"].shape == (0, 3)
+        assert batch["bool"].tolist() == [True, False]
 
 
-def test_a_packed_sequence_moves_itself(sim, monkeypatch) -> None:
+def test_a_packed_sequence_moves_itself(late: LateDevice) -> None:
     def packed(index):
         return pack_padded_sequence(torch.full((5, 2, 3), float(index)), [5, 3])
 
-    monkeypatch.setattr(
-        PackedSequence,
-        "to",
-        lambda self, device: PackedSequence(device.copy(self.data), self.batch_sizes),
-    )
-    loader = DataLoader(Calls(packed, 6), None, num_workers=1, device="sim")
+    loader = DataLoader(Calls(packed, 6), None, num_workers=1, device="late")
     for index, batch in enumerate(loader):
         assert type(batch) is PackedSequence
-        assert sim.read(batch.data).unique().tolist() == [index]
+        assert batch.data.device == torch.device("late:0")
+        assert batch.data.unique().tolist() == [index]
         assert batch.batch_sizes.tolist() == [2, 2, 2, 1, 1]
 
 
-@pytest.fixture
-def slow_sim():
-    """One that is later: two batches ahead are not done when the user has them."""
-    with installed(SimulatedDevice(seed=1, longest_delay=60)) as device:
-        yield device
-    assert device.faults == []
-
-
-def test_a_batch_of_an_epoch_that_is_left_stays_as_it_is(slow_sim) -> None:
-    loader = make(40, persistent_workers=True)
-    results = []
-    for _ in range(40):
-        batches = iter(loader)
-        results += [slow_sim.checksum(next(batches)), slow_sim.checksum(next(batches))]
-    loader.close()
-    assert [result.value() for result in results] == sums(2) * 40
+def test_a_batch_of_an_epoch_that_is_left_stays_as_it_is(late: LateDevice) -> None:
+    with contextlib.closing(make(40, persistent_workers=True)) as loader:
+        found = []
+        for _ in range(20):
+            batches = iter(loader)
+            found += late.contents(next(batches) for _ in range(2))
+    assert found == ends(2) * 20
 
 
 # Transforms ------------------------------------------------------------------------------
 
 
-def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(slow_sim) -> None:
-    sim = slow_sim
+def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(late: LateDevice) -> None:
     streams = []
 
     def double(batch):
-        streams.append(sim.current_stream())
-        return sim.compute(lambda numbers: numbers * 2, batch)
+        streams.append(torch.accelerator.current_stream())
+        return torch.cat([batch, batch])
 
-    loader = make(300, transform=double)
-    with sim.on(sim.new_stream("side")):
-        # At once: the consumer's stream waits for nothing but what next() has it wait for.
-        found = [sim.checksum(batch).value() for batch in loader]
-    assert found == [host_checksum(sample(index) * 2) for index in range(300)]
-    assert len(set(streams)) == 1
-    assert streams[0] is not sim.default_stream
+    with on(torch.Stream("late:0")) as side:
+        assert late.contents(make(100, transform=double)) == ends(100)
+        assert {(stream.stream_id == side.stream_id) for stream in streams} == {False}
+    assert len({stream.stream_id for stream in streams}) == 1
 
 
 class Wrapped:
@@ -437,35 +395,41 @@ class Wrapped:
         self.parts = parts
 
 
-def test_tensors_inside_of_what_a_transform_returns_are_noted_as_used(sim) -> None:
-    loader = make(300, transform=lambda batch: Wrapped({"x": Pair(batch, 1)}))
-    with sim.on(sim.new_stream("side")):
-        results = [sim.checksum(batch.parts[0]["x"].image) for batch in loader]
-        found = [result.value() for result in results]
-    assert found == sums(300)
-    assert sim.counts["use"] == 300
+def test_tensors_inside_of_what_a_transform_returns_are_recorded(late: LateDevice) -> None:
+    loader = make(100, transform=lambda batch: Wrapped({"x": Pair(batch, 1)}))
+    with on(torch.Stream("late:0")):
+        found = late.contents(batch.parts[0]["x"].image for batch in loader)
+    assert found == ends(100)
+    assert late.count("recorded streams") == 100
 
 
-def test_a_copy_that_fails_half_way_loses_its_batch_alone(sim) -> None:
-    def half_sparse(index):
-        first = sample(index)
-        return [first, torch.eye(3).to_sparse()] if index == 3 else [first]
+class Bad:
+    def to(self, device, non_blocking=False):
+        raise ValueError("not to be moved")
 
-    batches = iter(DataLoader(Calls(half_sparse, 60), None, num_workers=2, device="sim"))
-    results = [sim.checksum(next(batches)) for _ in range(3)]
-    with pytest.raises(RuntimeError, match="strided"):
+
+def test_a_copy_that_fails_half_way_loses_its_batch_alone(late: LateDevice) -> None:
+    def half_bad(index):
+        return [sample(index), Bad()] if index == 3 else [sample(index)]
+
+    batches = iter(DataLoader(Calls(half_bad, 60), None, num_workers=2, device="late"))
+    found = late.contents(next(batches) for _ in range(3))
+    with pytest.raises(ValueError, match="not to be moved"):
         next(batches)
-    results += [sim.checksum(batch) for batch in batches]
-    want = sums(60)
-    assert [result.value() for result in results] == want[:3] + want[4:]
+    found += late.contents(batches)
+    assert found == ends(60)[:3] + ends(60)[4:]
 
 
-def test_an_exception_that_is_kept_holds_no_slot(sim, slots) -> None:
-    def fail(batch):
+@pytest.mark.parametrize("where", ["transform", "copy"])
+def test_an_exception_that_is_kept_holds_no_slot(late, slots, monkeypatch, where) -> None:
+    def fail(*_):
         raise ValueError("no such luck")
 
+    options = {"transform": fail} if where == "transform" else {}
+    if where == "copy":
+        monkeypatch.setattr(Backend, "copy", fail)
     errors = []
-    batches = iter(make(20, transform=fail))
+    batches = iter(make(20, **options))
     for _ in range(20):
         with pytest.raises(ValueError, match="no such luck") as caught:
             next(batches)
@@ -473,7 +437,6 @@ def test_an_exception_that_is_kept_holds_no_slot(sim, slots) -> None:
     with pytest.raises(StopIteration):
         next(batches)
     assert slots.maps() == {}
-    assert sim.counts["early copy"] == 0
 
 
 # Alone -----------------------------------------------------------------------------------
@@ -484,3 +447,8 @@ def test_the_device_cpu_is_plain_loading() -> None:
     assert [batch[0].item() for batch in loader] == list(range(6))
     loader = make(6, device="cpu", num_workers=0, transform=lambda batch: batch + 1)
     assert [batch[0].item() for batch in loader] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_read_on_the_host_is_what_was_loaded(late: LateDevice) -> None:
+    loader = make(6)
+    assert [to_host(batch).unique().tolist() for batch in loader] == [[n] for n in range(6)]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import venv
+from pathlib import Path
 
-from tests.process.support import Done, run_program
+import pytest
+import torch
+
+from tests.process.support import ROOT, Done, run_program
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -86,6 +92,40 @@ def test_files_of_the_program_s_own_are_no_hindrance(where, tmp_path) -> None:
     done = run(program, f"os.chdir({str(folder)!r})")
     assert done.out.splitlines() == ["True True False"], done.err
     done.assert_quiet()
+
+
+# What an editable install by setuptools leaves in site-packages, in short.
+FINDER = """
+import sys
+from importlib.util import spec_from_file_location
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return spec_from_file_location(name, {init!r}) if name == "shmloader" else None
+
+def install():
+    sys.meta_path.append(Finder)
+"""
+
+
+def test_an_editable_install_is_no_hindrance(tmp_path) -> None:
+    """Neither one by a finder, as of ours here, nor one by a path, as of all the rest."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site_packages / "editable_finder.py").write_text(
+        FINDER.format(init=str(ROOT / "shmloader/__init__.py"))
+    )
+    (site_packages / "a.pth").write_text("import editable_finder; editable_finder.install()\n")
+    (site_packages / "b.pth").write_text(f"# all the rest\n{Path(torch.__file__).parents[1]}\n")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(before="pass", most_mib=_MOST_MIB, epochs=1))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [tmp_path / "venv/bin/python", program],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "True True False\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["calendar", "tqdm"])

@@ -19,6 +19,10 @@ pytestmark = pytest.mark.timeout(90)
 ROWS = 30_000
 
 
+def own_collate(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
 def plane(index: int) -> torch.Tensor:
     return torch.full((ROWS,), float(index))
 
@@ -183,11 +187,95 @@ def test_kept_batches_do_not_stall_a_loader_with_little_shared_memory() -> None:
     assert [float(batch.mean()) for batch in kept] == list(range(64))
 
 
+# ---------------------------------------------------------------- shared with other processes
+
+
+def rows_and_more(index: int) -> dict[str, Any]:
+    """Lent fields of both kinds of dtype, a field copied alone, and fields copied together."""
+    return {
+        "large": plane(index),
+        "brain": plane(index).bfloat16(),
+        "alone": torch.full((9,), index),
+        "pair": [torch.full((5,), index, dtype=torch.int16) for _ in range(2)],
+    }
+
+
+# Tensors of a batch, each with a dtype that NumPy has.
+PARTS: list[Any] = [
+    lambda batch: batch["large"],
+    lambda batch: batch["brain"].view(torch.int16),
+    lambda batch: batch["alone"],
+    lambda batch: batch["pair"][1],
+]
+
+VIEWS: list[Any] = [
+    lambda tensor: tensor.numpy(),
+    lambda tensor: np.asarray(memoryview(tensor[0].numpy())),
+    lambda tensor: tensor.detach().numpy(),
+    lambda tensor: np.from_dlpack(tensor.data),
+]
+
+
+@pytest.mark.parametrize("collate", [None, own_collate])
+def test_views_of_a_batch_outlive_its_move_to_torchs_shared_memory(collate) -> None:
+    loader = DataLoader(
+        Calls(rows_and_more, 96), num_workers=2, collate_fn=collate, persistent_workers=True
+    )
+    kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for number, batch in enumerate(loader):
+        part = PARTS[number % 4](batch)
+        view = VIEWS[number // 4 % 4](part)
+        kept[number] = view, view.copy()
+        part.share_memory_()
+        del batch, part
+        if number % 3:
+            kept.pop(number - 6, None)
+        for seen, expected in kept.values():
+            assert np.array_equal(seen, expected)
+    assert len(kept) > 32
+    del view, seen, kept
+    # Nothing keeps a slot any more: each batch of another epoch is lent.
+    for number, batch in enumerate(loader):
+        part = PARTS[number % 4](batch)
+        part.share_memory_()
+        del batch, part
+    assert loader.stats().slots.copied == 0
+    loader.close()
+
+
+def test_views_of_a_batch_outlive_its_way_through_a_queue(tmp_path) -> None:
+    program = """
+        import numpy as np, torch
+        from shmloader import DataLoader
+
+        class Data:
+            def __len__(self):
+                return 40
+            def __getitem__(self, index):
+                return {"large": torch.full((30_000,), index), "small": torch.tensor(index)}
+
+        for strategy in ("file_descriptor", "file_system"):
+            torch.multiprocessing.set_sharing_strategy(strategy)
+            queue = torch.multiprocessing.Queue()
+            views = []
+            for number, batch in enumerate(DataLoader(Data(), num_workers=2)):
+                views.append([part.numpy() for part in batch.values()])
+                queue.put(batch)
+                got = queue.get(timeout=30)
+                assert all(part.is_shared() for part in batch.values())
+                assert [int(part.flatten()[-1]) for part in got.values()] == [number, number]
+                del batch, got
+                if number >= 4 and number % 2:
+                    views[number - 4] = None
+            seen = [pair and [int(view.flat[-1]) for view in pair] for pair in views]
+            assert sum(pair is None for pair in seen) == 18
+            assert all(pair in (None, [n, n]) for n, pair in enumerate(seen)), seen
+            queue.close()
+        """
+    run_program(program, tmp_path / "program.py").assert_quiet()
+
+
 # ---------------------------------------------------------------- kept in the worker
-
-
-def own_collate(samples: list[Any]) -> Any:
-    return torch.utils.data.default_collate(samples)
 
 
 class Caches:

@@ -392,3 +392,23 @@ loader.close()
         tmp_path,
     )
     running.finish(30).assert_quiet()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_child_forked_in_mid_epoch_that_exits_leaves_the_workers_alone(method, tmp_path) -> None:
+    done = program(
+        f"loader, batches = workers({method!r})\n"
+        """
+pid = os.fork()
+if not pid:
+    try:
+        next(batches)
+    except RuntimeError as error:
+        print(error, flush=True)
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+print(sum(1 for _ in batches))""",
+        tmp_path,
+    ).finish()
+    assert done.out.splitlines() == ["the iterator belongs to the process that made it", "998"]
+    assert done.err == ""

@@ -73,9 +73,9 @@ def test_slots_that_do_not_fit_together_are_told_from_the_second_batch_on(tmp_pa
     assert came == [10**6] * 2
     assert len(told) == 18
     assert (
-        "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 1.0 MB = 8.0 MB of shared memory, "
-        "but 5.0 MB is free (limit of the control group /job; 16.8 MB is kept in reserve): lower "
-        "prefetch_factor, num_workers or batch_size, or set shm_size."
+        "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 1.0 MB = 6.0 MB of shared "
+        "memory, but 5.0 MB is free (limit of the control group /job; 16.8 MB is kept in reserve): "
+        "lower prefetch_factor, num_workers or batch_size, or set shm_size."
     ) in told[0]
 
 
@@ -136,7 +136,7 @@ def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
     text = told[0][1]
     assert "a batch needs 6.0 MB or more of shared memory, 6.0 MB more than its slot has" in text
     assert "but 5.0 MB is free (limit of the control group /job;" in text
-    assert "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 6.0 MB = 48.0 MB" in text
+    assert "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 6.0 MB = 36.0 MB" in text
     assert sum(slots.files().values()) < MIB, "it was touched"
     loader.close()
 
@@ -235,6 +235,73 @@ def test_a_slot_that_was_trimmed_is_asked_for_again(tmp_path, slots) -> None:
     assert all("0 bytes is free (MemAvailable;" in text for text in refused)
     gate.close()
     told.close()
+
+
+# Address space ------------------------------------------------------------------------------
+
+
+UNDER_LIMIT = """
+import resource, torch
+import shmloader
+from shmloader import DataLoader, SharedMemoryError
+
+def used():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+def limit(nbytes):
+    resource.setrlimit(resource.RLIMIT_AS, (used() + nbytes, resource.RLIM_INFINITY))
+
+class Data:
+    def __init__(self, *sizes):
+        self.sizes = sizes
+    def __len__(self):
+        return len(self.sizes)
+    def __getitem__(self, index):
+        # In ordinary memory, a sample that does not fit would raise torch's own error.
+        return shmloader.empty((self.sizes[index],), dtype=torch.uint8).fill_(index % 251)
+
+def load(*sizes):
+    came, told, most = [], [], used()
+    batches = iter(DataLoader(Data(*sizes), batch_size=None, num_workers=2))
+    for index in range(len(sizes)):
+        try:
+            batch = next(batches)
+            assert len(batch) == sizes[index] and bool((batch == index % 251).all())
+            came.append(index)
+        except SharedMemoryError as error:
+            told.append((index, str(error)))
+        most = max(most, used())
+    return came, told, most
+"""
+
+
+def test_under_a_limit_on_address_space_slots_take_what_batches_need(tmp_path) -> None:
+    done = run_program(
+        UNDER_LIMIT
+        + """
+limit(32 * 10**9)
+before = used()
+came, told, most = load(*[70_000] * 24)
+print(len(came), told, most - before < 300e6)
+bytearray(500 << 20)
+# Eight slots would take more than is left, with what this process and the workers need besides.
+limit(600 * 10**6)
+came, told, _ = load(*[60_000_000] * 16)
+print(len(came), told)
+came, told, _ = load(1000, 10**9, 2000)
+print(came, len(told))
+print(told[0][1])
+""",
+        tmp_path / "program.py",
+    )
+    done.assert_quiet()
+    small, large, partly, error = done.out.strip().split("\n", 3)
+    assert small == "24 [] True"
+    assert large == "16 []"
+    assert partly == "[0, 2] 1"
+    assert "cannot map 1.0 GB of a slot of shared memory" in error
+    assert "(`ulimit -v`; " in error
+    assert "shm_size" not in error
 
 
 # Kills ---------------------------------------------------------------------------------------
@@ -339,7 +406,7 @@ for index in range(12):
     except SharedMemoryError as error:
         told.append(str(error))
 assert told, "there was room for all"
-assert "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 104.9 MB = 838.9 MB" in told[0]
+assert "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 104.9 MB = 629.1 MB" in told[0]
 assert "shmloader-test-" in told[0], told[0]
 print(12 - len(told) >= 2)
 """
@@ -379,3 +446,53 @@ except WorkerDiedError as error:
     )
     done.assert_quiet()
     assert f"{HINT} 1 process of this control group since the loader started" in done.out
+
+
+@pytest.mark.slow
+def test_in_a_real_group_locked_memory_is_no_more_than_batches_need(control_group) -> None:
+    group = control_group(600 * MIB)
+    done = run_program(
+        PROGRAM.format(group=str(group))
+        + """
+import ctypes
+
+class Data:
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.full((20_000,), float(index))
+
+print(ctypes.CDLL(None).mlockall(2))  # MCL_FUTURE
+print(*[int(batch.mean()) for batch in DataLoader(Data(), num_workers=2)])
+"""
+    )
+    done.assert_quiet()
+    is_refused, *came = done.out.splitlines()
+    if is_refused != "0":
+        pytest.skip("no memory may be locked here")
+    assert came == [" ".join(map(str, range(12)))]
+    assert "oom_kill 0" in kills_of(group)
+
+
+@pytest.mark.slow
+def test_in_a_real_group_an_epoch_that_torch_finishes_is_finished(control_group) -> None:
+    group = control_group(700 * 10**6)
+    done = run_program(
+        PROGRAM.format(group=str(group))
+        + """
+class Data:
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return torch.full(((64 + 10 * (index % 2)) * 10**6,), index, dtype=torch.uint8)
+
+batches = iter(DataLoader(Data(), batch_size=None, num_workers=2))
+for index in range(24):
+    batch = next(batches)
+    assert int(batch[0]) == int(batch[-1]) == index
+print(index)
+"""
+    )
+    done.assert_quiet()
+    assert done.out == "23\n"
+    assert "oom_kill 0" in kills_of(group)

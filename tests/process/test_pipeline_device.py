@@ -1,4 +1,4 @@
-"""``transfer``: the stages of ``device=``, on the simulated device, which reads late."""
+"""``transfer``: the stages of ``device=``, on the late device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shmloader import PipelineBuilder
-from tests.simulated import host_checksum, pinning
 
 LARGE = 300_000
 
@@ -20,81 +19,63 @@ def make(number):
     }
 
 
-CHECKSUMS = [host_checksum(make(number)) for number in range(40)]
+def ends(count: int) -> list[list[int]]:
+    """What `LateDevice.contents` finds in so many batches."""
+    return [[number] * 4 for number in range(count)]
 
 
-def test_batches_are_copied_from_their_slots_which_are_page_locked(sim):
+def test_batches_are_copied_from_their_slots_which_are_page_locked(late):
     builder = PipelineBuilder().add_source(range(40))
     builder.pipe(make, executor="process", concurrency=2, output_order="input")
-    pipeline = builder.transfer("sim").add_sink(2).build()
+    pipeline = builder.transfer("late").add_sink(2).build()
     with pipeline.auto_stop():
         for _ in range(2):
-            results = []
-            for batch in pipeline:
-                results.append(sim.checksum(batch))
-                del batch
-            assert [result.value() for result in results] == CHECKSUMS
-        assert sim.counts["lock"] > 0
-        assert sim.counts["late copy"] >= 40
-        assert sim.counts["wait"] == 80
-    assert sim.locked == {}
+            assert late.contents(pipeline) == ends(40)
+        assert late.count("late copies") == 160
+        assert late.count("stream waits") == 80
+        assert late.count("new streams") == 1
+    assert late.count("registered bytes") == late.count("faults") == 0
     # The slots came back: not one for each batch.
-    assert sim.counts["lock"] <= 20
+    assert 0 < late.count("registered") <= 20
 
 
-def test_batches_of_threads_are_copied_as_well(sim):
+def test_batches_of_threads_are_copied_as_well(late):
     builder = PipelineBuilder().add_source(range(40)).pipe(make)
-    results = [sim.checksum(batch) for batch in builder.transfer("sim").add_sink().build()]
-    assert [result.value() for result in results] == CHECKSUMS
-    assert sim.counts["lock"] == 0
+    assert late.contents(builder.transfer("late").add_sink().build()) == ends(40)
+    assert late.count("registered") == late.count("pageable copies") == 0
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_what_lies_in_no_slot_goes_by_way_of_pinned_memory(sim, executor):
-    with pinning() as pinned:
-        builder = PipelineBuilder().add_source(range(9)).pipe(make, executor=executor)
-        results = [sim.checksum(batch) for batch in builder.transfer("sim").add_sink().build()]
-        assert [result.value() for result in results] == CHECKSUMS[:9]
-    if executor == "thread":
-        assert sum(nbytes >= LARGE for nbytes in pinned.allocations) == 9
-        assert pinned.threads == {"shmloader_device_0"}
-    else:
-        assert pinned.allocations == []
-
-
-def test_an_op_after_the_transfer_waits_for_the_copy_on_its_own_stream(sim):
+def test_an_op_after_the_transfer_waits_for_the_copy_on_its_own_stream(late):
     def look(batch):
-        return sim.checksum(batch)
+        return [int(tensor.view(-1)[-1]) for tensor in batch.values()]
 
     async def look_soon(batch):
-        return sim.checksum(batch)
+        return look(batch)
 
     for op in (look, look_soon):
         builder = PipelineBuilder().add_source(range(40))
-        builder.pipe(make, executor="process", output_order="input").transfer("sim").pipe(op)
-        results = list(builder.add_sink().build())
-        assert [result.value() for result in results] == CHECKSUMS
+        builder.pipe(make, executor="process", output_order="input").transfer("late").pipe(op)
+        assert list(builder.add_sink().build()) == [[number] * 2 for number in range(40)]
 
 
-def test_slots_that_a_threads_op_sees_are_not_locked(sim):
+def test_slots_that_a_threads_op_sees_are_not_locked(late):
     builder = PipelineBuilder().add_source(range(9)).pipe(make, executor="process")
-    builder.pipe(lambda batch: batch).transfer("sim")
-    results = [sim.checksum(batch) for batch in builder.add_sink().build()]
-    assert [result.value() for result in results] == CHECKSUMS[:9]
-    assert sim.counts["lock"] == 0
+    builder.pipe(lambda batch: batch).transfer("late")
+    assert late.contents(builder.add_sink().build()) == ends(9)
+    assert late.count("registered") == 0
 
 
-def test_a_break_waits_for_the_copies_under_way(sim):
+def test_a_break_waits_for_the_copies_under_way(late):
     builder = PipelineBuilder().add_source(range(40)).pipe(make, executor="process")
-    pipeline = builder.transfer("sim").add_sink(1).build()
+    pipeline = builder.transfer("late").add_sink(1).build()
     for _ in range(3):
         for batch in pipeline:
             del batch
             break
-    assert sim.locked == {}
+    assert late.count("registered bytes") == late.count("faults") == 0
 
 
-def test_nothing_of_an_epoch_is_held_after_its_end(sim):
+def test_nothing_of_an_epoch_is_held_after_its_end(late):
     made = []
 
     def note(number):
@@ -102,7 +83,7 @@ def test_nothing_of_an_epoch_is_held_after_its_end(sim):
         made.append(weakref.ref(tensor))
         return tensor
 
-    builder = PipelineBuilder().add_source(range(9)).pipe(note).transfer("sim")
+    builder = PipelineBuilder().add_source(range(9)).pipe(note).transfer("late")
     with builder.add_sink().build().auto_stop() as pipeline:
         for tensor in pipeline:
             del tensor
@@ -110,7 +91,7 @@ def test_nothing_of_an_epoch_is_held_after_its_end(sim):
         assert all(reference() is None for reference in made)
 
 
-def test_what_a_copy_raises_has_stage_and_item(sim):
+def test_what_a_copy_raises_has_stage_and_item(late):
     class Bad:
         def to(self, device, non_blocking=False):
             raise ValueError("not to be moved")
@@ -118,20 +99,20 @@ def test_what_a_copy_raises_has_stage_and_item(sim):
         def __deepcopy__(self, memo):
             return self
 
-    builder = PipelineBuilder().add_source([Bad()]).transfer("sim")
+    builder = PipelineBuilder().add_source([Bad()]).transfer("late")
     with pytest.raises(ValueError, match="not to be moved") as caught:
         list(builder.add_sink().build())
-    assert "Stage 'transfer to sim' failed for item" in caught.value.__notes__[0]
+    assert "Stage 'transfer to late' failed for item" in caught.value.__notes__[0]
 
 
-def test_the_cpu_is_no_stage_and_what_does_not_fit_after_a_transfer_is_told(sim):
+def test_the_cpu_is_no_stage_and_what_does_not_fit_after_a_transfer_is_told(late):
     assert list(PipelineBuilder().add_source([1]).transfer("cpu").add_sink().build()) == [1]
 
     def transferred():
-        return PipelineBuilder().add_source([1]).transfer("sim")
+        return PipelineBuilder().add_source([1]).transfer("late")
 
     for build in (
-        lambda: transferred().transfer("sim"),
+        lambda: transferred().transfer("late"),
         lambda: transferred().aggregate(2),
         lambda: transferred().disaggregate(),
         lambda: transferred().pipe(make, executor="process"),

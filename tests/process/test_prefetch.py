@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from shmloader import SharedMemoryError, WorkerDiedError
+from shmloader.fronts import dataloader
 from shmloader.sequence import prefetch, smap
-from tests.process.support import Bad, Gate, Slots, wait_for_end
+from shmloader.stats.verdict import Finding
+from tests.process.support import Bad, Gate, Numbers, Slots, wait_for_end
 
 SOON_S = 20.0
 
@@ -59,6 +61,41 @@ def test_reading_on_goes_on_and_another_item_begins_anew(method):
     assert items._loader is loader
     assert list(items) == list(range(0, 60, 2))
     assert list(items[25:]) == [50, 52, 54, 56, 58]
+
+
+def test_without_memfd_torchs_workers_load_the_items_and_are_measured(monkeypatch):
+    monkeypatch.setattr(dataloader, "is_supported", lambda: False)
+    items = prefetch(smap(lambda number: (number, os.getpid()), range(30)), 2, "process")
+    with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
+        assert items[0][0] == 0
+    assert [items[index][0] for index in range(1, 6)] == [1, 2, 3, 4, 5]
+    pids = {items[20][1], items[21][1], items[3][1], items[4][1]}  # a jump keeps the workers
+    assert len(pids) == 2
+    assert [number for number, _ in items] == list(range(30))
+    loader = items._loader
+    stats = loader.stats()
+    assert (stats.batches, stats.samples, stats.is_over) == (30, 30, False)
+    assert stats.finding is not Finding.NOTHING_YET
+    assert "torch's own iterator, 2 workers" in str(stats)
+    assert loader.stats("total").batches == 6 + 2 + 2 + 30
+    items.close()
+    for pid in pids:
+        wait_for_end(pid)
+    with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
+        assert items[7][0] == 7
+    items.close()
+
+
+def test_without_memfd_a_failed_item_raises_and_the_next_ones_come(monkeypatch):
+    monkeypatch.setattr(dataloader, "is_supported", lambda: False)
+    items = prefetch(Numbers(5, 1, 3), 2, "process")
+    with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
+        assert items[0] == 0
+    with pytest.raises(Bad, match="no 1"):
+        items[1]
+    assert items[2] == 2
+    assert items._loader.stats().failures == 1
+    items.close()
 
 
 def test_an_empty_sequence_has_no_items(method):

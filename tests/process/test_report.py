@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from shmloader import DataLoader
 from shmloader.commands.main import main
 from shmloader.commands.report.data import read_trace
 from shmloader.stats.times import STAGES
+from tests.late import switched_on
 from tests.process.support import Calls
-from tests.simulated import pinning
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -116,6 +118,72 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
         assert READY in colours["stock"]
 
 
+# What would end the page's script, or be taken for a place of its template.
+HOSTILE = "{{data}} {{table}} </script> <!--<script> `<b>` $\\frac$ \ud800 &amp; \u2028"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to look at the page with")
+def test_a_browser_draws_the_page_whatever_the_trace_says(tmp_path) -> None:
+    trace = json.loads(record(tmp_path / "run.json", is_bound=False).read_text())
+    trace["otherData"] |= {"verdict": HOSTILE, "table": f"{HOSTILE}\nand more"}
+    for number, event in enumerate(trace["traceEvents"]):
+        if "ts" in event:
+            event["ts"] += 3e14
+        if event["name"].startswith("batch "):
+            event["args"]["worker"] = number * 10_000
+    # Calls of iter() for which a browser has no stack.
+    begin = next(event for event in trace["traceEvents"] if event["name"].startswith("iter()"))
+    trace["traceEvents"] += [begin] * 200_000
+    (tmp_path / "run.json").write_text(json.dumps(trace))
+    assert main(["report", str(tmp_path / "run.json"), "-o", str(tmp_path / "page.html")]) == 0
+    seen = browse(tmp_path / "page.html", 800)
+    assert f'data-drawn="{BATCHES}"' in seen
+    assert "data-error" not in seen
+    shown = HOSTILE.replace("\ud800", "?").replace("&", "&amp;").replace("<", "&lt;")
+    shown = shown.replace(">", "&gt;")
+    assert f'<pre id="table">{shown}\nand more</pre>' in seen
+    assert f"<h1>{shown.replace('`&lt;b&gt;`', '<code>&lt;b&gt;</code>')}</h1>" in seen
+
+
+# What no field of a trace is. Each field gets two of them, in turn.
+WRONG = ("x", None, -1, 1e300, 10**400, math.nan, [], {}, math.inf)
+
+
+def test_a_trace_with_any_one_field_changed_gives_a_page_or_one_line(tmp_path, capsys) -> None:
+    trace = json.loads(record(tmp_path / "run.json", is_bound=False).read_text())
+    kinds: dict[str, Any] = {}
+    for event in trace["traceEvents"]:
+        kinds.setdefault(event["ph"] + re.sub(r"\d", "", event["name"]), event)
+    trace["traceEvents"] = list(kinds.values())
+    path = tmp_path / "changed.json"
+    codes = set()
+    fields = [*fields_of(trace["otherData"]), *fields_of(trace["traceEvents"])]
+    for place, (holder, key) in enumerate(fields):
+        kept = holder[key]
+        for wrong in (WRONG[place % len(WRONG)], WRONG[(4 * place + 2) % len(WRONG)]):
+            holder[key] = wrong
+            path.write_text(json.dumps(trace))
+            code = main(["report", str(path)])
+            codes.add(code)
+            told = capsys.readouterr().err
+            assert told.count("\n") == (code != 0), (key, wrong, told)
+            if code == 0:
+                page = path.with_suffix(".html").read_text(encoding="utf-8")
+                data = re.search(r'type="application/json">(.*)</script>', page)
+                assert data is not None
+                json.loads(data[1], parse_constant=pytest.fail)
+        holder[key] = kept
+    assert codes == {0, 2}
+
+
+def fields_of(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Every field inside of what JSON gives: what holds it, and its key or index."""
+    for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+        yield part, key
+        if isinstance(value, dict | list):
+            yield from fields_of(value)
+
+
 def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
     trace = record(tmp_path / "run.json", is_bound=True, num_workers=0)
     assert main(["report", str(trace)]) == 0
@@ -149,10 +217,14 @@ def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
 
 @pytest.mark.usefixtures("_fonts")
 def test_a_picture_of_the_same(tmp_path, capsys) -> None:
-    with pinning():
+    with switched_on():
         trace = record(tmp_path / "run.json", is_bound=True, pin_memory=True)
     assert main(["report", str(trace), "-o", str(tmp_path / "page.html"), "--png"]) == 0
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    changed = json.loads(trace.read_text())
+    changed["otherData"]["verdict"] = "$no mathematics$ $\\frac$"
+    trace.write_text(json.dumps(changed))
+    assert main(["report", str(trace), "-o", str(tmp_path / "page.html"), "--png"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerD
 from shmloader.memory.debug import is_debugging
 from shmloader.stages.exchange import Call
 from shmloader.workers.board import STACK_SIGNAL, Phase
+from tests.late import switched_on, to_host
 from tests.process.support import (
     Calls,
     Gate,
@@ -41,7 +42,6 @@ from tests.process.support import (
     wait_for_end,
     wait_until,
 )
-from tests.simulated import SimulatedDevice, installed, pinning
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -801,13 +801,9 @@ def test_a_worker_that_dies_while_it_leaves_the_epoch_is_replaced(kind) -> None:
 @contextlib.contextmanager
 def staged(stage: str) -> Iterator[dict[str, Any]]:
     """Options for a loader whose batches pass a thread."""
-    if stage == "device":
-        with installed(SimulatedDevice(seed=3)) as device:
-            yield {"device": "sim"}
-            assert device.faults == []
-    else:
-        with pinning():
-            yield {"pin_memory": True}
+    with switched_on() as late:
+        yield {"device": "late"} if stage == "device" else {"pin_memory": True}
+        assert late.count("faults") == 0
 
 
 @pytest.mark.parametrize("dataset", ["map-style", "iterable"])
@@ -830,12 +826,7 @@ def test_a_worker_is_replaced_behind_a_stage(stage, dataset, caplog) -> None:
 
 def to_hashes(batches: Any, options: dict[str, Any]) -> list[str]:
     """The batches' content, back on the host."""
-    import shmloader.fronts.iterator
-
-    if "device" not in options:
-        return hashes(batches)
-    device = shmloader.fronts.iterator.parse_device("sim")
-    return [hashed(device.to_host(batch)) for batch in batches]
+    return hashes(map(to_host, batches))
 
 
 def stage_waits_for_the_user(batches: Any) -> None:

@@ -772,3 +772,20 @@ def test_what_does_not_go_with_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"for a data pipe.*seed=1"):
         DataLoader(IterableWrapper([1, 2]), seed=1)
     assert "sample_rng" in shmloader.__all__
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_seed_of_torchs_generator_fits_a_tensor(workers) -> None:
+    """As torch's own seeds do: a dataset may return torch.initial_seed()."""
+
+    class Seeds(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> int:
+            return torch.initial_seed()
+
+    with DataLoader(Seeds(), batch_size=64, seed=0, num_workers=workers) as loader:
+        (batch,) = loader
+    assert batch.dtype is torch.int64
+    assert len(set(batch.tolist())) == 64

@@ -31,6 +31,7 @@ from shmloader.sampling import (
     FilterSampler,
     ShardedSampler,
 )
+from tests.late import to_host
 from tests.process.support import Calls, Gate, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(90)
@@ -197,15 +198,17 @@ def test_threads_make_the_same_steps(shards) -> None:
     assert steps_of(loader) == expected
 
 
-@pytest.mark.parametrize("devices", [["sim", "sim"], ["sim", "cpu"], ["cpu", "cpu"]], ids=" ".join)
-def test_steps_of_threads_arrive_on_their_devices(devices, sim) -> None:
+@pytest.mark.parametrize(
+    "devices", [["late", "late"], ["late", "cpu"], ["cpu", "cpu"]], ids=" ".join
+)
+def test_steps_of_threads_arrive_on_their_devices(devices, late) -> None:
     loader = ShardedDataLoader(
         Calls(sample, 24), 2, devices=devices, num_workers=2, thread_pool=True
     )
     seen: list[int] = []
     for step in loader:
         for batch, device in zip(step, devices, strict=True):
-            seen += numbers(sim.to_host(batch) if device == "sim" else batch)
+            seen += numbers(to_host(batch) if device == "late" else batch)
     assert seen == [*range(24)]
 
 
@@ -610,39 +613,24 @@ def test_a_death_names_the_indices_of_all_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "devices", [["sim", "sim"], ["sim", "cpu"], ["cpu", "sim", "sim"]], ids=" ".join
+    "devices", [["late", "late"], ["late", "cpu"], ["cpu", "late", "late"]], ids=" ".join
 )
-def test_batch_i_arrives_on_device_i(devices, sim, slots) -> None:
+def test_batch_i_arrives_on_device_i(devices, late, slots) -> None:
     loader = ShardedDataLoader(Calls(sample, 60), 2, devices=devices, num_workers=2)
     seen: list[int] = []
     for step in loader:
         assert type(step) is list
-        assert [sim.has(batch[0]) for batch in step] == [device == "sim" for device in devices]
+        assert [batch[0].device.type for batch in step] == devices
         for batch, device in zip(step, devices, strict=True):
-            seen += numbers(sim.to_host(batch) if device == "sim" else batch)
+            seen += numbers(to_host(batch) if device == "late" else batch)
     assert seen == [*range(60)]
     del step
     loader.close()
     assert slots.maps() == {}
 
 
-def test_a_hundred_steps_on_two_devices_arrive_whole_whoever_drops_them(sim) -> None:
-    loader = ShardedDataLoader(
-        Calls(sample, 400), 2, devices=["sim", "sim"], num_workers=2, prefetch_factor=2
-    )
-    sums = []
-    for step in loader:
-        sums.append([sim.checksum(batch[0]) for batch in step])
-        del step
-    wanted = ShardedDataLoader(Calls(sample, 400), 2, num_shards=2)
-    from tests.simulated import host_checksum
-
-    expected = [[host_checksum(batch[0]) for batch in step] for step in wanted]
-    assert [[one.value() for one in pair] for pair in sums] == expected
-
-
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["sim", "cpu"]], ids=str)
-def test_transform_is_called_with_each_batch(devices, sim) -> None:
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["late", "cpu"]], ids=str)
+def test_transform_is_called_with_each_batch(devices, late) -> None:
     loader = ShardedDataLoader(
         Calls(sample, 16), 2, devices=devices, num_workers=1,
         transform=lambda batch: {"image": batch[0], "count": 2},
@@ -657,7 +645,7 @@ def test_devices_that_are_all_the_cpu_need_no_thread() -> None:
         assert values(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
 
 
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["sim", "cpu"]], ids=" ".join)
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["late", "cpu"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("step", "text"),
     [
@@ -666,8 +654,8 @@ def test_devices_that_are_all_the_cpu_need_no_thread() -> None:
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_step_that_does_not_fit_the_devices_is_told(workers, devices, step, text, sim) -> None:
-    if workers == 0 and "sim" in devices:
+def test_a_step_that_does_not_fit_the_devices_is_told(workers, devices, step, text, late) -> None:
+    if workers == 0 and "late" in devices:
         devices = ["cpu", "cpu"]
     loader = ShardedDataLoader(
         Calls(sample, 8), batch_sampler=[[[0], [1]], step], devices=devices, num_workers=workers
@@ -676,27 +664,23 @@ def test_a_step_that_does_not_fit_the_devices_is_told(workers, devices, step, te
         list(loader)
 
 
-def test_a_step_may_have_fewer_batches_than_there_are_devices(sim) -> None:
+def test_a_step_may_have_fewer_batches_than_there_are_devices(late) -> None:
     loader = ShardedDataLoader(
-        Calls(sample, 8), batch_sampler=[[[0], [1, 2]], [[3]]], devices=["sim", "sim"],
+        Calls(sample, 8), batch_sampler=[[[0], [1, 2]], [[3]]], devices=["late", "late"],
         num_workers=1,
     )  # fmt: skip
-    assert [[numbers(sim.to_host(batch)) for batch in step] for step in loader] == [
+    assert [[numbers(to_host(batch)) for batch in step] for step in loader] == [
         [[0], [1, 2]],
         [[3]],
     ]
 
 
+@pytest.mark.usefixtures("late")
 def test_pinned_steps_are_lists_of_pinned_batches() -> None:
-    from tests.simulated import pinning
-
-    with pinning():
-        loader = ShardedDataLoader(
-            Calls(sample, 12), 2, num_shards=3, num_workers=2, pin_memory=True
-        )
-        for step in loader:
-            assert all(batch[0].is_pinned() for batch in step)
-            assert len(step) == 3
+    loader = ShardedDataLoader(Calls(sample, 12), 2, num_shards=3, num_workers=2, pin_memory=True)
+    for step in loader:
+        assert all(batch[0].is_pinned() for batch in step)
+        assert len(step) == 3
 
 
 # ---------------------------------------------------------------- arguments

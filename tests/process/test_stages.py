@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from shmloader.stages.device import DeviceStage
 from shmloader.stages.pin import PinStage
 from shmloader.workers import parking
 from tests.process.interrupts import in_thread, interrupted
-from tests.process.support import Calls, Gate, Program, Streams, Switch, only, wait_until
+from tests.process.support import Calls, Gate, Program, Streams, Switch, only, stack_of, wait_until
 
 # Elements of int32 in a sample: above 64 KiB, so that a batch of one is lent.
 LENGTH = 17_000
@@ -256,51 +255,47 @@ class Stubborn:
         return self
 
 
+@pytest.mark.usefixtures("late")
 def test_an_error_of_pinning_comes_in_its_place_and_in_torch_s_words() -> None:
-    from tests.simulated import pinning
-
     texts = []
-    with pinning():
-        for loader_type in (DataLoader, torch.utils.data.DataLoader):
-            loader = loader_type(
-                Calls(Stubborn, 6), num_workers=2, collate_fn=only, pin_memory=True
-            )
-            batches = iter(loader)
-            assert [next(batches).index, next(batches).index] == [0, 1]
-            with pytest.raises(ValueError, match="it does not pin") as caught:
-                next(batches)
-            texts.append(str(caught.value).splitlines()[0])
-            assert [batch.index for batch in batches] == [3, 4, 5]
-            del batches
+    for loader_type in (DataLoader, torch.utils.data.DataLoader):
+        loader = loader_type(Calls(Stubborn, 6), num_workers=2, collate_fn=only, pin_memory=True)
+        batches = iter(loader)
+        assert [next(batches).index, next(batches).index] == [0, 1]
+        with pytest.raises(ValueError, match="it does not pin") as caught:
+            next(batches)
+        texts.append(str(caught.value).splitlines()[0])
+        assert [batch.index for batch in batches] == [3, 4, 5]
+        del batches
     assert texts == ["Caught ValueError in pin memory thread for device 0."] * 2
 
 
-def test_an_error_of_the_transform_comes_in_its_place(sim) -> None:
+def test_an_error_of_the_transform_comes_in_its_place(late) -> None:
     def check(batch):
-        if sim.read(batch)[0] in (1, 2):
+        if batch[0] in (1, 2):
             raise ValueError("not this one")
         return batch
 
     loader = DataLoader(
-        Calls(sample, 6), num_workers=2, collate_fn=only, device="sim", transform=check
+        Calls(sample, 6), num_workers=2, collate_fn=only, device="late", transform=check
     )
     batches = iter(loader)
     found = []
     for _ in range(6):
         try:
-            found.append(int(sim.read(next(batches))[0]))
+            found.append(int(next(batches)[0]))
         except ValueError as error:
             found.append(str(error))
     assert found == [0, "not this one", "not this one", 3, 4, 5]
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt])
-def test_what_a_transform_raises_arrives_as_it_is(sim, error) -> None:
+def test_what_a_transform_raises_arrives_as_it_is(late, error) -> None:
     loader = DataLoader(
         Calls(sample, 6),
         num_workers=2,
         collate_fn=only,
-        device="sim",
+        device="late",
         transform=lambda batch: raise_it(error),
     )
     batches = iter(loader)
@@ -601,20 +596,18 @@ def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, mo
     assert stage_threads() == []
 
 
-def test_closing_in_the_middle_of_a_copy_waits_for_it(sim, slots) -> None:
-    loader = DataLoader(Calls(sample, 24), num_workers=2, collate_fn=only, device="sim")
+def test_closing_in_the_middle_of_a_copy_waits_for_it(late, slots) -> None:
+    loader = DataLoader(Calls(sample, 24), num_workers=2, collate_fn=only, device="late")
     batches = iter(loader)
-    with sim.held():
+    with late.held():
         held = next(batches)
         with in_thread(loader.close):
-            assert sim.waiting.wait(10)
+            wait_until(lambda: late.count("waiting"))
             assert slots.maps()  # not unmapped while a copy reads it
-            assert sim.locked
-            with sim._changed:
-                sim._is_held = False
-                sim._changed.notify_all()
+            assert late.count("registered bytes")
+            late.library.late_hold(0)
     assert slots.maps() == {}
-    assert int(sim.read(held)[0]) == 0
+    assert int(held[0]) == 0
 
 
 def test_dropping_the_iterator_ends_all(kind, slots) -> None:
@@ -681,11 +674,11 @@ def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch,
         gc.enable()
 
 
-def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(sim, monkeypatch) -> None:
+def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypatch) -> None:
     monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.2)
     collects = Collects()
     loader = DataLoader(
-        Calls(sample, 8), num_workers=2, collate_fn=only, device="sim", transform=collects
+        Calls(sample, 8), num_workers=2, collate_fn=only, device="late", transform=collects
     )
     batches = iter(loader)
     workers = batches._workers
@@ -693,20 +686,20 @@ def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(sim, monkeypatc
     loader.close()
     assert not any(worker.is_alive() for worker in workers)
     assert stage_threads() == ["shmloader_device"]
-    assert sim.locked  # the thread may look at it
+    assert late.count("registered bytes")  # the thread may look at it
     collects.go.set()
     wait_until(lambda: not stage_threads())
-    assert sim.locked == {}
+    assert late.count("registered bytes") == 0
 
 
-def test_a_further_epoch_waits_for_a_transform_that_takes_long(sim, monkeypatch) -> None:
+def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch) -> None:
     monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.0)
     collects = Collects()
     loader = DataLoader(
         Calls(sample, 8),
         num_workers=2,
         collate_fn=only,
-        device="sim",
+        device="late",
         transform=collects,
         persistent_workers=True,
     )
@@ -723,31 +716,20 @@ def test_a_further_epoch_waits_for_a_transform_that_takes_long(sim, monkeypatch)
         batches = iter(loader)
         has_begun.append(collects.is_over.is_set())
     assert has_begun == [True]
-    assert [int(sim.read(batch)[0]) for batch in batches] == list(range(8))
+    assert [int(batch[0]) for batch in batches] == list(range(8))
     loader.close()
-
-
-def stack_of(ident: int) -> list[str]:
-    frame = sys._current_frames().get(ident)
-    names = []
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return names
 
 
 # Forks -----------------------------------------------------------------------------------
 
 
-def test_threads_stand_still_while_another_loader_forks(kind) -> None:
-    """The simulated device notes a fault where a thread is inside of it at a fork."""
+def test_threads_stand_still_while_another_loader_forks(kind, late) -> None:
+    """The late device counts forks while the loader's thread is inside of it."""
     loader = make(kind, 400, prefetch_factor=4)
     if "device" in kind.options:
-        sim = kind.read.__self__
 
         def take_long(batch):
-            with sim.call():
-                time.sleep(0.005)  # a long call of the driver's
+            late.stay_inside(0.005)
             return batch
 
         loader.transform = take_long
@@ -814,18 +796,15 @@ _LIVE = """
     import sys, threading
     import torch
     from shmloader import DataLoader
-    from tests.simulated import install, install_pinning, SimulatedDevice
+    from tests.late import switch_on
     from tests.process.support import Calls, only
 
     def sample(index):
         return torch.full((17_000,), index, dtype=torch.int32)
 
     if __name__ == "__main__":
-        sim = install(SimulatedDevice(seed=1))
-        options = dict(device="sim", device_prefetch=3)
-        if {pins}:
-            install_pinning()
-            options = dict(pin_memory=True)
+        switch_on()
+        options = dict(pin_memory=True) if {pins} else dict(device="late", device_prefetch=3)
         loader = DataLoader(
             Calls(sample, 10_000), num_workers=2, collate_fn=only, prefetch_factor=4, **options
         )
@@ -837,6 +816,7 @@ _LIVE = """
 """
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("pins", [False, True], ids=["device", "pin"])
 @pytest.mark.parametrize(
     ("taken", "end"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -17,12 +16,20 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import shmloader
-from shmloader import CachedBatches, DataLoader, LoaderStats, ShardedDataLoader
+from shmloader import (
+    CachedBatches,
+    ClosedLoaderError,
+    DataLoader,
+    LoaderStats,
+    ShardedDataLoader,
+)
 from shmloader.stats.record import Record
+from shmloader.stats.verdict import Finding
+from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams
-from tests.simulated import installed, pinning
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -180,7 +187,7 @@ def test_slots_that_grow_are_counted() -> None:
 
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "thread_pool": True}])
 def test_stages_of_a_device_are_told_apart(options) -> None:
-    with installed(), loader_of(device="sim", **options) as loader:
+    with switched_on(), loader_of(device="late", **options) as loader:
         count = sum(1 for _ in loader)
     stages = loader.stats().stages
     assert count == 6
@@ -190,7 +197,7 @@ def test_stages_of_a_device_are_told_apart(options) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
 def test_pinning_is_a_stage(options) -> None:
-    with pinning(), loader_of(pin_memory=True, **options) as loader:
+    with switched_on(), loader_of(pin_memory=True, **options) as loader:
         for _ in loader:
             pass
     stages = loader.stats().stages
@@ -395,13 +402,23 @@ def test_an_epoch_without_an_end_takes_no_more_memory_for_its_statistics() -> No
     assert sum(held) < 64
 
 
-def test_data_pipes_have_none() -> None:
-    pipes = pytest.importorskip("torch.utils.data.datapipes")
-    with contextlib.suppress(AttributeError):
-        pipe = pipes.iter.IterableWrapper(range(3))
-        with DataLoader(pipe, batch_size=1) as loader:
-            assert len(list(loader)) == 3
-        assert loader.stats().batches == 0
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_data_pipes_count(workers) -> None:
+    pipe = IterableWrapper([(torch.zeros(5), number) for number in range(6)])
+    loader = DataLoader(pipe, batch_size=2, num_workers=workers)
+    for _ in range(2):
+        assert len(list(loader)) == 3
+        stats = loader.stats()
+        assert (stats.kind, stats.batches, stats.samples) == ("torch", 3, 6)
+        assert stats.is_over
+        assert stats.wait.total_s > 0
+    assert stats.finding is not Finding.NOTHING_YET
+    assert loader.stats("total").batches == 6
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
 
 
 def test_it_is_public() -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-import shmloader.fronts.iterator
+import shmloader.fronts.calls
 from shmloader import DataLoader
 from shmloader.engine.stream_states import StreamStates
+from tests.late import switched_on
 from tests.process.support import Switch, wait_until
 from tests.process.test_restarts import Deaths, answered, told
-from tests.simulated import SimulatedDevice, installed, pinning
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -285,9 +285,8 @@ def test_a_loader_goes_on_whatever_its_options(what, kind) -> None:
 
 @pytest.mark.parametrize("stage", ["pin", "device"])
 def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
-    device = SimulatedDevice(seed=1)
-    with pinning() if stage == "pin" else installed(device):
-        options = {"pin_memory": True} if stage == "pin" else {"device": "sim"}
+    with switched_on():
+        options = {"pin_memory": True} if stage == "pin" else {"device": "late"}
 
         def make() -> DataLoader:
             return DataLoader(Saved([5, 2]), batch_size=2, num_workers=2, **options)
@@ -326,7 +325,7 @@ def test_a_loader_goes_on_with_workers_started_afresh(method) -> None:
 def test_how_often_snapshots_are_taken_changes_nothing(kind, workers) -> None:
     lengths = LENGTHS[workers]
     expected = rest(iter(DataLoader(Plain(lengths), batch_size=2, num_workers=workers)))
-    for every in (1, 3, 1000):
+    for every in (1, 3, 1000, 0, None):
 
         def make(every: int = every) -> DataLoader:
             return DataLoader(
@@ -405,7 +404,10 @@ def test_a_dataset_without_a_state_has_a_small_one() -> None:
     batches = iter(loader)
     for _ in range(3):
         next(batches)
-    assert json.loads(json.dumps(state_of(loader))) == {
+    state = json.loads(json.dumps(state_of(loader)))
+    assert type(state.pop("base_seed")) is int
+    assert all(type(stream.pop("check")) is int for stream in state["streams"])
+    assert state == {
         "num_workers": 2,
         "next_worker": 1,
         "streams": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": False}],
@@ -785,7 +787,7 @@ def test_a_batch_that_is_lost_to_ctrl_c_is_given_when_the_loader_goes_on(monkeyp
     next(batches)
     before = state_of(loader)
     with monkeypatch.context() as patch:
-        patch.setattr(shmloader.fronts.iterator, "FAULTS", Interrupts())
+        patch.setattr(shmloader.fronts.calls, "FAULTS", Interrupts())
         with pytest.raises(KeyboardInterrupt):
             next(batches)
     assert state_of(loader) == before
@@ -835,10 +837,10 @@ def test_a_stream_that_fails_is_passed_over_as_it_failed() -> None:
         assert drained(iter(other)) == whole[stop:]
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "2", None])
-def test_an_interval_that_is_none_is_refused(value) -> None:
+@pytest.mark.parametrize("value", [-1, True, 1.5, "2"])
+def test_an_interval_that_is_no_number_of_batches_is_refused(value) -> None:
     kind = ValueError if type(value) is int else TypeError
-    with pytest.raises(kind, match="snapshot_every_n_steps option should be"):
+    with pytest.raises(kind, match="snapshot_every_n_steps should be a number of batches, or 0"):
         DataLoader(Plain([1]), snapshot_every_n_steps=value)
 
 

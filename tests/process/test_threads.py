@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -48,6 +47,7 @@ from tests.process.support import (
     descriptor_count,
     only,
     run_program,
+    stack_of,
     wait_until,
 )
 
@@ -94,15 +94,6 @@ def outcomes(batches: Any) -> list[object]:
         except Exception as error:
             found.append(f"{type(error).__name__} {str(error).strip().splitlines()[-1]}")
     raise AssertionError(f"no end: {found}")
-
-
-def stack_of(ident: int | None) -> list[str]:
-    frame = sys._current_frames().get(ident or 0)
-    names = []
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return names
 
 
 class Held:
@@ -1070,7 +1061,7 @@ LIVE = """
     import torch
     from shmloader import DataLoader
     from shmloader.workers import parking
-    from tests.simulated import install_pinning
+    from tests.late import reason_to_skip, switch_on
 
     class Products:
         def __len__(self):
@@ -1100,7 +1091,11 @@ LIVE = """
 ENDS = {
     "at once": "kept = taken(0)",
     "soon": "kept = taken(5)",
-    "pinning": "install_pinning(); kept = taken(5, pin_memory=True)",
+    "pinning": """
+    pins = not reason_to_skip()
+    late = switch_on() if pins else None
+    kept = taken(5, pin_memory=pins)
+    """,
     "persistent": "kept = taken(5, persistent_workers=True)",
     "in use": """
     loader, batches = taken(0)
@@ -1310,20 +1305,19 @@ def test_a_stage_takes_what_threads_load(kind) -> None:
     ]  # fmt: skip
 
 
-def test_a_device_copies_from_ordinary_memory_and_transforms_there(sim) -> None:
+def test_a_device_copies_from_ordinary_memory_and_transforms_there(late) -> None:
     names = set()
 
     def double(batch: torch.Tensor) -> torch.Tensor:
         names.add(threading.current_thread().name)
-        return sim.compute(lambda values: 2 * values, batch)
+        return 2 * batch
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loader = make(Calls(sample, 12), device="sim", transform=double)
-        assert [int(sim.read(batch)[0]) for batch in loader] == list(range(0, 24, 2))
+        loader = make(Calls(sample, 12), device="late", transform=double)
+        assert [int(batch[0]) for batch in loader] == list(range(0, 24, 2))
     assert names == {"shmloader_device"}
-    assert sim.counts["early copy"] == 12
-    assert sim.counts["late copy"] == sim.counts["lock"] == 0
+    assert late.count("registered") == 0
 
 
 def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:

@@ -15,7 +15,6 @@ from shmloader import DataLoader
 from shmloader.stats.times import BatchTimes
 from shmloader.stats.trace import Trace, Traced
 from tests.process.support import Bad, Calls, Numbers
-from tests.simulated import installed, pinning
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -137,11 +136,11 @@ def test_a_trace_is_in_the_format_and_has_a_track_for_each(tmp_path, options, tr
 
 
 @pytest.mark.parametrize("kind", ["pin", "device"])
+@pytest.mark.usefixtures("late")
 def test_the_thread_of_a_stage_has_a_track(tmp_path, kind) -> None:
     path = tmp_path / "run.json"
-    simulated: Any = pinning() if kind == "pin" else installed()
-    options = {"pin_memory": True} if kind == "pin" else {"device": "sim"}
-    with simulated, loader_of(num_workers=2, **options) as loader, loader.trace(path):
+    options = {"pin_memory": True} if kind == "pin" else {"device": "late"}
+    with loader_of(num_workers=2, **options) as loader, loader.trace(path):
         for _ in loader:
             pass
     assert f"{kind} thread" in names_of(check_format(path))

@@ -65,12 +65,12 @@ def silence(bell) -> Unheard:
 WAITS = {
     "processes": (processes, {}),
     "threads": (threads, {"thread_pool": True}),
-    "stage": (results, {"device": "sim"}),
+    "stage": (results, {"device": "late"}),
 }
 
 
 @pytest.mark.parametrize("kind", WAITS)
-def test_a_signal_is_heard_though_it_comes_as_the_wait_begins(kind, sim) -> None:
+def test_a_signal_is_heard_though_it_comes_as_the_wait_begins(kind, late) -> None:
     """It used to be heard when the next batch came, which may take for ever."""
     attach, options = WAITS[kind]
     gate = Gate()

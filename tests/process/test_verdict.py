@@ -27,10 +27,10 @@ from shmloader import DataLoader, LoaderStats
 from shmloader.stats import Stages, StageStats, WaitStats
 from shmloader.stats.verdict import Finding
 from shmloader.workers.board import stalled_here
+from tests.late import switched_on
 from tests.made_up import System
 from tests.process.support import Calls
 from tests.process.test_memory_limits import Limited, make_system
-from tests.simulated import installed, pinning
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -173,7 +173,7 @@ class Heavy:
 
 
 def test_slow_pinning() -> None:
-    with pinning():
+    with switched_on():
         stats = second_epoch(
             DataLoader(
                 Calls(quick, 16),
@@ -187,13 +187,13 @@ def test_slow_pinning() -> None:
 
 
 def test_slow_device_copy() -> None:
-    with installed():
+    with switched_on():
         stats = second_epoch(
             DataLoader(
                 Calls(quick, 16),
                 num_workers=1,
                 persistent_workers=True,
-                device="sim",
+                device="late",
                 collate_fn=Heavy,
             )
         )
@@ -293,7 +293,7 @@ def test_no_workers() -> None:
     ],
 )
 def test_no_workers_where_these_would_not_do_it(options, where) -> None:
-    with pinning():
+    with switched_on():
         stats = second_epoch(DataLoader(Calls(quick, 4), collate_fn=Heavy, **options))
     check(stats, Finding.IN_PROCESS, where, "make that cheaper")
     assert "num_workers" not in stats.verdict

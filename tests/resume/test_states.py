@@ -19,9 +19,9 @@ from torch.utils.data import (
 )
 
 import shmloader
+from shmloader.fronts.states import sealed
 from tests.process.support import Calls, Gate
-from tests.resume.kinds import KINDS, LENGTH, Squares, make_loader, read
-from tests.simulated import installed
+from tests.resume.kinds import KINDS, LENGTH, Noisy, Squares, make_loader, read
 
 
 def stop(loader, count):
@@ -127,6 +127,7 @@ def test_an_older_iterator_that_has_not_begun_goes_on_with_what_it_was_made_for(
     state = make_loader("by a seed", 0).state_dict()
     whole = rest_of(make_loader("by a seed", 0))
     state |= {"position": 2, "ahead": [[4, 6]], "origin": {**state["origin"], "begun": True}}
+    state = sealed(state)
     loader = make_loader("by a seed", 0)
     loader.load_state_dict(state)
     older = iter(loader)
@@ -239,19 +240,18 @@ def test_what_is_in_flight_is_not_handed_over(threads):
         assert first + rest_of(loader) == rest_of(shmloader.DataLoader(Squares(), 4))
 
 
-def test_what_is_ready_on_the_device_is_not_handed_over():
+def test_what_is_ready_on_the_device_is_not_handed_over(late):
     def make():
-        return shmloader.DataLoader(Squares(), 4, num_workers=2, device="sim")
+        return shmloader.DataLoader(Squares(), 4, num_workers=2, device="late")
 
-    with installed() as sim:
-        with make() as loader:
-            iterator = iter(loader)
-            first = [sim.to_host(next(iterator)).tolist() for _ in range(3)]
-            state = loader.state_dict()
-        assert state["position"] == 3
-        with make() as loader:
-            loader.load_state_dict(state)
-            rest = [sim.to_host(batch).tolist() for batch in loader]
+    with make() as loader:
+        iterator = iter(loader)
+        first = [next(iterator).tolist() for _ in range(3)]
+        state = loader.state_dict()
+    assert state["position"] == 3
+    with make() as loader:
+        loader.load_state_dict(state)
+        rest = [batch.tolist() for batch in loader]
     assert first + rest == rest_of(shmloader.DataLoader(Squares(), 4))
 
 
@@ -751,6 +751,7 @@ def test_a_generators_state_that_cannot_be_read_is_refused():
     loader = make_loader("shuffled by a generator", 0)
     state = loader.state_dict()
     state["origin"]["generators"] = ["no base64"]
+    state = sealed(state)
     with pytest.raises(ValueError, match="generator's state in it cannot be read"):
         loader.load_state_dict(state)
 
@@ -881,3 +882,123 @@ def test_what_a_sampler_was_told_of_the_epoch_does_not_change_the_one_that_goes_
     other.batch_sampler.set_epoch(0)
     assert rest_of(other) == epochs[1][3:]
     assert rest_of(other) == epochs[2]
+
+
+# What else a state needs ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [None, [3, 1, 2, 0, 4, 5, 6, 7]])
+def test_the_loaders_generator_is_saved_though_no_sampler_draws_from_it(sampler):
+    """The workers of the next epoch are seeded from it."""
+
+    def make(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return shmloader.DataLoader(
+            Noisy(), 4, sampler=sampler, num_workers=1, generator=generator
+        )  # fmt: skip
+
+    with make(5) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        mid = json.loads(json.dumps(loader.state_dict()))
+        list(iterator)
+        end = json.loads(json.dumps(loader.state_dict()))
+        expected = [read(batch) for batch in loader]
+    for state in (mid, end):
+        with make(6) as loader:
+            loader.load_state_dict(state)
+            if state is mid:
+                list(loader)
+            assert [read(batch) for batch in loader] == expected
+    other = shmloader.DataLoader(Noisy(), 4, sampler=sampler, num_workers=1)
+    with pytest.raises(ValueError, match=r"this loader has none \(generator=\)"):
+        other.load_state_dict(mid)
+
+
+def test_whatever_is_true_makes_workers_persistent():
+    options = {"num_workers": 1, "persistent_workers": 1}
+    with shmloader.DataLoader(Squares(), 4, **options) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with shmloader.DataLoader(Squares(), 4, **options) as loader:
+        loader.load_state_dict(state)
+        assert len(list(loader)) == 10
+
+
+def damaged(value, path=()):
+    """Every state that differs in one number, text or bool."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            for changed in damaged(inner, (*path, key)):
+                yield {**value, key: changed}
+    elif isinstance(value, list):
+        for at, inner in enumerate(value):
+            for changed in damaged(inner, (*path, at)):
+                yield [*value[:at], changed, *value[at + 1 :]]
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value ^ 1, value ^ (1 << 31), -1 - value, 1 << 70)
+    elif isinstance(value, str):
+        yield value[:-1] + chr(ord(value[-1]) ^ 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffled by a generator", "by a seed, rollover"])
+def test_a_state_with_one_wrong_bit_is_refused_at_once(kind, workers):
+    loader = make_loader(kind, workers, in_order=False)
+    stop(loader, 3)
+    loader.close()
+    state = json.loads(json.dumps(loader.state_dict()))
+    state |= {"ahead": [[5, 7]]}
+    state = sealed({key: value for key, value in state.items() if key != "checksum"})
+    other = make_loader(kind, 0)
+    other.load_state_dict(state)
+    count = 0
+    for wrong in damaged(state):
+        count += 1
+        with pytest.raises(ValueError, match=r"the state (is|does|was)"):
+            other.load_state_dict(wrong)
+    assert count > 20
+
+
+def test_a_state_without_a_checksum_is_read_and_looked_at():
+    """Of version 1, which had none."""
+    loader = shmloader.DataLoader(Squares(), 4)
+    state = {key: value for key, value in state_of().items() if key != "checksum"}
+    state["version"] = 1
+    loader.load_state_dict(state)
+    assert len(list(loader)) == 10
+    for wrong in (
+        {"position": 1 << 60},
+        {"position": True},
+        {"epoch": -1},
+        {"ahead": [[0, 1 << 50]]},
+        {"ahead": [["x", 3]]},
+        {"persistent": "x"},
+    ):
+        with pytest.raises(ValueError, match="the state is damaged"):
+            loader.load_state_dict({**state, **wrong})
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}])
+def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
+    loader = shmloader.DataLoader(Squares(), 4, **options)
+    state = loader.state_dict()
+    begun = {**state["origin"], "begun": True}
+    state = {key: value for key, value in state.items() if key != "checksum"}
+    state = sealed({**state, "origin": begun, "position": 12})
+
+    def go_on():
+        loader.load_state_dict(state)
+        next(iter(loader))
+
+    with pytest.raises(ValueError, match=r"is of batch 12.*(gives only|has) 11"):
+        go_on()
+
+
+def test_a_state_of_torchdata_is_refused():
+    with pytest.raises(ValueError, match="not one of a shmloader loader"):
+        shmloader.DataLoader(Squares(), 4).load_state_dict(
+            {"_sampler_iter_state": None, "_num_yielded": 3, "_iterator_finished": False}
+        )

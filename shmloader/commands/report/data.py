@@ -1,19 +1,29 @@
-"""What a trace tells of each batch."""
+"""What a trace tells of each batch.
+
+A trace is a file that anyone may have written: every field is checked here, so that what is made
+of it need not expect anything else.
+"""
 
 import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shmloader.commands.target import UsageError
 from shmloader.stats.times import STAGES
+from shmloader.stats.units import seconds
 
-_TAKEN = re.compile(r"next\(\) → batch (\d+)")
-_LOADED = re.compile(r"batch (\d+)")
-_SENT = re.compile(r"send (\d+)")
-_BUILT = re.compile(r"build (\d+)")
-_STAGED = re.compile(r"(pin|device) (\d+)")
+_TAKEN = re.compile(r"next\(\) → batch (\d{1,15})")
+_LOADED = re.compile(r"batch (\d{1,15})")
+_SENT = re.compile(r"send (\d{1,15})")
+_BUILT = re.compile(r"build (\d{1,15})")
+_STAGED = re.compile(r"(pin|device) (\d{1,15})")
+
+_WAITS = ("share", "total_s", "startup_s", "p50_s", "p99_s")
+
+# Microseconds: thirty years, of which JavaScript's numbers still have a quarter.
+_MOST = 1e15
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,7 +73,8 @@ class RunOfTrace:
         waits: Likewise of ``next()``.
         verdict: The sentence.
         table: The statistics as they print.
-        stats: The same as fields of ``LoaderStats``.
+        epoch: What the verdict and the figures are of; there may be other epochs in the trace.
+        figures: The most telling ones: a name and a value.
     """
 
     batches: list[BatchOfTrace]
@@ -71,7 +82,8 @@ class RunOfTrace:
     waits: list[tuple[float, float]]
     verdict: str
     table: str
-    stats: dict[str, Any]
+    epoch: str
+    figures: list[tuple[str, str]]
 
 
 def read_trace(path: Path) -> RunOfTrace:
@@ -81,30 +93,93 @@ def read_trace(path: Path) -> RunOfTrace:
         UsageError: If that is not there, or something else.
     """
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
         about = trace["otherData"]
         if about["producer"] != "shmloader":
             raise UsageError(f"{path} is no trace of loader.trace()")
         events = trace["traceEvents"]
         batches = _read_batches(events)
+        if not batches:
+            raise UsageError(
+                f"there is no batch in {path}: nothing was taken while it was recorded"
+            )
         begins, waits = _read_calls(events, "iter()"), _read_calls(events, "next()")
-        run = RunOfTrace(batches, begins, waits, about["verdict"], about["table"], about["stats"])
+        run = RunOfTrace(
+            batches,
+            begins,
+            waits,
+            _text(about["verdict"]),
+            _text(about["table"]),
+            f"epoch {_number_of(about['stats']['epoch'])}",
+            _figures_of(about["stats"]),
+        )
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no trace: {error}") from error
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is no trace of loader.trace()") from error
-    if not batches:
-        raise UsageError(f"there is no batch in {path}: nothing was taken while it was recorded")
     return run
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number that JSON has")
+
+
+def _text(value: str) -> str:
+    """A text that any encoding of Unicode can write."""
+    return value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _amount(value: object) -> float:
+    """A time, a share or a rate.
+
+    Raises:
+        ValueError: If it is none, or so large that a page could not count up to it.
+    """
+    if type(value) not in {int, float} or not -_MOST <= value <= _MOST:  # type: ignore[operator]
+        raise ValueError(f"{value!r:.40} is no time, share or rate")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _number_of(value: object) -> int:
+    """A count, or the number of something.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    """When a slice began, and how long it took; ms."""
+    return _amount(event["ts"]) / 1e3, _amount(event["dur"]) / 1e3
+
+
+def _figures_of(stats: dict[str, Any]) -> list[tuple[str, str]]:
+    wait = {name: _amount(stats["wait"][name]) for name in _WAITS}
+    figures = [
+        ("waited for data", f"{wait['share']:.0%}, {seconds(wait['total_s'])}"),
+        ("of that, first batch", seconds(wait["startup_s"])),
+        ("next(), median", seconds(wait["p50_s"])),
+        ("next(), 99 % within", seconds(wait["p99_s"])),
+    ]
+    shares = [
+        _amount(worker["busy_share"])
+        for worker in stats["workers"]
+        if _number_of(worker["batches"])
+    ]
+    if shares:
+        figures.append(("workers busy", f"{sum(shares) / len(shares):.0%} of {len(shares)}"))
+    figures.append(("samples a second", f"{_amount(stats['samples_per_s']):,.0f}"))
+    return figures
 
 
 def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
     return [
-        (event["ts"] / 1e3, event["dur"] / 1e3)
-        for event in events
-        if event["ph"] == "X" and event["name"].startswith(name)
+        _span(event) for event in events if event["ph"] == "X" and event["name"].startswith(name)
     ]
 
 
@@ -113,12 +188,12 @@ def _read_batches(events: list[dict[str, Any]]) -> list[BatchOfTrace]:
     batches: dict[int, BatchOfTrace] = {}
     for event in slices:
         if found := _TAKEN.fullmatch(event["name"]):
-            number, asked = int(found[1]), event["ts"] / 1e3
-            taken = asked + event["dur"] / 1e3
-            batches[number] = BatchOfTrace(number, event["args"]["epoch"], asked, taken)
+            number, (asked, took) = int(found[1]), _span(event)
+            epoch = _number_of(event["args"]["epoch"])
+            batches[number] = BatchOfTrace(number, epoch, asked, asked + took)
     last: BatchOfTrace | None = None
     for event in slices:
-        began, took = event["ts"] / 1e3, event["dur"] / 1e3
+        began, took = _span(event)
         if event["name"] in STAGES:
             # It follows the slice that it is a part of.
             if last is not None:
@@ -137,17 +212,21 @@ def _read_batches(events: list[dict[str, Any]]) -> list[BatchOfTrace]:
         elif found := _STAGED.fullmatch(event["name"]):
             batch = batches[int(found[2])]
             batch.stage_began, batch.parts[found[1]] = began, took
-    lent = {event["ts"] / 1e3: event["args"]["lent"] for event in events if event["ph"] == "C"}
+    lent = {
+        _amount(event["ts"]) / 1e3: _number_of(event["args"]["lent"])
+        for event in events
+        if event["ph"] == "C"
+    }
     ordered = [batches[number] for number in sorted(batches)]
     _derive(ordered, lent)
     return ordered
 
 
 def _note_loaded(batch: BatchOfTrace, began: float, took: float, about: dict[str, Any]) -> None:
-    batch.worker, batch.began, batch.done = about["worker"], began, began + took
-    batch.samples, batch.nbytes = about["samples"], about["bytes"]
-    batch.parts["slot"] = about["slot_us"] / 1e3
-    batch.parts["transport"] = about["transport_us"] / 1e3
+    batch.worker, batch.began, batch.done = _number_of(about["worker"]), began, began + took
+    batch.samples, batch.nbytes = _number_of(about["samples"]), _number_of(about["bytes"])
+    batch.parts["slot"] = _amount(about["slot_us"]) / 1e3
+    batch.parts["transport"] = _amount(about["transport_us"]) / 1e3
 
 
 def _derive(batches: list[BatchOfTrace], lent: dict[float, int]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from shmloader.commands.report.data import BatchOfTrace, RunOfTrace
 from shmloader.stats.times import STAGES
-from shmloader.stats.units import seconds
 
 # A screen has some thousand columns: of more batches, each bar is a mean anyway, and the page
 # stays quick.
@@ -23,15 +22,17 @@ def write_page(run: RunOfTrace, path: Path) -> None:
         OSError: If it cannot be written.
     """
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(_data_of(run), separators=(",", ":"))
-    # "</script>" would end the script that it stands in.
-    page = template.replace("{{data}}", data.replace("</", "<\\/"))
-    page = page.replace("{{epoch}}", html.escape(epoch_of(run)))
-    verdict = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict))
-    page = page.replace("{{verdict}}", verdict)
-    # The table ends in the verdict, which stands at the top.
-    table = run.table.removesuffix(run.verdict).rstrip()
-    page = page.replace("{{table}}", html.escape(table))
+    data = json.dumps(_data_of(run), separators=(",", ":"), allow_nan=False)
+    parts = {
+        # "</script>" would end the script that it stands in, and "<!--" change where it ends.
+        "data": data.replace("<", "\\u003c"),
+        "epoch": html.escape(run.epoch),
+        "verdict": re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict)),
+        # The table ends in the verdict, which stands at the top.
+        "table": html.escape(run.table.removesuffix(run.verdict).rstrip()),
+    }
+    # All at once: a part may have text that looks like the place of another.
+    page = re.sub("{{([a-z]+)}}", lambda found: parts[found[1]], template)
     path.write_text(page, encoding="utf-8")
 
 
@@ -41,9 +42,9 @@ def _data_of(run: RunOfTrace) -> dict[str, Any]:
         "parts": STAGES,
         "left_out": len(run.batches) - len(batches),
         "batches": [_row(batch) for batch in batches],
-        "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins],
+        "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins[:_MOST_BATCHES]],
         "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MOST_BATCHES]],
-        "figures": figures_of(run),
+        "figures": run.figures,
     }
 
 
@@ -62,26 +63,3 @@ def _row(batch: BatchOfTrace) -> dict[str, Any]:
         "lent": batch.lent,
         "parts": parts,
     }
-
-
-def epoch_of(run: RunOfTrace) -> str:
-    """What the verdict and the figures are of: there may be other epochs in the trace."""
-    return f"epoch {run.stats['epoch']}"
-
-
-def figures_of(run: RunOfTrace) -> list[tuple[str, str]]:
-    """The figures that stand at the top: a name and a value."""
-    stats = run.stats
-    wait = stats["wait"]
-    figures = [
-        ("waited for data", f"{wait['share']:.0%}, {seconds(wait['total_s'])}"),
-        ("of that, first batch", seconds(wait["startup_s"])),
-        ("next(), median", seconds(wait["p50_s"])),
-        ("next(), 99 % within", seconds(wait["p99_s"])),
-    ]
-    workers = [worker for worker in stats["workers"] if worker["batches"]]
-    if workers:
-        busy = sum(worker["busy_share"] for worker in workers) / len(workers)
-        figures.append(("workers busy", f"{busy:.0%} of {len(workers)}"))
-    figures.append(("samples a second", f"{stats['samples_per_s']:,.0f}"))
-    return figures

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.commands.report.data import RunOfTrace
-from shmloader.commands.report.page import epoch_of, figures_of
 from shmloader.commands.target import UsageError
 from shmloader.stats.times import STAGES
 
@@ -57,10 +56,11 @@ def write_picture(run: RunOfTrace, path: Path) -> None:
         heights.pop()
     panels = figure.subplots(len(heights), 1, height_ratios=heights)
     timeline, stack, waits = panels[:3]
-    figures = [f"{name}:\N{NO-BREAK SPACE}{value}" for name, value in figures_of(run)]
-    lines = [*textwrap.wrap(run.verdict, 130), f"(verdict and figures of {epoch_of(run)})", ""]
+    figures = [f"{name}:\N{NO-BREAK SPACE}{value}" for name, value in run.figures]
+    lines = [*textwrap.wrap(run.verdict, 130), f"(verdict and figures of {run.epoch})", ""]
     lines += ["   ·   ".join(some) for some in (figures[:3], figures[3:])]
-    figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left")
+    title = "\n".join(lines)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
     _draw_timeline(timeline, run)
     _draw_stack(stack, run)
     waits.set_title("How long next() took", loc="left", fontsize=10)

@@ -21,10 +21,10 @@ from shmloader.fronts.pipeline.plan import (
     Where,
     check_timeout,
 )
-from shmloader.memory.slot import is_supported
+from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.options import check_max_failures
 from shmloader.sampling.checks import whole_number
-from shmloader.stages.target import open_backend, parse_device
+from shmloader.stages.target import parse_device
 
 
 class PipelineBuilder:
@@ -199,7 +199,7 @@ class PipelineBuilder:
             self._stages.append(
                 Pipe(
                     _unused, OpKind.FUNCTION, f"transfer to {device}", Where.DEVICE, in_order=True,
-                    device=parsed, open_backend=open_backend,
+                    device=parsed,
                 )
             )  # fmt: skip
         return self
@@ -294,8 +294,8 @@ def _where(kind: OpKind, executor: object) -> Where:
     if executor == "process":
         if not is_supported():
             raise ValueError(
-                "executor='process' needs Linux 5.3 or later: use threads, or an executor of "
-                "concurrent.futures"
+                f"executor='process' cannot be had here, since {why_unsupported()}: use threads, "
+                "or an executor of concurrent.futures"
             )
         return Where.PROCESSES
     if isinstance(executor, concurrent.futures.Executor):

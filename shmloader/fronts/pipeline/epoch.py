@@ -6,6 +6,7 @@ Guarantees:
       to an epoch that was left is dropped.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
+from shmloader.fronts.calls import refuse
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.failures import FailedItem, Limit, StageTally, explained, text_of
 from shmloader.fronts.pipeline.flow import (
@@ -90,7 +92,8 @@ class Epoch:
     Attributes:
         is_over: Whether nothing more comes: the end was told, or an exception, or it was left.
         over_because: In words, if it is over for another reason than its end.
-        only_waits: Whether :meth:`take` waits, or was left by an exception while it waited.
+        in_transit: Whether :meth:`take` has taken an item, or may have: an exception from outside
+            would lose it. Still so after it has returned.
 
     Args:
         plan: The stages.
@@ -101,13 +104,17 @@ class Epoch:
     def __init__(
         self, plan: Plan, calls: list[Call | None], listed: FailureList[FailedItem]
     ) -> None:
-        self._lock = threading.Lock()
+        # It knows who holds it: an interruption may come before it is let go of.
+        self._lock = threading.RLock()
         self._bell = Bell()
         self._calls = calls
         self._flow: Flow | None = _make_flow(plan, listed)
         self.is_over = False
         self.over_because = ""
-        self.only_waits = False
+        self.in_transit = False
+        # The `id` of what `take` raised on purpose, and the thread that is in there.
+        self._told = 0
+        self._taker = 0
 
     def begin(self) -> None:
         """Have the source start."""
@@ -216,19 +223,30 @@ class Epoch:
             ClosedLoaderError: If the epoch was left, or has failed before.
             BaseException: What was raised in an item's place.
         """
+        caller = threading.get_ident()
+        if self._taker:
+            refuse(self._taker, caller)
+        try:
+            self._taker = caller
+            self.in_transit = False
+            return self._take(timeout_s)
+        finally:
+            self._taker = 0
+
+    def _take(self, timeout_s: float | None) -> object:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            self.only_waits = False
+            self.in_transit = True
             item = self._take_now()
             if item is not NOTHING:
-                return self._told(item)
+                return self._opened(item)
+            self.in_transit = False
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(
                     f"the pipeline gave nothing within {timeout_s:g} seconds. Nothing is lost: ask "
                     "again."
                 )
-            self.only_waits = True
             self._bell.wait(left)
 
     def _take_now(self) -> object:
@@ -236,6 +254,7 @@ class Epoch:
             flow = self._flow
             if flow is None:
                 if self.over_because:
+                    self.in_transit = False
                     raise ClosedLoaderError(f"the pipeline was ended: {self.over_because}")
                 return END
             item = flow.take()
@@ -243,7 +262,7 @@ class Epoch:
         self._hand_out(ready)
         return item
 
-    def _told(self, item: object) -> object:
+    def _opened(self, item: object) -> object:
         if item is END:
             self.is_over, self._flow = True, None
             return END
@@ -251,12 +270,28 @@ class Epoch:
             return opened(item)
         error = item.error
         self.leave(f"{type(error).__name__}: {text_of(error)}")
+        self._told = id(error)
         try:
             raise error
         finally:
             del error, item  # the traceback holds this frame
 
+    def loses(self, error: BaseException) -> bool:
+        """Whether to go on after an exception, of :meth:`take` or after it, would lose an item."""
+        return self.in_transit and self._told != id(error)
+
+    @property
+    def is_taken_here(self) -> bool:
+        """Whether this thread is in :meth:`take`: what it does for others may be interrupted."""
+        return self._taker == threading.get_ident()
+
     # Ends --------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """After an interruption on this thread: let go of the lock, if it is held here."""
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self._lock.release()
 
     def leave(self, why: str) -> None:
         """Drop all that is in flight, and take nothing more. Takes no lock; may be repeated."""

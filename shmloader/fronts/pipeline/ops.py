@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.probing import probe
+
 
 class OpKind(enum.Enum):
     """How an op is called."""
@@ -48,7 +50,7 @@ def name_of(op: Callable[..., Any]) -> str:
     """What an op is called in texts, unless its stage has a name."""
     while isinstance(op, functools.partial):
         op = op.func
-    name = getattr(op, "__name__", None)
+    name = probe(op, "__name__")
     return name if isinstance(name, str) else type(op).__name__
 
 

@@ -2,13 +2,13 @@
 
 import collections
 import concurrent.futures
-import functools
 import threading
 from typing import Any
 
 from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, call_all, refuse_coroutine
+from shmloader.interruptions import is_interruption
 
 
 class ExecutorCrew:
@@ -22,7 +22,8 @@ class ExecutorCrew:
         self._executor = executor
         self._waiting: collections.deque[Task] = collections.deque()
         self._submitting = threading.Lock()
-        self._futures: set[concurrent.futures.Future[object]] = set()
+        # Who takes a task out of here goes on with what its future gave.
+        self._tasks: dict[concurrent.futures.Future[object], Task] = {}
 
     def put(self, task: Task) -> None:
         """Submit a task.
@@ -49,24 +50,47 @@ class ExecutorCrew:
                 )
             else:
                 future = self._executor.submit(call.op, item)
-        except BaseException as error:  # noqa: BLE001 - it is shut down, or broken
+        except BaseException as error:
+            if task.epoch.is_taken_here and is_interruption(error):
+                raise
+            # The executor is shut down, or broken.
             self._go_on(task.epoch.broke(task, error))
             return
-        self._futures.add(future)
-        future.add_done_callback(functools.partial(self._done, task))
+        self._tasks[future] = task
+        # Not in a callback on this thread: concurrent.futures keeps to itself what one raises, and
+        # so what a signal handler raises in it.
+        adding_on: int | None = threading.get_ident()
 
-    def _done(self, task: Task, future: "concurrent.futures.Future[object]") -> None:
-        """On whichever thread the executor calls this."""
-        self._futures.discard(future)
+        def done(future: "concurrent.futures.Future[object]") -> None:
+            if adding_on != threading.get_ident():
+                self._finish(future)
+
+        if not future.done():
+            future.add_done_callback(done)
+            adding_on = None
+        if future.done():
+            self._finish(future)
+
+    def _finish(self, future: "concurrent.futures.Future[object]") -> None:
+        """Go on with what a future gave, unless another thread does; on any thread."""
+        task = self._tasks.pop(future, None)
+        if task is None:
+            return
         if future.cancelled():
             if not task.epoch.is_over:
                 task.epoch.broke(task, RuntimeError("somebody has cancelled the item's future"))
             return
-        try:
-            result: Any = future.result()
-            refuse_coroutine(result, task.call.name)
-        except BaseException as error:  # noqa: BLE001 - the consumer is told
+        error = future.exception()
+        if error is not None:
             self._go_on(task.epoch.failed(task, error))
+            return
+        result: Any = future.result()
+        try:
+            refuse_coroutine(result, task.call.name)
+        except TypeError as refused:
+            if is_interruption(refused):
+                raise
+            self._go_on(task.epoch.failed(task, refused))
             return
         if task.call.kind is OpKind.GENERATOR:  # what call_all gave
             self._go_on(task.epoch.finished(task, *result))
@@ -80,7 +104,7 @@ class ExecutorCrew:
     def end(self) -> None:
         """Cancel what has not begun; from anywhere."""
         self._waiting.clear()
-        for future in list(self._futures):
+        for future in list(self._tasks):
             future.cancel()
 
     def join(self, deadline: float) -> None:

@@ -1,6 +1,7 @@
 """A built pipeline, and its iterator. Used from one thread at a time."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Self
@@ -12,6 +13,8 @@ from shmloader.fronts.pipeline.failures import FailedItem
 from shmloader.fronts.pipeline.flow import END
 from shmloader.fronts.pipeline.plan import Plan, check_timeout
 from shmloader.fronts.pipeline.running import Running
+from shmloader.interruptions import is_interruption
+from shmloader.workers.finishing import finish
 from shmloader.workers.parking import is_exiting
 
 
@@ -127,13 +130,18 @@ class Pipeline:
             raise ClosedLoaderError("the pipeline is not started: call start(), or iterate it")
         try:
             item = self._take(epoch, timeout)
+            if item is not END:
+                return item
         except EOFError as error:
+            if is_interruption(error):
+                raise
             raise RuntimeError(
                 f"an op raised EOFError, which from here would say that the epoch is over: {error}"
             ) from error
-        if item is END:
-            raise EOFError("the pipeline's epoch is over")
-        return item
+        except BaseException as error:
+            self._give_up_if_lost(epoch, error)
+            raise
+        raise EOFError("the pipeline's epoch is over")
 
     def _take(self, epoch: Epoch, timeout: float | None) -> Any:
         """The epoch's next item, or END; at the end and at an error what runs is settled."""
@@ -141,7 +149,7 @@ class Pipeline:
         try:
             return epoch.take(self._plan.timeout_s if timeout is None else timeout)
         except BaseException as error:
-            self._note_interruption(epoch, error)
+            self._give_up_if_lost(epoch, error)
             raise
         finally:
             if epoch.is_over and not was_over and self._running.epoch is epoch:
@@ -150,11 +158,17 @@ class Pipeline:
                 else:
                     self._running.settle()
 
-    @staticmethod
-    def _note_interruption(epoch: Epoch, error: BaseException) -> None:
-        """A Ctrl-C while an item was handed over: to go on would be to leave it out."""
-        if not isinstance(error, Exception) and not epoch.only_waits:
-            epoch.leave("it was interrupted while an item was handed over")
+    def _give_up_if_lost(self, epoch: Epoch, error: BaseException) -> None:
+        """Leave the epoch if an exception came while an item was on its way."""
+        if epoch.loses(error):
+            epoch.let_go()
+            why = f"it was interrupted by {type(error).__name__} while an item was on its way"
+            finish(functools.partial(self._leave_epoch, epoch, why))
+
+    def _leave_epoch(self, epoch: Epoch, why: str) -> None:
+        epoch.leave(why)
+        if self._running.epoch is epoch:
+            self._running.leave_epoch(why)
 
     def __iter__(self) -> "PipelineIterator":
         """As :meth:`get_iterator`, with the timeout that ``build`` was told."""
@@ -223,7 +237,7 @@ class PipelineIterator:
             if item is not END:
                 return item
         except BaseException as error:
-            self._pipeline._note_interruption(self._epoch, error)
+            self._pipeline._give_up_if_lost(self._epoch, error)
             if self._epoch.is_over:
                 self._leave()
             raise
@@ -234,8 +248,11 @@ class PipelineIterator:
     def _leave(self) -> None:
         """Read no further. May be called again."""
         if not self._has_left:
-            self._has_left = True
-            self._pipeline._left(self._epoch)
+            finish(self._leave_now)
+
+    def _leave_now(self) -> None:
+        self._pipeline._left(self._epoch)
+        self._has_left = True
 
     def __del__(self) -> None:
         if not is_exiting():

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
+import torch
+
 from shmloader.fronts.pipeline.ops import OpKind
-from shmloader.stages.device import Backend
 
 Source = Iterable[Any] | AsyncIterable[Any]
 Executor = Literal["thread", "process"] | concurrent.futures.Executor
@@ -65,8 +66,7 @@ class Pipe:
     in_order: bool = False
     max_failures: int | Fraction | None = None
     executor: concurrent.futures.Executor | None = None
-    device: Any = None
-    open_backend: Callable[[Any], Backend] | None = None
+    device: torch.device | None = None
 
     @property
     def places(self) -> int:

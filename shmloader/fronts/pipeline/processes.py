@@ -29,6 +29,7 @@ from typing import Any, Self
 
 import torch
 
+from shmloader.engine.arena import PageLocker
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
@@ -39,7 +40,6 @@ from shmloader.fronts.pipeline.plan import Pipe
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.room import Demand
 from shmloader.memory.slot import uncapped_slot_bytes
-from shmloader.stages.device import Backend
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
 from shmloader.workers.parking import Parkable, may_wait_here
@@ -116,7 +116,6 @@ class _Thread(Parkable):
         self._engine = engine
         self._tickets = tickets
         self._gives_many = gives_many
-        self.backend: Backend | None = None
         self._is_stopping = False
         self._is_over = threading.Event()
         # Who is the last to look at the engine, and closes it.
@@ -149,8 +148,6 @@ class _Thread(Parkable):
     def _run(self) -> None:
         self.enter()
         try:
-            if self.backend is not None:
-                self.backend.start()
             while not self._is_stopping and self._serve_one():
                 pass
         except _Stop:
@@ -222,12 +219,12 @@ class ProcessCrew:
     Args:
         pipe: The stage.
         lent: Most results that lie in their slots at once; beyond, they are copied out.
-        backend: What reads results out of their slots, if a device does.
+        locker: Locks the slots' pages, if a device reads results out of them.
         sibling_count: How many such crews the pipeline has.
     """
 
     def __init__(
-        self, pipe: Pipe, lent: int, backend: Backend | None, sibling_count: int = 1
+        self, pipe: Pipe, lent: int, locker: PageLocker | None, sibling_count: int = 1
     ) -> None:
         """Start the workers.
 
@@ -262,14 +259,13 @@ class ProcessCrew:
             in_order=False,
             timeout_s=0,
             any_worker=True,
-            locker=backend,
+            locker=locker,
             demand=demand,
         )
         self._tickets = _Tickets(pipe.places)
         self._thread = _Thread(
             f"shmloader_{pipe.name}"[:15], self._engine, self._tickets, gives_many
         )
-        self._thread.backend = backend
         self._pool.enable_wake()
         self._engine.attach(self._tickets, self._thread.pause_or_stop, _call)
 

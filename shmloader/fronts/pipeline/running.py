@@ -13,8 +13,7 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-import torch
-
+from shmloader.engine.arena import PageLocker
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.arrival import Arrival
@@ -26,8 +25,8 @@ from shmloader.fronts.pipeline.outside import ExecutorCrew
 from shmloader.fronts.pipeline.plan import Group, Pipe, Plan, Where
 from shmloader.fronts.pipeline.processes import ProcessCrew
 from shmloader.fronts.pipeline.threads import ThreadCrew
-from shmloader.stages.device import Backend, DeviceStage
-from shmloader.stages.pin import pin_batch
+from shmloader.stages.device import DeviceStage
+from shmloader.stages.target import Destination
 from shmloader.workers.finishing import finish
 
 # How long an end waits for threads, which may be in an op.
@@ -53,21 +52,21 @@ class _DeviceCrew(ThreadCrew):
     """One thread that copies batches to a device.
 
     Args:
-        backend: The device.
-        pins: Whether batches are copied into torch's pinned memory first: those that do not lie in
-            slots, which are page-locked themselves.
+        destination: The device.
     """
 
-    def __init__(self, backend: Backend, *, pins: bool) -> None:
-        self.stage = DeviceStage(backend, _AHEAD)
-        self._pins = pins
+    def __init__(self, destination: Destination) -> None:
+        backend = destination.backends[0]
+        assert backend is not None
+        self.stage = DeviceStage(backend, destination.locks, _AHEAD)
         super().__init__(DeviceStage.name, 1, self.stage.start)
 
     def copy(self, batch: object) -> Arrival:
         """Start a batch's copy. On the thread."""
-        if self._pins:
-            batch = pin_batch(batch, None)
-        return Arrival(self.stage, self.stage.run(batch))
+        try:
+            return Arrival(self.stage, self.stage.run(batch))
+        finally:
+            del batch  # a traceback keeps this frame, which must not keep the slot
 
     def join(self, deadline: float) -> bool:
         """As a thread crew's; waits for the copies under way, too."""
@@ -100,7 +99,7 @@ class Running:
         self._hands: list[_Ending] | None = None
         self._calls: list[Call | None] = []
         self._processes: dict[int, ProcessCrew] = {}
-        self._backends: dict[int, Backend] = {}
+        self._destinations: dict[int, Destination] = {}
 
     @property
     def is_under_way(self) -> bool:
@@ -134,6 +133,8 @@ class Running:
             epoch = self.epoch = Epoch(self._plan, self._calls, self._listed)
             epoch.begin()
         except BaseException:
+            if self.epoch is not None:
+                self.epoch.let_go()
             self.end()
             raise
         if self._end_count != end_count:  # it may have seen a part of what was made
@@ -163,12 +164,22 @@ class Running:
     def _end(self, *, with_processes: bool) -> None:
         if os.getpid() != self.pid:
             return  # a forked child: nothing of it runs here
-        hands, self._hands = self._hands or [], None
-        ended: list[_Ending] = list(hands)
+        deadline = time.monotonic() + _JOIN_S
+        finish(functools.partial(self._end_crews, [], deadline, with_processes=with_processes))
+
+    def _end_crews(self, ended: list[_Ending], deadline: float, *, with_processes: bool) -> None:
+        """Tell crews to end, and wait for them; again after an interruption.
+
+        Args:
+            ended: Those that were to be ended before the interruption.
+            deadline: Until when to wait, as ``time.monotonic()`` has it.
+            with_processes: Whether worker processes are ended, too.
+        """
+        ended += self._hands or ()
+        self._hands = None
         if with_processes:
             ended += self._processes.values()
             self._processes = {}
-        deadline = time.monotonic() + _JOIN_S
         with contextlib.ExitStack() as stack:  # one that is interrupted keeps none of the others
             for crew in reversed(ended):
                 stack.callback(finish, functools.partial(_join, crew, deadline))
@@ -204,8 +215,8 @@ class Running:
             if known is None:
                 # Calls of another crew's are no use any more.
                 self.leave_epoch("its workers were ended")
-                lent, reader = plan.lent_after(place), self._reader_of(place)
-                crew = ProcessCrew(pipe, lent, reader, len(wanted))
+                lent, locker = plan.lent_after(place), self._locker_of(place)
+                crew = ProcessCrew(pipe, lent, locker, len(wanted))
                 self._processes[place] = known = crew
                 started.append(crew)
             processes[place] = known
@@ -213,21 +224,20 @@ class Running:
             crew.start()
         return processes
 
-    def _reader_of(self, place: int) -> Backend | None:
-        """What reads a stage's results out of slots: the device, if that comes next."""
+    def _locker_of(self, place: int) -> PageLocker | None:
+        """What locks a stage's slots: if a device comes next, which reads results out of them."""
         first, *following = self._plan.stages[place : place + 2]
         if not isinstance(first, Pipe) or first.where is not Where.PROCESSES:
             return None
         for pipe in following:
             if isinstance(pipe, Pipe) and pipe.where is Where.DEVICE:
-                return self._backend(place + 1, pipe)
+                return self._destination(place + 1, pipe).locks
         return None
 
-    def _backend(self, place: int, pipe: Pipe) -> Backend:
-        if place not in self._backends:
-            assert pipe.open_backend is not None
-            self._backends[place] = pipe.open_backend(pipe.device)
-        return self._backends[place]
+    def _destination(self, place: int, pipe: Pipe) -> Destination:
+        if place not in self._destinations:
+            self._destinations[place] = Destination([pipe.device])
+        return self._destinations[place]
 
     def _make_hands(
         self, hands: list[_Ending], processes: dict[int, ProcessCrew]
@@ -261,10 +271,7 @@ class Running:
                 crew = ExecutorCrew(stage.executor)
                 hands.append(crew)
             else:
-                comes_in_slots = place > 0 and self._reader_of(place - 1) is not None
-                crew = _DeviceCrew(
-                    self._backend(place, stage), pins=not comes_in_slots and _can_pin(stage.device)
-                )
+                crew = _DeviceCrew(self._destination(place, stage))
                 op = crew.copy
                 hands.append(crew)
             calls.append(Call(stage.name, op, stage.kind, crew))
@@ -286,11 +293,6 @@ class Running:
         """Raise ClosedLoaderError in a child that was forked while epochs were told here."""
         if self.pid not in (None, os.getpid()):
             raise ClosedLoaderError("the pipeline belongs to the process that started it")
-
-
-def _can_pin(device: Any) -> bool:
-    """Whether torch has pinned memory for a device: CUDA and ROCm."""
-    return torch.accelerator.is_available() and getattr(device, "type", "cuda") == "cuda"
 
 
 def _join(crew: _Ending, deadline: float) -> None:

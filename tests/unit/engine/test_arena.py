@@ -1,5 +1,7 @@
 """The slots' memory: made late, trimmed when it is far too much, let go of."""
 
+import ctypes
+import errno
 import os
 from mmap import PAGESIZE
 
@@ -7,9 +9,27 @@ import pytest
 import torch
 
 from shmloader.engine.arena import Arena
+from shmloader.errors import SharedMemoryError
+from shmloader.memory import slot as slot_module
 
 MIB = 1 << 20
 BATCHES_BEFORE_TRIM = 32
+
+
+class Room:
+    """Notes what it is asked; memory is short, or not."""
+
+    def __init__(self):
+        self.asked = []
+        self.grown = []
+        self.short = False
+
+    def is_short(self, present_bytes, slot_bytes):
+        self.asked.append((present_bytes, slot_bytes))
+        return self.short
+
+    def grow(self, slot, backed, end):
+        self.grown.append((slot, backed, end))
 
 
 @pytest.fixture
@@ -29,6 +49,7 @@ def resident_bytes(arena: Arena, slot_id: int) -> int:
 
 
 def fill(arena: Arena, slot_id: int, nbytes: int) -> None:
+    arena.grow(slot_id, nbytes)
     torch.frombuffer(arena[slot_id].mapping, dtype=torch.uint8, count=nbytes).fill_(1)
     arena.note_use(slot_id, nbytes)
 
@@ -36,7 +57,7 @@ def fill(arena: Arena, slot_id: int, nbytes: int) -> None:
 def test_a_slot_is_made_when_first_asked_for_and_only_once(arena):
     assert arena[3] is arena[3]
     assert arena[3] is not arena[4]
-    assert arena[3].nbytes == 256 * MIB
+    assert arena[3].most_bytes == 256 * MIB
 
 
 def test_an_untouched_slot_takes_no_memory(arena):
@@ -121,18 +142,13 @@ def test_what_a_failed_batch_has_touched_is_known_and_says_nothing_of_others(are
 
 
 def test_what_this_process_writes_is_asked_for_only_beyond_what_was_touched():
-    asked = []
-
-    class Room:
-        def grow(self, slot, backed, end):
-            asked.append((slot, backed, end))
-
-    arena = Arena(MIB, room=Room())
+    room = Room()
+    arena = Arena(MIB, room=room)
     arena.grow(0, 1000)
     arena.note_use(0, 1000)
     arena.grow(0, 1000)
     arena.grow(0, 1001)
-    assert asked == [(arena[0], 0, 1000), (arena[0], 1000, 1001)]
+    assert room.grown == [(arena[0], 0, 1000), (arena[0], 1000, 1001)]
     arena.close()
 
 
@@ -143,3 +159,121 @@ def test_poison_covers_what_was_ever_used_and_no_more(arena):
     assert arena[0].mapping[:1001] == b"\xfb" * 1000 + b"\0"
     arena.poison(17)
     assert 17 not in arena._slots
+
+
+def test_a_slot_is_mapped_as_far_as_batches_need_and_a_quarter_more(arena):
+    assert arena[0].nbytes == PAGESIZE
+    arena.note_use(0, 40 * MIB)
+    assert arena[0].nbytes == 50 * MIB
+    mapping = arena[0].mapping
+    arena.note_use(0, 50 * MIB)
+    assert arena[0].mapping is mapping, "a batch that is a little larger finds it mapped"
+    arena.note_use(0, 256 * MIB)
+    assert arena[0].nbytes == 256 * MIB, "no more than the file has"
+
+
+class Locker:
+    """Notes where locked memory is."""
+
+    def __init__(self):
+        self.locked = set()
+        self.kept = []
+        self.fails = False
+
+    def lock(self, slot, nbytes):
+        assert nbytes <= slot.nbytes
+        self.locked.add(slot.address)
+
+    def locked_bytes(self, slot):
+        return int(slot.address in self.locked)
+
+    def unlock(self, slot):
+        if not self.fails:
+            self.locked.discard(slot.address)
+        return slot.address not in self.locked
+
+    def keep(self, slot):
+        self.kept.append(slot)
+
+    def end_reads(self, slots):
+        pass
+
+
+def test_a_slot_is_unlocked_before_it_is_mapped_elsewhere():
+    locker = Locker()
+    arena = Arena(256 * MIB, locker)
+    for nbytes in (MIB, 16 * MIB):
+        arena.note_use(0, nbytes)
+        slot = arena[0]
+        assert locker.locked == set()
+        arena.lock(0)
+        assert locker.locked == {slot.address}
+    arena.close()
+
+
+def test_a_slot_that_cannot_be_unlocked_stays_mapped_where_it_is():
+    locker = Locker()
+    arena = Arena(256 * MIB, locker)
+    fill(arena, 0, MIB)
+    arena.lock(0)
+    before, locker.fails = arena[0], True
+    fill(arena, 0, 16 * MIB)
+    assert locker.kept == [before]
+    assert arena[0].address != before.address
+    assert before.mapping[:5] == arena[0].mapping[:5], "the same memory"
+    arena.close()
+    assert before.mapping[MIB - 1] == 1
+    before.close()
+
+
+def test_where_address_space_is_short_slots_that_nobody_looks_at_make_place(arena, monkeypatch):
+    left = 30 * MIB
+
+    def map_some(fd, nbytes):
+        others = sum(slot.nbytes for slot in arena._slots.values() if slot.fileno() != fd)
+        if others + nbytes > left:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return really(fd, nbytes)
+
+    really = slot_module._map
+    monkeypatch.setattr(slot_module, "_map", map_some)
+    for slot_id in range(3):
+        arena.note_use(slot_id, 10 * MIB)
+    lent = arena[0].array()
+    assert arena[1].nbytes == 12.5 * MIB, "there is space for two"
+    assert arena[2].nbytes == 10 * MIB
+    assert arena[0].nbytes == 12.5 * MIB
+    assert ctypes.addressof(lent) == arena[0].address, "somebody looks at it"
+    assert arena._slots[1].nbytes == PAGESIZE
+    more = arena[2].array()
+    with pytest.raises(SharedMemoryError, match=r"cannot map 10.5 MB of a slot"):
+        arena[1]
+    del lent, more
+    assert arena[1].nbytes == 10 * MIB
+
+
+def test_where_memory_is_short_a_slot_gives_it_back_before_it_waits_for_a_batch():
+    room = Room()
+    arena = Arena(64 * MIB, room=room)
+    fill(arena, 0, 4 * MIB)
+    fill(arena, 1, 6 * MIB)
+    assert room.asked == [(4 * MIB, 4 * MIB), (10 * MIB, 6 * MIB)]
+    arena.prepare(0)
+    assert arena.touched_bytes(0) == 4 * MIB, "there is memory enough"
+    room.short = True
+    fill(arena, 0, 5 * MIB)
+    arena.prepare(0)
+    assert arena.touched_bytes(0) == resident_bytes(arena, 0) == 0
+    assert resident_bytes(arena, 1) == 6 * MIB
+    assert arena.counts.slot_bytes == 6 * MIB
+    arena.close()
+
+
+def test_locked_memory_is_not_given_back_however_short_it_is():
+    room = Room()
+    room.short = True
+    arena = Arena(64 * MIB, Locker(), room)
+    fill(arena, 0, 4 * MIB)
+    arena.prepare(0)
+    assert resident_bytes(arena, 0) == 4 * MIB
+    arena.close()

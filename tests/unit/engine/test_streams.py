@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.slots import SlotState
-from shmloader.engine.stream_states import Place, StreamHere, StreamNote, StreamStates
+from shmloader.engine.stream_here import StreamHere
+from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.engine.streams import StreamBook
-from shmloader.workers.stream import Saved, dump_for_workers
+from shmloader.workers.fingerprint import chained
+from shmloader.workers.stream import Beginning, Place, Saved, dump_for_workers
+
+#: States of random number generators, which are only passed on here.
+RNG = {"torch": "text"}
 
 
 class Run:
@@ -48,13 +53,13 @@ class Run:
         ticket = self.queues[worker_id].popleft()
         if self.given[worker_id] >= self.lengths[worker_id]:
             if self.scheduler.stream_ended(ticket.seq, 0):
-                self.book.ended(worker_id, ticket.seq, None)
+                self.book.ended(worker_id, ticket.seq, Beginning())
                 self.offer()
             return
         self.given[worker_id] += 1
         snapshot = b"%d" % self.given[worker_id]
         self.scheduler.answered(ticket.seq, 0, snapshot)
-        self.book.answered(worker_id, snapshot)
+        self.book.answered(StreamNote(worker_id, snapshot))
 
     def take(self):
         """What `next()` does, if a batch is there."""
@@ -62,7 +67,7 @@ class Run:
         if ticket is None:
             return False
         worker_id = ticket.worker_id
-        self.user.note(self.book.handed_over(worker_id, ticket.seq, ticket.answer))
+        self.user.note(self.book.handed_over(ticket.seq, StreamNote(worker_id, ticket.answer)))
         self.scheduler.delivered(ticket, SlotState.FREE)
         self.walk.append((worker_id, ticket.answer))
         self.seen.append(self.user.mark())
@@ -148,28 +153,39 @@ def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_w
 
 def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
     book = StreamBook(StreamStates.at_beginning(3), in_order=True)
-    book.answered(0, b"in the midst")
-    book.ended(1, 1, b"at the end")
+    book.answered(StreamNote(0, b"in the midst"))
+    book.ended(1, 1, Beginning(RNG, b"at the end"))
     book.leave()
-    book.ended(2, 2, b"late")
+    book.ended(2, 2, Beginning(None, b"late"))
     assert [book.place(worker_id) for worker_id in range(3)] == [
-        Place(), Place(0, b"at the end"), Place(),
+        Place(), Place(0, b"at the end", rng=RNG), Place(),
     ]  # fmt: skip
 
 
-def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
-    book = StreamBook(StreamStates.at_beginning(3), in_order=True)
-    book.ended(0, 0, None)
+def test_the_state_of_a_map_style_dataset_stays_with_its_worker_when_an_epoch_is_left():
+    book = StreamBook(StreamStates.at_beginning(2), in_order=True, is_iterable=False)
+    book.answered(StreamNote(0, b"after a batch"))
     book.leave()
-    book.note_part(0, b"a ")
+    assert book.place(0).snapshot == b"after a batch"
+    assert book.place(1) == Place()
+
+
+def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
+    book = StreamBook(StreamStates.at_beginning(3, base_seed=5), in_order=True)
+    long, short = Beginning(RNG, b"long").dumps(), Beginning(None, b"state").dumps()
+    assert Beginning().dumps() is None
+    book.ended(0, 0, Beginning())
+    book.leave()
+    book.note_part(0, long[:5])
     book.note_part(1, b"lost ")
     book.lost(1)
-    book.note_part(0, b"long ")
-    book.entered(0, b"state")
-    book.entered(1, b"state")
+    book.note_part(0, long[5:9])
+    book.entered(0, long[9:])
+    book.entered(1, short)
     book.entered(2, None)
     book.start_epoch()
-    assert book.beginnings.places == (Place(0, b"a long state"), Place(0, b"state"), Place())
+    assert book.beginnings.places == (Place(0, b"long", rng=RNG), Place(0, b"state"), Place())
+    assert book.beginnings.base_seed == 5
     assert book.beginnings.next_worker == 0
     assert book.take_ends() == []
 
@@ -182,12 +198,19 @@ def saved(state, of="iterator", is_short=False):
 
 
 def test_without_states_what_is_dumped_is_a_few_numbers():
-    states = StreamStates.at_beginning(2)
-    states.note([StreamNote(0), StreamNote(1), StreamNote(0), StreamNote(1, is_end=True)])
+    states = StreamStates.at_beginning(2, base_seed=12)
+    failed = StreamNote(0, has_failed=True)
+    states.note([StreamNote(0, None, 3), StreamNote(1, None, 4), StreamNote(0, None, 5), failed])
+    states.note([StreamNote(1, next_epoch=Beginning())])
+    check = chained(chained(0, 3), 5)
     expected = {
         "num_workers": 2,
         "next_worker": 1,
-        "streams": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": True}],
+        "base_seed": 12,
+        "streams": [
+            {"given": 3, "has_ended": False, "check": check, "failed": [2]},
+            {"given": 1, "has_ended": True},
+        ],
     }
     assert json.loads(json.dumps(states.dump())) == expected
     again = StreamStates.load(expected, 2)
@@ -210,7 +233,7 @@ def test_what_is_dumped_is_nobody_else_s():
 
 
 def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
-    states = StreamStates.at_beginning(1)
+    states = StreamStates.at_beginning(1, base_seed=7)
     states.note([StreamNote(0, saved({"at": [1]}, "dataset", is_short=True)), StreamNote(0)])
     mine = states.dump()
     kept = copy.deepcopy(mine)
@@ -225,21 +248,24 @@ def test_going_back_takes_back_what_was_noted_since():
     states = StreamStates.at_beginning(2)
     states.note([StreamNote(0)])
     mark, before = states.mark(), states.dump()
-    states.note([StreamNote(1, is_end=True), StreamNote(0)])
+    states.note([StreamNote(1, next_epoch=Beginning()), StreamNote(0)])
     assert states.dump() != before
     states.go_back(mark)
     assert states.dump() == before
 
 
 def test_the_next_epoch_begins_where_the_dataset_was_at_the_end():
-    states = StreamStates([Place(3, b"end", 3, has_ended=True), Place(2, b"now", 2)], 1)
-    assert states.next_epoch().mark() == ((Place(0, b"end"), Place()), 0)
+    ended = Place(3, b"end", 3, has_ended=True, rng=RNG)
+    states = StreamStates([ended, Place(2, b"now", 2)], 1, base_seed=5)
+    assert states.next_epoch().mark() == ((Place(0, b"end", rng=RNG), Place()), 0)
+    assert states.next_epoch().base_seed == 5
 
 
 @pytest.mark.parametrize(("worker_count", "other"), [(2, 3), (0, 1), (1, 0)])
 def test_another_number_of_workers_is_refused(worker_count, other):
     state = {
         "num_workers": worker_count, "next_worker": 0,
+        "base_seed": 7 if worker_count else None,
         "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
     }  # fmt: skip
     assert StreamStates.load(state, worker_count).dump() == state
@@ -270,17 +296,46 @@ SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
             "num_workers": 1, "next_worker": 0,
             "streams": [{**GOOD, "snapshot": {**SNAPSHOT, "of": "sampler"}}],
         },
+        *(
+            {"num_workers": 1, "next_worker": 0, "streams": [{**GOOD, **wrong}]}
+            for wrong in (
+                {"given": -1},
+                {"given": True},
+                {"given": "1"},
+                {"given": 1 << 80},
+                {"has_ended": "x"},
+                {"check": -1},
+                {"failed": [1]},
+                {"failed": 3},
+                {"rng": {"torch": "no base64"}},
+                {"rng": {"python": [3]}},
+                {"rng": {"numpy": 3}},
+                {"rng": "x"},
+                {"given": [0] * 100_000},
+                {"rng_at": 3},
+                {"rng_at": [[1]]},
+                {"rng_at": [["x", {}]]},
+                {"rng_at": [[0, 3]]},
+                {"check": None},
+            )
+        ),
+        {"num_workers": 1, "next_worker": 0, "streams": [GOOD], "base_seed": -1},
+        {"num_workers": 1, "next_worker": 0, "streams": [GOOD], "base_seed": None},
+        {"num_workers": 1, "next_worker": -1, "streams": [GOOD]},
+        {"num_workers": 1, "next_worker": True, "streams": [GOOD]},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_is_no_state_of_streams_is_refused(bad):
-    with pytest.raises(ValueError, match="state"):
-        StreamStates.load(bad, 1)
+    with pytest.raises(ValueError, match="state") as caught:
+        StreamStates.load({"base_seed": 7, **bad} if isinstance(bad, dict) else bad, 1)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
     state = {**GOOD, "snapshot": {**SNAPSHOT, "state": lambda: 5}}
-    loaded = StreamStates.load({"num_workers": 1, "next_worker": 0, "streams": [state]}, 1)
+    whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "streams": [state]}
+    loaded = StreamStates.load(whole, 1)
     assert pickle.loads(loaded.places[0].snapshot)[2]() == 5
 
 
@@ -302,10 +357,10 @@ class Saving:
 
 def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
     dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])))
+    here = StreamHere(Fetcher(dataset, iter([])), Place(), None)
     first = here.dump()
     dataset.state["at"].append(1)
-    here.note(1, is_short=True)
+    here.gave(None, has_failed=False, is_short=True)
     assert first["streams"][0]["snapshot"]["state"] == {"at": [0]}
     assert here.dump()["streams"][0] == {
         "given": 1, "has_ended": False,
@@ -316,9 +371,9 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
 
 
 def test_in_process_an_iterator_s_state_goes_before_the_dataset_s_until_it_has_ended():
-    here = StreamHere(Fetcher(Saving(), Saving()))
+    here = StreamHere(Fetcher(Saving(), Saving()), Place(), None)
     assert here.dump()["streams"][0]["snapshot"]["of"] == "iterator"
-    here.has_ended = True
+    here.end()
     assert here.dump()["streams"][0]["snapshot"]["of"] == "dataset"
 
 
@@ -331,7 +386,23 @@ def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
 
     iterator = Numbers()
     gone = weakref.ref(iterator)
-    here = StreamHere(Fetcher(object(), iterator))
+    here = StreamHere(Fetcher(object(), iterator), Place(), None)
     del iterator
     assert gone() is None
     assert here.dump()["streams"] == [{"given": 0, "has_ended": False}]
+
+
+def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
+    dataset = Saving()
+    here = StreamHere(Fetcher(dataset, iter([])), Place(), None)
+    here.begin_batch()
+    dataset.state["at"].append(1)
+    here.gave(None, has_failed=False, is_short=False)
+    here.begin_batch()
+    dataset.state["at"].append(2)
+    (stream,) = here.dump()["streams"]
+    assert (stream["given"], stream["snapshot"]["at"]) == (1, 0)
+    assert stream["snapshot"]["state"] == {"at": [0]}
+    here.gave(None, has_failed=False, is_short=False)
+    (stream,) = here.dump()["streams"]
+    assert stream["snapshot"]["state"] == {"at": [0, 1, 2]}

@@ -4,7 +4,6 @@ import pytest
 
 from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
-from shmloader.engine.stream_states import Place
 from shmloader.engine.wording import (
     describe_change,
     describe_death,
@@ -18,6 +17,7 @@ from shmloader.engine.wording import (
     describe_worker,
 )
 from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.stream import Place
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,9 @@ def test_a_restart_says_what_is_done_again():
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
     assert "batch 5, 7." in text
     assert "past 2 batches" in text
-    assert "random streams start anew" in text
+    assert "random streams" not in text
+    for place in (None, Place(2, b"state", 2)):
+        assert "random streams start anew" in describe_restart(1, death, [5, 7], place)
     assert "anew" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
     for place in (None, Place(), Place(4, b"state", 4, has_ended=True)):
         assert "dataset" not in describe_restart(1, death, [], place)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shmloader.memory.limits import Free, control_groups, free_memory, oom_kills
+from shmloader.memory.limits import Free, control_groups, format_bytes, free_memory, oom_kills
 from tests.made_up import MIB, System
 
 GROUP = "limit of the control group"
@@ -177,3 +177,20 @@ def test_kills_are_counted_by_the_first_version_too(system):
     text = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
     system.write("sys/fs/cgroup/memory/job/memory.oom_control", text)
     assert oom_kills(control_groups(system.root)) == 3
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (77_070_336, "77.1 MB"),
+        (999_949_999, "999.9 MB"),
+        (999_950_000, "1.0 GB"),
+        (1_541_406_720, "1.5 GB"),
+        (10**15, "1000.0 TB"),
+    ],
+)
+def test_sizes_are_told_in_few_digits(nbytes, text):
+    assert format_bytes(nbytes) == text

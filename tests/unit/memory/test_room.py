@@ -7,7 +7,7 @@ import pytest
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import room as room_module
 from shmloader.memory.limits import Free
-from shmloader.memory.room import RESERVE_BYTES, Demand, Room, format_bytes
+from shmloader.memory.room import RESERVE_BYTES, Demand, Room
 from shmloader.memory.slot import Slot
 from tests.made_up import MIB, System
 
@@ -35,7 +35,7 @@ def make_room(system: System, free_bytes: int, **demand) -> Room:
     options = {
         "worker_count": 2,
         "prefetch_factor": 2,
-        "lend_limit": 4,
+        "loop_holds": 2,
         "batch_count": 1000,
         "free_at_start": Free(free, "MemAvailable"),
         **demand,
@@ -57,8 +57,8 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, s
         room.grow(slot, 20 * 10**6, 97 * 10**6)
     assert str(caught.value) == (
         "a batch needs 97.0 MB or more of shared memory, 77.0 MB more than its slot has, but "
-        "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader may come to use "
-        "8 slots (prefetch_factor 2 * num_workers 2 + 4 lent) × 97.0 MB = 776.0 MB of shared "
+        "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs "
+        "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 97.0 MB = 582.0 MB of shared "
         "memory: lower prefetch_factor, num_workers or batch_size, or set shm_size."
     )
     assert resident(slot) == 0
@@ -73,7 +73,7 @@ def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, slot):
 
 
 def test_without_any_limit_everything_may_be_taken(tmp_path, slot):
-    room = Room(Demand(2, 2, 4, 1000, None, str(tmp_path)))
+    room = Room(Demand(2, 2, 2, 1000, None, str(tmp_path)))
     assert room.grow(slot, 0, 500 * MIB) == 500 * MIB
     assert resident(slot) == 0, "the writer will"
 
@@ -112,7 +112,7 @@ def test_a_step_takes_no_more_than_a_worker_s_part(system, slot, monkeypatch):
 
 def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, slot):
     assert make_room(system, 100 * MIB).grow(slot, 0, 1) == MIB
-    assert make_room(system, 20 * MIB).grow(slot, 0, 1) == 1
+    assert make_room(system, 19 * MIB).grow(slot, 0, 1) == 1
 
 
 def test_all_slots_are_added_up_at_the_second_batch(system, slot):
@@ -123,7 +123,7 @@ def test_all_slots_are_added_up_at_the_second_batch(system, slot):
     with pytest.raises(SharedMemoryError) as caught:
         room.grow(slot, 0, 10**7)
     assert str(caught.value) == (
-        "20 slots (prefetch_factor 2 * num_workers 8 + 4 lent) × 10.0 MB = 200.0 MB of shared "
+        "18 slots (prefetch_factor 2 * num_workers 8 + 2 in use) × 10.0 MB = 180.0 MB of shared "
         "memory, but 60.0 MB is free (MemAvailable; 16.8 MB is kept in reserve): lower "
         "prefetch_factor, num_workers or batch_size, or set shm_size."
     )
@@ -162,24 +162,32 @@ def test_slots_that_may_never_be_used_raise_no_alarm(system, slot, batch_count):
 
 
 def test_an_epoch_of_few_batches_is_told_as_such():
-    demand = Demand(8, 2, 4, batch_count=6)
+    demand = Demand(8, 2, 2, batch_count=6)
     text = demand.describe(10**6)
     assert text == "6 slots (one for each batch of an epoch) × 1.0 MB = 6.0 MB of shared memory"
-    assert "20 slots (prefetch_factor 2" in Demand(8, 2, 4, batch_count=20).describe(10**6)
+    assert "18 slots (prefetch_factor 2" in Demand(8, 2, 2, batch_count=18).describe(10**6)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (77_070_336, "77.1 MB"),
-        (999_949_999, "999.9 MB"),
-        (999_950_000, "1.0 GB"),
-        (1_541_406_720, "1.5 GB"),
-        (10**15, "1000.0 TB"),
-    ],
+    ("free_mib", "present_mib", "is_short"), [(80, 0, False), (79, 0, True), (60, 20, False)]
 )
-def test_sizes_are_told_in_few_digits(nbytes, text):
-    assert format_bytes(nbytes) == text
+def test_memory_is_short_if_it_may_not_do_for_slots_and_samples(
+    system, free_mib, present_mib, is_short
+):
+    # Six slots, and as much for the samples of two workers.
+    room = make_room(system, free_mib * MIB)
+    assert room.is_short(present_mib * MIB, 10 * MIB) == is_short
+
+
+def test_for_little_memory_nobody_looks_whether_it_is_short(system):
+    room = make_room(system, 0)
+    assert not room.is_short(0, 2 * MIB)
+    assert room.is_short(0, 3 * MIB)
+
+
+def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, slot):
+    room = make_room(system, 20 * MIB)
+    room.grow(slot, 0, 10 * MIB)
+    assert not room.is_tight
+    room.grow(slot, 0, 10 * MIB + 1)
+    assert room.is_tight

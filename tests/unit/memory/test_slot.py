@@ -1,9 +1,16 @@
 """Slots: no name, no fixed cost, sealed, and safe to close under views."""
 
+import contextlib
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import resource
+import select
+import signal
+import socket
+import sys
 from collections.abc import Callable
 from mmap import PAGESIZE
 from pathlib import Path
@@ -18,8 +25,10 @@ from shmloader.memory.slot import (
     Slot,
     align,
     close_inherited_slots,
+    describe_most,
     is_supported,
     uncapped_slot_bytes,
+    why_unsupported,
 )
 
 MIB = 1 << 20
@@ -196,7 +205,17 @@ def test_a_forgotten_descriptor_is_closed_and_the_mapping_stays(slot):
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     slot.mapping[:3] = b"abc"
-    assert slot.mapping[:3] == b"abc"
+    slot.shorten(0)
+    assert slot.unmap() == 0
+    assert (slot.nbytes, slot.mapping[:3]) == (8 * MIB, b"abc")
+
+
+def test_without_its_descriptor_a_slot_is_not_mapped_further():
+    slot = Slot.create(8 * MIB, PAGESIZE)
+    slot.forget_descriptor()
+    with pytest.raises(SharedMemoryError, match="Bad file descriptor"):
+        slot.reach(PAGESIZE + 1)
+    slot.close()
 
 
 def test_a_forked_worker_closes_the_slots_it_was_born_with(slot):
@@ -214,27 +233,141 @@ def _leave_address_space(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def test_under_a_limit_on_address_space_a_slot_is_made_shorter():
+def test_under_a_limit_on_address_space_all_slots_together_have_a_quarter_of_it():
     def work() -> str:
-        _leave_address_space(100 * MIB)
-        return str(Slot.create(1 << 33).nbytes)
+        limit = 4 << 30
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        slots = [Slot.create(1 << 33, PAGESIZE) for _ in range(4)]
+        first, *_, last = slots
+        first.reach(400 * MIB, others=slots)
+        assert first.nbytes == 500 * MIB
+        first.mapping[0] = 5
+        view = first.array()
+        for slot in slots[1:3]:
+            slot.reach(200 * MIB, others=slots)
+            assert slot.nbytes == 250 * MIB
+        last.reach(200 * MIB, likely=2 << 30, others=slots)
+        lengths = [slot.nbytes for slot in slots]
+        assert lengths == [500 * MIB, PAGESIZE, 250 * MIB, 274 * MIB - PAGESIZE], lengths
+        last.reach(3 << 29, others=slots)
+        lengths = [slot.nbytes for slot in slots]
+        assert lengths == [500 * MIB, PAGESIZE, PAGESIZE, 3 << 29], lengths
+        last.mapping[(3 << 29) - 1] = 7
+        view[1] = b"x"
+        assert first.mapping[:2] == b"\5x"
+        return "right"
 
-    assert 16 * MIB < int(in_a_child(work)) <= 100 * MIB
+    assert in_a_child(work) == "right"
 
 
-def test_where_not_even_a_small_slot_can_be_mapped_the_error_says_so():
+def test_where_a_slot_cannot_be_mapped_the_error_names_the_limit_and_what_helps():
+    def work() -> str:
+        _leave_address_space(10 * MIB)
+        slot = Slot.create(1 << 33, PAGESIZE)
+        try:
+            slot.reach(20 * MIB)
+        except SharedMemoryError as error:
+            assert slot.nbytes == PAGESIZE
+            slot.mapping[0] = 1
+            return str(error)
+        return "no error"
+
+    text = in_a_child(work)
+    assert text.startswith("cannot map 21.0 MB of a slot of shared memory: Cannot allocate memory")
+    assert "address space of this process is limited to " in text
+    assert "(`ulimit -v`; " in text
+    assert text.endswith(
+        "are used): raise that limit, or lower batch_size, prefetch_factor or num_workers."
+    )
+    assert "shm_size" not in text
+
+
+def test_where_not_even_a_page_can_be_mapped_no_descriptor_is_left():
     def work() -> str:
         before = len(names_in("/proc/self/fd"))
         _leave_address_space(0)
         try:
-            Slot.create(1 << 40)
+            Slot.create(1 << 40, 1 << 30)
         except SharedMemoryError as error:
             more = len(names_in("/proc/self/fd")) - before
             return f"{more} descriptors more: {error}"
         return "no error"
 
-    text = in_a_child(work)
-    assert text.startswith("0 descriptors more: cannot map a slot of 1048576 bytes")
+    assert in_a_child(work).startswith("0 descriptors more: cannot map 1.1 GB")
+
+
+def test_where_files_may_not_be_long_a_slot_is_as_long_as_they_may_be():
+    def work() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB + 1, MIB + 1))
+        slot = Slot.create(1 << 33)
+        return f"{slot.most_bytes} {describe_most(slot.most_bytes)}"
+
+    assert in_a_child(work) == (
+        f"{MIB} as long as a file may be here (`ulimit -f`): raise that limit"
+    )
+
+
+def test_what_a_slot_may_hold_is_told_with_what_helps():
+    assert describe_most(uncapped_slot_bytes()) == "all the memory of this machine"
+    assert describe_most(MIB).startswith("raise shm_size, which")
+
+
+def test_a_slot_is_mapped_further_under_its_views():
+    slot = Slot.create(64 * MIB, PAGESIZE)
+    slot.mapping[:3] = b"abc"
+    slot.views = ("somebody", [memoryview(slot.mapping)])
+    before, address = slot.array(), slot.address
+    slot.reach(8 * MIB)
+    assert slot.nbytes == 10 * MIB
+    assert slot.address != address
+    assert slot.views == (None, None)
+    slot.mapping[1] = ord("x")
+    assert ctypes.string_at(address, 3) == before[:3] == b"axc"
+    slot.reach(10 * MIB)
+    assert slot.nbytes == 10 * MIB
+    inode = os.fstat(slot.fileno()).st_ino
+    slot.close()
+    assert is_mapped(inode), "the first mapping goes with its last view"
+    del before
+    assert not is_mapped(inode)
+
+
+def test_with_no_descriptor_for_a_second_mapping_the_first_makes_place():
+    def work() -> str:
+        slot = Slot.create(64 * MIB, PAGESIZE)
+        slot.mapping[:3] = b"abc"
+        last = os.dup(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last, last))
+        os.close(last)
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        slot.reach(8 * MIB)
+        assert slot.nbytes >= 8 * MIB
+        view = slot.array()
+        try:
+            slot.reach(32 * MIB)
+        except SharedMemoryError as error:
+            told = str(error)
+            assert "Too many open files. Raise `ulimit -n`" in told, told
+        else:
+            assert sys.version_info >= (3, 13), "older mappings have a descriptor of their own"
+        assert bytes(view[:3]) == slot.mapping[:3] == b"abc"
+        return "right"
+
+    assert in_a_child(work) == "right"
+
+
+def test_a_mapping_that_is_far_too_long_is_made_shorter():
+    slot = Slot.create(64 * MIB)
+    slot.shorten(32 * MIB)
+    assert slot.nbytes == 64 * MIB, "it is only twice as long"
+    slot.mapping[5] = 7
+    slot.shorten(10)
+    assert slot.nbytes == PAGESIZE
+    assert slot.mapping[5] == 7
+    slot.close()
 
 
 def test_with_no_descriptor_left_the_error_is_the_system_s():
@@ -268,4 +401,90 @@ def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
     slot.populate(0, PAGESIZE)
     with pytest.raises(SharedMemoryError, match="no memory for a slot's pages"):
         slot.populate(0, 2 * PAGESIZE)
+    slot.close()
+
+
+# Systems that refuse something --------------------------------------------------------------------
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.fixture
+def _asked_anew():
+    why_unsupported.cache_clear()
+    yield
+    why_unsupported.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        (os, "memfd_create", "memfd_create"),
+        (os, "ftruncate", "ftruncate"),
+        (fcntl, "fcntl", "fcntl(F_ADD_SEALS)"),
+        (mmap, "mmap", "mmap"),
+        (os, "pidfd_open", "pidfd_open"),
+        (signal, "pidfd_send_signal", "pidfd_send_signal"),
+        (os, "eventfd", "eventfd"),
+        (select, "poll", "poll"),
+        (socket, "socketpair", "socketpair"),
+        (socket.socket, "send", "sendto"),
+        (socket.socket, "recv", "recvfrom"),
+        (socket, "send_fds", "sendmsg"),
+        (socket, "recv_fds", "recvmsg"),
+    ],
+)
+def test_what_is_refused_is_named_and_leaves_no_descriptor(module, name, call, monkeypatch):
+    before = names_in("/proc/self/fd")
+    monkeypatch.setattr(module, name, refuse)
+    assert why_unsupported() == f"{call} is refused (Permission denied)"
+    assert not is_supported()
+    monkeypatch.undo()
+    assert names_in("/proc/self/fd") == before
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_what_is_missing_is_told_apart_from_what_is_refused(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    assert why_unsupported() == "pidfd_open is missing in this Python: it needs Linux 5.3 or newer"
+    why_unsupported.cache_clear()
+
+    def is_unknown(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", is_unknown)
+    text = "memfd_create is missing (Function not implemented): it needs Linux 5.3 or newer, and"
+    assert why_unsupported().startswith(text)
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_a_lack_of_descriptors_is_no_lack_of_support():
+    def work() -> str:
+        told = set()
+        for count in range(3, 40):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count, 40))
+            told.add(why_unsupported())
+            why_unsupported.cache_clear()
+        return str(told)
+
+    assert in_a_child(work) == "{None}"
+
+
+class _NoAdvice(mmap.mmap):
+    """A mapping of which nothing can be said to the kernel."""
+
+    def madvise(self, *_: object) -> None:
+        refuse()
+
+
+def test_where_the_kernel_takes_no_advice_a_slot_works_all_the_same(monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", _NoAdvice)
+    slot = Slot.create(MIB)
+    slot.populate(0, 10 * PAGESIZE)
+    assert resident_bytes(slot) == 10 * PAGESIZE
+    assert not slot.give_back(PAGESIZE)
+    assert resident_bytes(slot) == 10 * PAGESIZE
     slot.close()

@@ -1,6 +1,8 @@
 """Handing out a slot's bytes: places, limits, and who still holds them."""
 
 import ctypes
+import errno
+import mmap
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmloader.errors import SharedMemoryError
+from shmloader.memory import slot as slot_module
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
 from tests.unit.memory.support import MIB, is_in, open_bench
@@ -252,3 +255,92 @@ def test_place_is_where_a_tensor_fits_to_the_last_byte(writer, used):
     assert writer.has_place((left,), torch.float32)
     assert not writer.has_place((left + 1,), torch.float32)
     assert writer.has_place((0, 10**9), torch.float32)
+
+
+# A slot that is mapped further in the midst of a task ---------------------------------------------
+
+
+@pytest.fixture
+def growing():
+    """A writer, and its slot, of which a page is mapped."""
+    slot = Slot.create(64 * MIB, mmap.PAGESIZE)
+    writer = SlotWriter()
+    writer.open(slot)
+    yield slot, writer
+    writer.close()
+    slot.close()
+
+
+def test_what_was_handed_out_before_a_slot_was_mapped_further_is_still_in_it(growing):
+    slot, writer = growing
+    first = writer.empty((100,), torch.uint8).fill_(1)
+    second = writer.empty((MIB,), torch.uint8).fill_(2)
+    third = writer.empty((4 * MIB,), torch.uint8).fill_(3)
+    assert is_in(slot, third)
+    assert not is_in(slot, first)
+    places = [(0, 100), (128, MIB), (128 + MIB, 4 * MIB)]
+    for tensor, (offset, nbytes) in zip((first, second, third), places, strict=True):
+        assert writer.offset_of(tensor.data_ptr(), nbytes) == offset
+        assert slot.mapping[offset] == slot.mapping[offset + nbytes - 1] == int(tensor[0])
+    first[99] = 9
+    assert slot.mapping[99] == 9, "it is the same memory"
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_whoever_holds_memory_of_any_of_a_slot_s_mappings_is_noticed(growing, held):
+    _, writer = growing
+    tensors = [writer.empty((nbytes,), torch.uint8) for nbytes in (100, MIB, 4 * MIB)]
+    kept = tensors[held]
+    tensors.clear()
+    assert writer.is_kept()
+    del kept
+    assert not writer.is_kept()
+
+
+def test_a_slot_is_mapped_as_far_as_the_last_batch_went_at_once(growing):
+    slot, writer = growing
+    writer.allocate(8 * MIB)
+    other = Slot.create(64 * MIB, mmap.PAGESIZE)
+    writer.open(other)
+    writer.allocate(100_000)
+    assert other.nbytes == 8 * MIB
+    third = Slot.create(64 * MIB, mmap.PAGESIZE)
+    writer.open(third, touched_bytes=20 * MIB)
+    writer.allocate(100_000)
+    assert third.nbytes == 20 * MIB, "it has so many pages"
+    writer.open(slot)
+    assert slot.nbytes == 10 * MIB
+    third.close()
+    other.close()
+
+
+def test_a_slot_that_is_mapped_far_beyond_its_pages_is_mapped_anew(growing):
+    slot, writer = growing
+    writer.allocate(60 * MIB)
+    writer.open(slot, touched_bytes=30 * MIB)
+    assert slot.nbytes == 64 * MIB
+    writer.open(slot, touched_bytes=MIB)
+    assert slot.nbytes == MIB
+
+
+def test_slots_of_this_process_make_place_for_the_one_that_is_filled(monkeypatch):
+    slots = [Slot.create(64 * MIB) for _ in range(3)]
+    filled = Slot.create(64 * MIB, mmap.PAGESIZE)
+    writer = SlotWriter(slots=lambda: [*slots, filled])
+    really, refusals = slot_module._map, [1]
+
+    def refuse_once(fd, nbytes):
+        if nbytes > mmap.PAGESIZE and refusals:
+            refusals.pop()
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return really(fd, nbytes)
+
+    monkeypatch.setattr(slot_module, "_map", refuse_once)
+    kept = slots[1].array()
+    writer.open(filled)
+    writer.allocate(5000)
+    assert [slot.nbytes for slot in slots] == [mmap.PAGESIZE, 64 * MIB, mmap.PAGESIZE]
+    assert filled.nbytes == 2 * mmap.PAGESIZE
+    del kept
+    for slot in (*slots, filled):
+        slot.close()

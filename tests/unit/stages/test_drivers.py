@@ -45,22 +45,38 @@ def test_cuda_registers_for_all_devices_and_says_why_not() -> None:
     library = Library("cu")
     driver = CudaDriver(library)
     assert driver.register(4096, 100) == ""
-    driver.unregister(4096)
-    driver.relax_capture()
+    assert driver.unregister(4096) == ""
+    mode = driver.relax_capture()
+    driver.restore_capture(0)
     assert library.calls == [
         ("cuMemHostRegister_v2", 4096, 100, 1),
         ("cuMemHostUnregister", 4096),
         ("cuThreadExchangeStreamCaptureMode", 2),
+        ("cuThreadExchangeStreamCaptureMode", 0),
     ]
+    assert mode == 2  # what the function leaves there
     library.error = 800
     assert driver.register(4096, 100) == "CUDA_ERROR_NOT_PERMITTED"
+    assert driver.unregister(4096) == "CUDA_ERROR_NOT_PERMITTED"
+    assert driver.relax_capture() == 0  # the mode that a thread has at first
+
+
+def test_cuda_is_asked_for_the_thread_s_context() -> None:
+    library = Library("cu")
+    driver = CudaDriver(library)
+    assert not driver.has_context()
+    library.cuCtxGetCurrent = lambda context: setattr(context._obj, "value", 7) or 0
+    driver = CudaDriver(library)
+    assert driver.has_context()
+    driver._current_context = lambda context: setattr(context._obj, "value", 7) or 201
+    assert not driver.has_context()
 
 
 def test_hip_registers_for_all_devices_and_leaves_no_error_behind() -> None:
     library = Library("hip")
     driver = HipDriver(library)
     assert driver.register(4096, 100) == ""
-    driver.unregister(4096)
+    assert driver.unregister(4096) == ""
     driver.relax_capture()
     assert library.calls == [
         ("hipHostRegister", 4096, 100, 1),
@@ -69,8 +85,9 @@ def test_hip_registers_for_all_devices_and_leaves_no_error_behind() -> None:
     ]
     for refused, result in (
         (lambda: driver.register(4096, 100), "hipErrorOutOfMemory"),
-        (lambda: driver.unregister(4096), None),
-        (driver.relax_capture, None),
+        (lambda: driver.unregister(4096), "hipErrorOutOfMemory"),
+        (driver.relax_capture, 0),
+        (lambda: driver.restore_capture(0), None),
     ):
         library.error = 2
         library.calls.clear()
@@ -84,8 +101,9 @@ def test_the_build_of_torch_says_which(monkeypatch) -> None:
     monkeypatch.setattr(drivers, "HipDriver", lambda: made.append("hip"))
     for version in (None, "6.4"):
         monkeypatch.setattr(torch.version, "hip", version)
-        open_driver()
+        open_driver("cuda")
     assert made == ["cuda", "hip"]
+    assert open_driver("xpu") is None
 
 
 def test_the_library_that_torch_has_loaded_is_found(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Beside torch's own `pin_memory`, on simulated pinned memory."""
+"""Beside torch's own `pin_memory`, on the late device's pinned memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from shmloader.stages.pin import PinStage, pin_batch
-from tests.simulated import pinning
+from tests.late import LateDevice
 from tests.unit.stages.test_structure import MAKERS, shape_of
 
 
-@pytest.fixture
-def pins():
-    with pinning() as noted:
-        yield noted
+@pytest.fixture(autouse=True)
+def _accelerator(late: LateDevice) -> None:
+    """There is pinned memory, and torch's own allocator of it."""
+
+
+def storages(*tensors: torch.Tensor) -> int:
+    """How many pieces of memory some tensors lie in."""
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors})
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -31,7 +35,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_batch_becomes_what_torch_makes_of_it(pins, make) -> None:
+def test_a_batch_becomes_what_torch_makes_of_it(make) -> None:
     ours, torchs = pin_batch(make(), "cuda"), pin_memory(make(), "cuda")
     assert shape_of(ours) == shape_of(torchs)
     for tensor in tensors_in(ours):
@@ -55,7 +59,7 @@ ODD = {
 
 @pytest.mark.parametrize("kind", [list, dict])
 @pytest.mark.parametrize("name", [*ODD, "all"])
-def test_tensors_keep_dtype_shape_strides_and_content(pins, name, kind) -> None:
+def test_tensors_keep_dtype_shape_strides_and_content(name, kind) -> None:
     parts = list(ODD.values()) if name == "all" else [ODD[name], ODD[name]]
     batch = parts if kind is list else dict(enumerate(parts))
     ours, torchs = pin_batch(batch, "cuda"), pin_memory(batch, "cuda")
@@ -66,10 +70,10 @@ def test_tensors_keep_dtype_shape_strides_and_content(pins, name, kind) -> None:
         assert one.is_pinned() or one.nbytes == 0
 
 
-def test_a_hundred_and_fourteen_small_tensors_take_one_allocation(pins) -> None:
+def test_a_hundred_and_fourteen_small_tensors_take_one_allocation() -> None:
     batch = {f"field {number}": torch.full((8,), number) for number in range(114)}
     pinned = pin_batch(batch, "cuda")
-    assert len(pins.allocations) == 1
+    assert storages(*pinned.values()) == 1
     assert list(pinned) == list(batch)
     for number, tensor in enumerate(pinned.values()):
         assert tensor.is_pinned()
@@ -80,27 +84,23 @@ def test_a_hundred_and_fourteen_small_tensors_take_one_allocation(pins) -> None:
     assert pinned["field 4"].tolist() == [4] * 8
 
 
-def test_small_tensors_share_a_block_however_deep_they_lie(pins) -> None:
+def test_small_tensors_share_a_block_however_deep_they_lie() -> None:
     def make():
         inner = {"ids": torch.arange(5), "parts": (torch.ones(3), [torch.zeros(2), "text", None])}
         return [inner, torch.tensor([1, 2]), torch.arange(20_000), (torch.tensor(7),)]
 
     ours = pin_batch(make(), "cuda")
-    assert len(pins.allocations) == 2  # one of them for the large one
     assert shape_of(ours) == shape_of(pin_memory(make(), "cuda"))
-    inner, labels, _, (scalar,) = ours
-    storages = [
-        tensor.untyped_storage().data_ptr()
-        for tensor in (inner["ids"], *inner["parts"][:1], inner["parts"][1][0], labels, scalar)
-    ]
-    assert len(set(storages)) == 1
+    inner, labels, large, (scalar,) = ours
+    small = [inner["ids"], *inner["parts"][:1], inner["parts"][1][0], labels, scalar]
+    assert storages(*small) == 1
+    assert storages(*small, large) == 2
 
 
-def test_each_large_field_takes_an_allocation_of_its_own(pins) -> None:
+def test_each_large_field_takes_an_allocation_of_its_own() -> None:
     large = [torch.full((20_000,), number) for number in range(3)]
     pinned = pin_batch([*large, torch.tensor(1), torch.tensor(2)], "cuda")
-    assert sorted(pins.allocations)[1:] == [160_000] * 3
-    assert len(pins.allocations) == 4
+    assert storages(*pinned) == 4
     assert [int(tensor.flatten()[0]) for tensor in pinned] == [0, 1, 2, 1, 2]
 
 
@@ -113,7 +113,7 @@ class Own:
         return self
 
 
-def test_objects_pin_themselves(pins) -> None:
+def test_objects_pin_themselves() -> None:
     for batch in (Own(), [torch.ones(2), Own()], {"a": Own(), "b": torch.ones(2)}):
         pinned = pin_batch(batch, "cuda")
         parts = [pinned] if isinstance(pinned, Own) else pinned
@@ -126,19 +126,29 @@ class Marked(list):
     pass
 
 
-def test_a_list_of_a_type_of_its_own_keeps_it(pins) -> None:
+def test_a_list_of_a_type_of_its_own_keeps_it() -> None:
     assert type(pin_batch(Marked([torch.ones(2)]), "cuda")) is Marked
 
 
-def test_the_thread_begins_as_torch_s_does(pins, monkeypatch) -> None:
-    names, threads = [], []
+def test_the_thread_begins_as_torch_s_does(monkeypatch, late) -> None:
+    names, threads, indices = [], [], []
     monkeypatch.setattr(torch.multiprocessing, "_set_thread_name", names.append)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    PinStage("cuda", 3).start()
-    assert (names, threads, pins.device_indices) == (["pt_data_pin"], [1], [3])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
+    PinStage("late", 1).start()
+    late.driver.restore_capture(0)  # this thread is no loader's
+    assert (names, threads, indices) == (["pt_data_pin"], [1], [1])
 
 
-def test_an_error_keeps_its_type_and_holds_no_batch(pins) -> None:
+def test_a_small_field_may_be_changed_in_place_where_another_one_is_kept() -> None:
+    first, second = pin_batch([torch.ones(3), torch.ones(3)], "late")
+    version = first._version
+    second.zero_()
+    assert first._version == version
+    assert not first._is_view()
+
+
+def test_an_error_keeps_its_type_and_holds_no_batch() -> None:
     class Stubborn:
         def pin_memory(self):
             raise KeyError("no")

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from shmloader.stages.structure import map_tensors, tensors_of
-from tests.simulated import pinning
+from tests.late import switched_on
 
 
 class Point(NamedTuple):
@@ -115,7 +115,7 @@ def shape_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_batch_has_the_types_that_torch_s_pinning_gives(make) -> None:
-    with pinning():
+    with switched_on():
         torchs = pin_memory(make())
     ours = map_tensors(lambda part: part.clone(), make())
     assert shape_of(ours) == shape_of(torchs)

@@ -38,7 +38,6 @@ def test_another_kind_of_device_is_looked_for() -> None:
 
 def test_a_device_beyond_the_last_is_said_with_their_number(monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert parse_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(RuntimeError, match="device='cuda:2' is not there: this machine has 2"):
@@ -47,6 +46,7 @@ def test_a_device_beyond_the_last_is_said_with_their_number(monkeypatch) -> None
 
 def test_an_index_is_one_of_the_accelerators_that_there_are(monkeypatch) -> None:
     monkeypatch.setattr(target, "_accelerator_kind", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert parse_device(1) == torch.device("xpu", 1)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
 from shmloader.fronts.pipeline import running
-from tests.process.support import Program, wait_until
+from tests.process.support import Program, stack_of, wait_until
 from tests.unit.fronts.pipeline.support import SOON_S, Gate, Squares, chain
 
 # Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
@@ -303,7 +303,7 @@ def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
 
     def interrupt():
         stuck.gate.wait_until_reached()
-        wait_until(lambda: pipeline._running.epoch.only_waits)
+        wait_until(lambda: {"take", "wait"} <= set(stack_of(main)))
         signal.pthread_kill(main, signal.SIGINT)
 
     with pipeline.auto_stop():

@@ -1,0 +1,199 @@
+"""A device that batches are copied to, through torch's interface for all accelerators.
+
+There is one backend for each loader and device. Its stream is made once, because torch's allocator
+keeps device memory for the stream that first used it. The device is not initialized before the
+loader's thread starts, so that the workers of the first epoch can be forked.
+"""
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.stages.drivers import Driver, open_driver, relaxed_capture
+
+
+class Event(Protocol):
+    """A point in a stream. It is complete when all earlier work of the stream is done."""
+
+    def query(self) -> bool:
+        """Return whether it is complete."""
+
+    def synchronize(self) -> None:
+        """Wait until it is complete."""
+
+
+def move_to(batch: Any, device: Any) -> Any:
+    """Call an object's own ``to``, which may not accept ``non_blocking``."""
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:
+        return batch.to(device)
+
+
+class Backend:
+    """One device, with a stream for copies.
+
+    Attributes:
+        device: The device, with its index.
+        can_pin: Whether torch has pinned memory for its kind.
+        is_lost: Whether the device has reported an error that lasts.
+
+    Args:
+        device: See above.
+    """
+
+    can_pin = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_lost = False
+        self._driver: Driver | None = None
+        # The first is our stream; a list, since two threads may make it at the same time.
+        self._streams: list[Any] = []
+        # Events of the user's streams, one for each batch that was handed over, oldest first. The
+        # user's thread appends. They outlive an epoch, which may be short.
+        self._handed_over: collections.deque[Event] = collections.deque()
+        self._new_stream: Callable[[torch.device], Any] = torch.Stream
+        self._new_event: Callable[[], Any] = functools.partial(
+            torch.Event, device, enable_timing=False
+        )
+        self._current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
+        if device.type == "cuda":
+            # Waiting for a torch.Event keeps a core busy, which the workers need.
+            self._new_stream = torch.cuda.Stream
+            self._new_event = functools.partial(torch.cuda.Event, blocking=True)
+            self._current_stream = torch.cuda.current_stream
+
+    def driver(self) -> Driver | None:
+        """Return the driver for this kind of device, or None if there is no known one.
+
+        Raises:
+            OSError: If its library is not there.
+            AttributeError: If the library lacks a function.
+        """
+        if self._driver is None:
+            self._driver = open_driver(self.device.type)
+        return self._driver
+
+    @property
+    def stream(self) -> Any:
+        """The loader's stream. The first call makes it, and initializes the device."""
+        if not self._streams:
+            self._streams.append(self._new_stream(self.device))
+        return self._streams[0]
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the calling thread may call the driver, also while a graph is captured."""
+        try:
+            driver = self.driver()
+        except (OSError, AttributeError) as error:
+            if is_interruption(error):
+                raise
+            driver = None
+        if driver is None:
+            yield
+            return
+        with relaxed_capture(driver):
+            if not driver.has_context():
+                # In torch 2.6 and 2.7, selecting device 0 on a new thread binds no context.
+                # Waiting for a stream binds one in every runtime.
+                with Suppressed(Exception):
+                    self.stream.synchronize()
+            yield
+
+    def enter(self) -> None:
+        """Make the loader's stream the current one of the calling thread, a thread of its own."""
+        torch.accelerator.set_stream(self.stream)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device, on the calling thread's current stream.
+
+        The copy reads the tensor's memory after this has returned, where that is page-locked.
+        """
+        return tensor.to(self.device, non_blocking=True)
+
+    def move(self, batch: Any) -> Any:
+        """Copy an object to the device, by its own ``to``."""
+        return move_to(batch, self.device)
+
+    def record(self) -> Event:
+        """Record an event on the loader's stream."""
+        event = self._new_event()
+        event.record(self.stream)
+        return event  # type: ignore[no-any-return]
+
+    def hand_over(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the calling thread's current stream use a batch that the loader's stream copied.
+
+        Args:
+            event: When the batch is ready.
+            tensors: One tensor of each of its storages.
+        """
+        stream = self._current_stream(self.device)
+        stream.wait_event(event)
+        for tensor in tensors:
+            here = tensor.device == self.device
+            tensor.record_stream(stream if here else self._current_stream(tensor.device))
+        handed_over = self._new_event()
+        handed_over.record(stream)
+        self._handed_over.append(handed_over)
+
+    def wait_for_user(self, most: int) -> None:
+        """Wait until the user's work on earlier batches is done.
+
+        Args:
+            most: The number of batches, of those handed over last, that are not waited for.
+        """
+        while len(self._handed_over) > most:
+            self._handed_over.popleft().synchronize()
+
+    def check(self) -> bool:
+        """Wait for all copies. Returns whether the device still works."""
+        if self._streams:
+            with self.ready():
+                try:
+                    self.stream.synchronize()
+                except Exception as error:
+                    if is_interruption(error):
+                        raise
+                    self.is_lost = True  # whatever a kind of device raises
+        return not self.is_lost
+
+
+class BlockingBackend(Backend):
+    """A device whose kind offers no streams (MPS). Each copy waits until it is done."""
+
+    can_pin = False
+
+    def enter(self) -> None:
+        """Do nothing: there is one stream."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device."""
+        return tensor.to(self.device)
+
+    def record(self) -> Event:
+        """Return an event that is complete."""
+        return _Done()
+
+    def hand_over(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing: the batch is ready, and was made on the current stream."""
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def open_backend(device: torch.device) -> Backend:
+    """Return the backend for a device."""
+    return BlockingBackend(device) if device.type == "mps" else Backend(device)

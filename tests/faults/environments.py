@@ -1,0 +1,464 @@
+"""Loaders where the system gives less: limits, sandboxes, and a container without the usual mounts.
+
+Each trial is a forked child, in a session of its own, that enters its environment for good and
+loads an epoch there. Wherever it is, one of these must come of it, and never a hang:
+
+* WORKS: all batches, right and in order.
+* FALLS_BACK: the same by torch's own workers, after a warning that says why.
+* TELLS: an error that says why, and no process left. What comes before and after it is right.
+
+``python -m tests.faults.environments`` runs all of them, and torch's loader beside; ``--docs``
+writes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import enum
+import errno
+import faulthandler
+import fnmatch
+import functools
+import json
+import multiprocessing.popen_fork  # noqa: F401 - whom RLIMIT_NPROC limits may not read it
+import os
+import platform
+import resource
+import select
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+
+import shmloader
+from tests.faults import docs
+from tests.faults.harness import end_session, session_of
+
+MIB = 1 << 20
+
+# A trial that takes longer hangs; its stacks are written a moment before.
+LIMIT_S = 20.0
+_DUMP_S = LIMIT_S - 2
+# What it started must have ended so long after it. torch's workers look every 5 s whether somebody
+# is there.
+_LEFT_S = {False: 2.0, True: 8.0}
+
+BATCHES = 12
+
+#: How batches are loaded: by an engine on the user's thread, by one on its own; by torch.
+LOADERS = ("plain", "seed", "torch")
+
+
+class Outcome(enum.Enum):
+    """What came of a trial."""
+
+    WORKS = "works"
+    FALLS_BACK = "falls back"
+    TELLS = "says why"
+    UNCLEAR = "fails without a reason"
+    WRONG = "wrong batches"
+    HANGS = "hangs"
+    DIES = "dies"
+    LEAVES = "leaves processes"
+    UNTRIED = "could not be tried"
+
+
+RIGHT = (Outcome.WORKS, Outcome.FALLS_BACK, Outcome.TELLS)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a loader has to get along.
+
+    Attributes:
+        name: In tables; with its variant, after a space, if there are several of a kind.
+        enter: Makes this process be there, for good. Raises NotImplementedError where it cannot.
+        reasons: An error must have one of these in its text.
+    """
+
+    name: str
+    enter: Callable[[], None]
+    reasons: tuple[str, ...]
+
+
+# Limits ------------------------------------------------------------------------------------------
+
+
+def _limit(kind: int, value: int) -> None:
+    resource.setrlimit(kind, (value, value))
+
+
+def _leave_address_space(nbytes: int) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, used + nbytes)
+
+
+def _forbid_processes() -> None:
+    if os.getuid() == 0:  # whom no number of processes limits
+        os.setresuid(65534, 65534, 65534)
+    _limit(resource.RLIMIT_NPROC, 1)
+
+
+def _limits() -> Iterator[Environment]:
+    memory = ("Cannot allocate memory", "can't allocate memory", "MemoryError")
+    for mebibytes in (32_000, 1000, 300, 30):
+        enter = functools.partial(_leave_address_space, mebibytes * MIB)
+        yield Environment(f"RLIMIT_AS +{mebibytes}MiB", enter, (*memory, "ulimit -v"))
+    for count in (256, 48, 32, 24, 16):
+        enter = functools.partial(_limit, resource.RLIMIT_NOFILE, count)
+        yield Environment(f"RLIMIT_NOFILE {count}", enter, ("open files", "ulimit -n"))
+    text = "Resource temporarily unavailable"
+    yield Environment("RLIMIT_NPROC 1", _forbid_processes, (text, "can't start new thread"))
+    for nbytes in (MIB, 4096, 0):
+        enter = functools.partial(_limit, resource.RLIMIT_FSIZE, nbytes)
+        yield Environment(f"RLIMIT_FSIZE {nbytes}", enter, ("File too large", "ulimit -f"))
+
+
+# Filters of system calls -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call that is used, and which uses of it are denied.
+
+    Attributes:
+        number: On x86-64.
+        argument: The one that is looked at, from 0; None: every use is denied.
+        mask: Those of its bits that are.
+        value: What they must be.
+    """
+
+    number: int
+    argument: int | None = None
+    mask: int = 0xFFFFFFFF
+    value: int = 0
+
+
+_CLONE_THREAD = 0x10000
+_F_ADD_SEALS, _F_SETSIG = 1033, 10
+_MAP_SHARED = 1
+
+# What a loader uses, as strace shows it, but for what the interpreter itself cannot do without.
+CALLS = {
+    "memfd_create": Call(319),
+    "ftruncate": Call(77),
+    "fcntl(F_ADD_SEALS)": Call(72, 1, value=_F_ADD_SEALS),
+    "fcntl(F_SETSIG)": Call(72, 1, value=_F_SETSIG),
+    "mmap(MAP_SHARED)": Call(9, 3, _MAP_SHARED, _MAP_SHARED),
+    "madvise": Call(28),
+    "munmap": Call(11),
+    "pidfd_open": Call(434),
+    "pidfd_send_signal": Call(424),
+    "eventfd2": Call(290),
+    "timerfd_create": Call(283),
+    "timerfd_settime": Call(286),
+    "socketpair": Call(53),
+    "sendmsg": Call(46),
+    "recvmsg": Call(47),
+    "sendto": Call(44),
+    "recvfrom": Call(45),
+    "shutdown": Call(48),
+    "getsockname": Call(51),
+    "poll": Call(7),
+    "pipe2": Call(293),
+    "clone (of a process)": Call(56, 0, _CLONE_THREAD, 0),
+    "clone3": Call(435),
+    "wait4": Call(61),
+    "kill": Call(62),
+    "prctl": Call(157),
+    "prlimit64": Call(302),
+    "sched_yield": Call(24),
+    "sched_getaffinity": Call(204),
+    "sigaltstack": Call(131),
+    "rt_sigprocmask": Call(14),
+    "ioctl": Call(16),
+    "getrandom": Call(318),
+    "sysinfo": Call(99),
+    "statfs": Call(137),
+}
+ERRORS = (errno.ENOSYS, errno.EPERM, errno.EACCES)
+
+# <linux/bpf_common.h>, <linux/seccomp.h>, <linux/prctl.h>, <linux/audit.h>.
+_LOAD, _AND, _EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_SET_SECCOMP, _SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
+_NUMBER_AT, _ARGUMENTS_AT = 0, 16
+
+
+class _Program(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def deny(call: Call, number: int) -> None:
+    """Have this process, and all that it starts, get an error for uses of a system call.
+
+    Raises:
+        NotImplementedError: If that cannot be had here.
+    """
+    if platform.machine() != "x86_64":
+        raise NotImplementedError("system calls have other numbers here")
+    tests = [(_LOAD, _NUMBER_AT), (_EQUAL, call.number)]
+    if call.argument is not None:
+        tests += [
+            (_LOAD, _ARGUMENTS_AT + 8 * call.argument),
+            (_AND, call.mask),
+            (_EQUAL, call.value),
+        ]
+    # A test that does not hold goes to the last instruction, which allows.
+    code = [
+        (kind, 0, len(tests) - at if kind == _EQUAL else 0, value)
+        for at, (kind, value) in enumerate(tests)
+    ]
+    code += [(_RETURN, 0, 0, _ERRNO | number), (_RETURN, 0, 0, _ALLOW)]
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    buffer = ctypes.create_string_buffer(packed, len(packed))
+    program = _Program(len(code), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        _SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0
+    ):
+        raise NotImplementedError(f"no filter: {os.strerror(ctypes.get_errno())}")
+
+
+def _filters() -> Iterator[Environment]:
+    for name, call in CALLS.items():
+        for number in ERRORS:
+            enter = functools.partial(deny, call, number)
+            reasons = (os.strerror(number), name.partition("(")[0])
+            if name.startswith("clone"):
+                reasons += ("can't start new thread",)
+            yield Environment(f"{name} {errno.errorcode[number]}", enter, reasons)
+
+
+# Namespaces --------------------------------------------------------------------------------------
+
+_NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
+_PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
+
+
+def _enter_container(*, has_proc: bool) -> None:
+    """Be root of a user namespace of one's own, with 1 MB of /dev/shm."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: Any, *arguments: Any) -> None:
+        if function(*arguments):
+            raise NotImplementedError(f"no namespace: {os.strerror(ctypes.get_errno())}")
+
+    uid, gid = os.getuid(), os.getgid()
+    call(libc.unshare, _NEW_MOUNTS | _NEW_USERS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    call(libc.mount, b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
+    call(libc.mount, b"none", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), b"size=1m")
+    if not has_proc:
+        call(libc.mount, b"none", b"/proc", b"tmpfs", ctypes.c_ulong(0), b"size=1m")
+
+
+def environments() -> list[Environment]:
+    """All of them."""
+    here = Environment("no limit", lambda: None, ())
+    small = functools.partial(_enter_container, has_proc=True)
+    bare = functools.partial(_enter_container, has_proc=False)
+    # torch's loader is killed by SIGBUS there.
+    shm = Environment("user namespace, 1 MB /dev/shm", small, ("shm",))
+    no_proc = Environment("user namespace, 1 MB /dev/shm, no /proc", bare, ("shm", "/proc"))
+    return [here, *_limits(), *_filters(), shm, no_proc]
+
+
+# In the child ------------------------------------------------------------------------------------
+
+
+class _Data:
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((50_000,), float(index)), index
+
+
+def _load(kind: str) -> tuple[Outcome, str, bool]:
+    """Load an epoch.
+
+    Returns:
+        What came of it, the words of a warning or an error, and whether torch's workers did it.
+    """
+    options: dict[str, Any] = {"num_workers": 2, "batch_size": 1}
+    make: Any = torch.utils.data.DataLoader
+    if kind != "torch":
+        make = shmloader.DataLoader
+        options |= {"seed": 1} if kind == "seed" else {}
+    told: list[str] = []
+    came: list[int] = []
+    failed = 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            loader = make(_Data(), **options)
+            batches = iter(loader)
+            while len(came) + failed <= BATCHES:
+                try:
+                    values, labels = next(batches)
+                except StopIteration:
+                    break
+                except shmloader.SharedMemoryError as error:  # in a batch's place
+                    told.append(f"{type(error).__name__}: {error}")
+                    failed += 1
+                    continue
+                index = int(labels[0])
+                if not bool((values == index).all()):
+                    return Outcome.WRONG, f"batch {index} is not itself", False
+                came.append(index)
+            del batches
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    texts = [str(warning.message) for warning in warned if "torch's own" in str(warning.message)]
+    is_torch = kind == "torch" or bool(texts)
+    if came != sorted(set(came)) or (not told and len(came) != BATCHES):
+        return Outcome.WRONG, f"batches {came}", is_torch
+    if told:
+        return Outcome.TELLS, " ".join([*texts, told[0]]), is_torch
+    if texts:
+        return Outcome.FALLS_BACK, texts[0], is_torch
+    return Outcome.WORKS, "", is_torch
+
+
+def _child(environment: Environment, kind: str, said: int) -> None:
+    """A trial; writes what came of it."""
+    try:
+        environment.enter()
+        with contextlib.suppress(RuntimeError):  # it takes a thread
+            faulthandler.dump_traceback_later(_DUMP_S)
+        outcome, text, is_torch = _load(kind)
+    except NotImplementedError as error:
+        outcome, text, is_torch = Outcome.UNTRIED, str(error), False
+    except BaseException:
+        outcome, text, is_torch = Outcome.UNCLEAR, traceback.format_exc(), False
+    os.write(said, json.dumps([outcome.name, text[:4000], is_torch]).encode())
+
+
+# From outside ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a trial.
+
+    Attributes:
+        environment: Where.
+        kind: How batches were loaded.
+        outcome: What.
+        text: In words; with what was said on stderr, if it is not right.
+    """
+
+    environment: Environment
+    kind: str
+    outcome: Outcome
+    text: str
+
+
+def run_trial(environment: Environment, kind: str) -> Verdict:
+    """Run a trial, and judge it."""
+    with tempfile.TemporaryFile() as noise:
+        read, write = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                os.close(read)
+                os.dup2(noise.fileno(), 2)
+                os.dup2(noise.fileno(), 1)
+                _child(environment, kind, write)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        outcome, text = _judge(pid, read)
+        noise.seek(0)
+        heard = noise.read().decode(errors="replace")
+        has_reason = any(one in text + heard for one in environment.reasons)
+        if outcome is Outcome.TELLS and not has_reason:
+            outcome = Outcome.UNCLEAR
+        if outcome not in RIGHT and outcome is not Outcome.UNTRIED:
+            text += "\n" + heard
+    return Verdict(environment, kind, outcome, text)
+
+
+def _judge(pid: int, read: int) -> tuple[Outcome, str]:
+    pidfd = os.pidfd_open(pid)
+    try:
+        has_ended = bool(select.select([pidfd], [], [], LIMIT_S)[0])
+        if not has_ended:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        os.set_blocking(read, False)
+        try:
+            data = os.read(read, 1 << 20)
+        except BlockingIOError:
+            data = b""
+        name, text, is_torch = json.loads(data or '["DIES", "", false]')
+        deadline = time.monotonic() + _LEFT_S[is_torch]
+        while session_of(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = end_session(pid)
+    finally:
+        os.close(pidfd)
+        os.close(read)
+    if not has_ended:
+        return Outcome.HANGS, f"for {LIMIT_S:.0f} s"
+    if os.waitstatus_to_exitcode(status):
+        return Outcome.DIES, f"exit code {os.waitstatus_to_exitcode(status)}"
+    if left:
+        return Outcome.LEAVES, "\n".join(left)
+    return Outcome[name], text
+
+
+def main() -> None:
+    """Run what the command line names; exit code 1 if anything of ours is not right."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.environments")
+    parser.add_argument("patterns", nargs="*", metavar="ENVIRONMENT", help="* allowed; all if none")
+    parser.add_argument("--loader", choices=LOADERS, action="append", help="all if none")
+    parser.add_argument("--only", nargs="+", metavar="NAME, LOADER", help="these trials alone")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
+    options = parser.parse_args()
+    verdicts = []
+    failed = 0
+    for environment in environments():
+        if options.patterns and not any(
+            fnmatch.fnmatch(environment.name, pattern) for pattern in options.patterns
+        ):
+            continue
+        for kind in options.loader or LOADERS:
+            if options.only and f"{environment.name}, {kind}" not in options.only:
+                continue
+            verdict = run_trial(environment, kind)
+            verdicts.append(verdict)
+            is_right = verdict.outcome in (*RIGHT, Outcome.UNTRIED) or kind == "torch"
+            failed += not is_right
+            mark = "" if is_right else "FAILED: "
+            text = verdict.text if not is_right else verdict.text.strip().rpartition("\n")[2]
+            print(f"{environment.name}, {kind}: {mark}{verdict.outcome.value} {text}", flush=True)
+    print(f"{failed} of {len(verdicts)} failed")
+    if options.docs:
+        docs.write_environments([(v.environment.name, v.kind, v.outcome.value) for v in verdicts])
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Random mixes in one process for long: ``python -m tests.faults.soak``; ``--help`` for options.
+
+Loaders of all sorts are made, used, hurt and dropped, one after the other, in a single process.
+Between any two of them, when nothing runs, that process is measured: memory, descriptors, threads,
+mappings. It fails where one of these goes on growing, where a batch is wrong, and where nothing
+moves for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import itertools
+import logging
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from tests.faults import actions
+from tests.faults.hammered import BATCH_SIZE, Hammered, Samples, make_sample
+from tests.faults.harness import is_server
+
+# Nothing moves for so long: a hang. A worker that starts afresh imports torch.
+_STALL_S = 120.0
+# What a loader leaves must be gone so long after it.
+_LEFT_S = 5.0
+_PRINT_EVERY_S = 15.0
+# This part of the time is left out: caches fill, and torch starts its threads.
+_WARM_UP = 0.3
+# A line through so many points; each is the least of its part of the time.
+_POINTS = 40
+_KILL_SHARE = 0.01
+_FAIL_SHARE = 0.05
+_METHODS = ["fork"] * 18 + ["spawn", "forkserver"]
+
+
+class Measured(NamedTuple):
+    """What this process holds while nothing runs."""
+
+    memory_mib: float
+    descriptors: int
+    threads: int
+    mappings: int
+
+    @classmethod
+    def now(cls) -> Measured:
+        gc.collect()
+        usage = Path("/proc/self/smaps_rollup").read_text()
+        return cls(
+            int(usage.partition("\nPss:")[2].split()[0]) / 1024,
+            len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - numbers, not paths
+            len(os.listdir("/proc/self/task")),  # noqa: PTH208 - as above
+            Path("/proc/self/maps").read_text().count("\n"),
+        )
+
+
+# What a line may rise over a run after the warm-up, whatever its length.
+ALLOWED = Measured(memory_mib=24.0, descriptors=2, threads=2, mappings=40)
+
+
+def rise(times: Sequence[float], values: Sequence[float]) -> float:
+    """How much a straight line through the values rises after the warm-up.
+
+    Its slope is the median of the slopes between all pairs of points, so that a few outliers do
+    not matter; each point is the least of a part of the time, since what comes and goes is no leak.
+    """
+    begin = times[0] + _WARM_UP * (times[-1] - times[0])
+    length = times[-1] - begin
+    points: dict[int, float] = {}
+    for when, value in zip(times, values, strict=True):
+        if when >= begin and length > 0:
+            part = min(int((when - begin) / length * _POINTS), _POINTS - 1)
+            points[part] = min(value, points.get(part, value))
+    slopes = [
+        (later - earlier) / (b - a)
+        for (a, earlier), (b, later) in itertools.combinations(sorted(points.items()), 2)
+    ]
+    return statistics.median(slopes) * _POINTS if slopes else 0.0
+
+
+def too_steep(times: Sequence[float], measured: Sequence[Measured]) -> list[str]:
+    """What goes on growing, in words."""
+    found = []
+    for name, allowed in ALLOWED._asdict().items():
+        rises = rise(times, [getattr(one, name) for one in measured])
+        if rises > allowed:
+            found.append(f"slope: {name} rose by {rises:.1f}, and {allowed:g} is allowed")
+    return found
+
+
+class Failing(Samples):
+    """Some samples raise."""
+
+    def __getitem__(self, index: int) -> Any:
+        if random.random() < _FAIL_SHARE:
+            raise LookupError(f"no sample {index}")
+        return super().__getitem__(index)
+
+
+class Soak(Hammered):
+    """Mixes until the time is over.
+
+    Attributes:
+        problems: What must not happen, in words.
+
+    Args:
+        seed: Decides all but the times at which things happen.
+        duration_s: How long.
+    """
+
+    def __init__(self, seed: int, duration_s: float) -> None:
+        super().__init__(str(seed), "fork")
+        self._began = time.monotonic()
+        self._ends = self._began + duration_s
+        self._printed = 0.0
+        # Collecting all garbage, and reading what is mapped, take as long as a mix.
+        self._measures_every_s = duration_s / 400
+        self.problems: list[str] = []
+        self._times: list[float] = []
+        self._measured: list[Measured] = []
+        self._mixes: list[Callable[[], None]] = [
+            *[self.run_loader] * 6,
+            self._run_here,
+            self._run_failing,
+            self._run_shared,
+            self._run_prefetched,
+            self._run_pipeline,
+        ]
+
+    def run(self) -> None:
+        """All of it."""
+        resource_tracker.ensure_running()
+        forkserver.set_forkserver_preload(["torch"])
+        forkserver.ensure_running()
+        self._measure()
+        while not self._must_stop():
+            faulthandler.dump_traceback_later(_STALL_S, exit=True)
+            self._method = self._random.choice(_METHODS)
+            mix = self._random.choice(self._mixes)
+            self._words = mix.__name__
+            try:
+                mix()
+            except Exception as error:
+                self._problem(repr(error), "other problem")
+            self._settle()
+            if time.monotonic() - self._times[-1] > self._measures_every_s:
+                self._measure()
+        self._measure()
+        faulthandler.cancel_dump_traceback_later()
+        self.problems += too_steep(self._times, self._measured)
+        self._print()
+
+    def _must_stop(self) -> bool:
+        return time.monotonic() > self._ends
+
+    def _problem(self, text: str, sort: str = "wrong batch") -> None:
+        self.problems.append(f"{sort}: {text} ({self._words})")
+        print(self.problems[-1], flush=True)
+
+    def _step(self, what: str) -> None:
+        super()._step(what)
+        faulthandler.dump_traceback_later(_STALL_S, exit=True)
+        is_hurt = what == "batches" and self._random.random() < _KILL_SHARE
+        if is_hurt and (workers := self._workers()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._random.choice(workers), signal.SIGKILL)
+                self.counts["workers killed"] += 1
+
+    def _workers(self) -> list[int]:
+        """Processes of this one, those of the fork server included, but for servers."""
+        children = psutil.Process().children(recursive=True)
+        return [child.pid for child in children if not is_server(child.pid)]
+
+    def _settle(self) -> None:
+        """Wait until no worker of the last mix is left."""
+        deadline = time.monotonic() + _LEFT_S
+        while left := self._workers():
+            if time.monotonic() > deadline:
+                self._problem(f"processes live on: {left}", "leak")
+                break
+            time.sleep(0.01)
+
+    def _measure(self) -> None:
+        self._times.append(time.monotonic())
+        self._measured.append(Measured.now())
+        if self._times[-1] - self._printed > _PRINT_EVERY_S:
+            self._print()
+
+    def _print(self) -> None:
+        self._printed = time.monotonic()
+        memory_mib, descriptors, threads, mappings = self._measured[-1]
+        epochs = self.counts["whole epochs"] + self.counts["epochs left"]
+        print(
+            f"{self._printed - self._began:7.0f} s {epochs:6} epochs "
+            f"{self.counts['workers killed']:5} kills {memory_mib:7.0f} MiB "
+            f"{descriptors:4} descriptors {threads:3} threads {mappings:5} mappings",
+            flush=True,
+        )
+
+    # Mixes; a loader of worker processes is the class's own -------------------------------
+
+    def _epochs(self, batches: Any, check: Callable[[Any], None], *, leaves: bool = True) -> None:
+        """Some epochs of what gives batches; the last one may be left."""
+        for _ in range(self._random.randint(1, 3)):
+            stop = self._random.randint(1, 8) if leaves and self._random.random() < 0.3 else None
+            for batch in itertools.islice(batches, stop):
+                check(batch)
+                self._step("batches")
+            self._step("whole epochs" if stop is None else "epochs left")
+
+    def _run_here(self) -> None:
+        """Threads of this process, or none."""
+        from shmloader import DataLoader
+
+        threads = self._random.randint(0, 3)
+        loader = DataLoader(
+            Samples(self._random.randint(2, 24) * BATCH_SIZE),
+            batch_size=BATCH_SIZE,
+            num_workers=threads,
+            thread_pool=threads > 0,
+        )
+        self._epochs(loader, self._number_of)
+
+    def _run_failing(self) -> None:
+        """Samples that raise, left out or handed on."""
+        from shmloader import DataLoader
+
+        skips = self._random.random() < 0.5
+        loader = DataLoader(
+            Failing(10 * BATCH_SIZE),
+            batch_size=BATCH_SIZE,
+            num_workers=self._random.randint(0, 2),
+            on_error="skip" if skips else "raise",
+        )
+        with contextlib.suppress(LookupError, RuntimeError):  # a killed worker's, too
+            self._epochs(loader, self._check_samples)
+        self._step("epochs left")
+
+    def _run_shared(self) -> None:
+        """Batches that move to torch's shared memory while views of them are in use."""
+        from shmloader import DataLoader, WorkerDiedError
+
+        loader = DataLoader(Samples(10 * BATCH_SIZE), batch_size=BATCH_SIZE, num_workers=2)
+        views: list[tuple[Any, int]] = []
+
+        def share(batch: Any) -> None:
+            views.append((batch[0].numpy(), int(batch[1][0])))
+            batch[0].share_memory_()
+            if len(views) > 5:
+                views.pop(self._random.randrange(5))
+            for view, index in views:
+                if not torch.equal(torch.from_numpy(view[0]), self._known[index]):
+                    self._problem(f"a view of sample {index} has changed")
+
+        with contextlib.suppress(WorkerDiedError):
+            self._epochs(loader, share)
+
+    def _run_prefetched(self) -> None:
+        """A sequence whose items are computed ahead, with jumps."""
+        from shmloader import WorkerDiedError
+        from shmloader.sequence import prefetch, smap
+
+        method: Any = self._random.choice(["thread", "process"])
+        items = prefetch(smap(make_sample, range(40)), 2, method, max_buffered=4)
+        with contextlib.suppress(WorkerDiedError):
+            for _ in range(3):
+                start = self._random.randrange(30)
+                for index in range(start, start + 8):
+                    if not torch.equal(items[index], self._known[index]):
+                        self._problem(f"wrong bytes in item {index}")
+                    self._step("batches")
+
+    def _run_pipeline(self) -> None:
+        """A pipeline on threads."""
+        from shmloader import PipelineDataLoader
+
+        loader = PipelineDataLoader(
+            range(40), preprocessor=make_sample, num_threads=2, batch_size=BATCH_SIZE
+        )
+        self._epochs(loader, lambda _: None)
+
+    def _check_samples(self, batch: Any) -> None:
+        for sample, index in zip(batch[0], batch[1].tolist(), strict=True):
+            if not torch.equal(sample, self._known[index]):
+                self._problem(f"wrong bytes in sample {index}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.soak", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="how long (20)")
+    parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Soak as long as the command line says; exit code 1 if anything was wrong."""
+    options = _arguments()
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    print(f"--seed {seed}", flush=True)
+    # A machine with few cores, or without an accelerator; workers that were killed, and replaced.
+    warnings.simplefilter("ignore")
+    logging.getLogger("shmloader").setLevel(logging.CRITICAL)
+    random.seed(seed)
+    directory = tempfile.mkdtemp(prefix="shmloader-soak-")
+    os.environ[actions.DIRECTORY] = directory
+    try:
+        soak = Soak(seed, options.minutes * 60)
+        soak.run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    counts: Counter[str] = soak.counts
+    print(f"--seed {seed}: {options.minutes:g} minutes: {dict(counts)}")
+    print(*soak.problems, f"{len(soak.problems)} problems", sep="\n")
+    sys.exit(bool(soak.problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Raises, as a signal handler does, at a chosen bytecode instruction of the package.
+
+A trace function calls the handler just before the instruction, with what a handler gets. Python
+itself runs handlers at fewer places, and on the main thread alone. Here the call has a thread of
+its own, which has no ``except`` around it: an exception that is raised just before one of these is
+left confuses the thread.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shmloader
+from tests.process.interrupts import in_thread
+
+PACKAGE = str(Path(shmloader.__file__).parent)
+
+
+_RETURN_VALUE = dis.opmap["RETURN_VALUE"]
+
+
+class Preempted(TimeoutError, RuntimeError, LookupError):  # noqa: N818 - as users name theirs
+    """What a signal handler raises: of kinds that our own code catches, too."""
+
+
+#: What a signal handler raises in the tests: an Exception, which a dataset might have raised, and
+#: one that is none.
+KINDS = (Preempted, KeyboardInterrupt)
+
+
+@dataclass
+class Outcome:
+    """What a call did.
+
+    Attributes:
+        result: What it returned; None if it raised.
+        error: What it raised.
+        where: The instruction at which the handler raised; None if the call had fewer.
+        count: Instructions of the package that the call began, until then.
+    """
+
+    result: object
+    error: BaseException | None
+    where: str | None
+    count: int
+
+    def has_arrived(self, kind: type[BaseException]) -> bool:
+        """Whether the handler's exception came out of the call."""
+        return type(self.error) is kind
+
+
+class _Tracer:
+    """A trace function for the frames of the package."""
+
+    def __init__(self, nth: int, kind: type[BaseException]) -> None:
+        self.nth = nth
+        self.kind = kind
+        self.count = 0
+        self.where: str | None = None
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not (_returns(frame) or _is_spared(frame)):
+            self.count += 1
+            if self.count == self.nth:
+                name = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+                self.where = f"{name}:{frame.f_lineno} +{frame.f_lasti} {frame.f_code.co_qualname}"
+                sys.settrace(None)
+                _handle(signal.SIGUSR1, frame, self.kind)
+        return self
+
+
+def _returns(frame: Any) -> bool:
+    """Whether the call itself returns: no instruction after that could do anything about it.
+
+    Python runs no handler there.
+    """
+    is_outermost = not frame.f_back.f_code.co_filename.startswith(PACKAGE)
+    return is_outermost and frame.f_code.co_code[frame.f_lasti] == _RETURN_VALUE
+
+
+# These forget a descriptor, and then close it. Python runs no handler in between.
+_CLOSERS = frozenset(
+    {"close_write", "close_read", "_close_next_read", "_close", "close_pidfd", "forget_descriptor"}
+)
+
+
+def _is_spared(frame: Any) -> bool:
+    """Whether nothing is raised in a function.
+
+    Not where a finaliser runs: Python prints what is raised there, and lets it go no further.
+    """
+    if frame.f_code.co_name in _CLOSERS:
+        return True
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _handle(signum: int, frame: object, kind: type[BaseException]) -> None:
+    """A signal handler, but for its last argument."""
+    raise kind("from a handler")
+
+
+def interrupt(function: Callable[[], object], nth: int, kind: type[BaseException]) -> Outcome:
+    """Call a function, in whose nth instruction a handler raises."""
+    tracer = _Tracer(nth, kind)
+    results: list[object] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        sys.settrace(tracer)
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            sys.settrace(None)
+
+    # What is raised in a finaliser that the collector runs is printed, and goes no further.
+    gc.disable()
+    try:
+        with in_thread(run):
+            pass
+    finally:
+        gc.enable()
+    result, error = results[0] if results else None, errors[0] if errors else None
+    return Outcome(result, error, tracer.where, tracer.count)

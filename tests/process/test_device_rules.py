@@ -1,0 +1,452 @@
+"""What the device path owes its user beside the right batches: memory, streams, locks, ends.
+
+On the late device (`tests.late`), which counts what it is asked for.
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
+from shmloader.engine.arena import Arena
+from shmloader.errors import ClosedLoaderError, SharedMemoryError
+from shmloader.memory.slot import Slot
+from shmloader.stages import page_locks
+from shmloader.stages.backend import Backend
+from shmloader.stages.page_locks import PageLocks
+from tests.late import LateDevice
+from tests.process.support import Calls, wait_until
+from tests.process.test_device import LENGTH, ends, make, sample
+
+BATCH_BYTES = -(-4 * LENGTH // 512) * 512
+
+
+@pytest.fixture
+def locks(late: LateDevice) -> PageLocks:
+    """The page locks of this thread, whose stream is the loader's."""
+    backend = Backend(torch.device("late", 0))
+    before = torch.accelerator.current_stream()
+    backend.enter()
+    yield PageLocks([backend])
+    torch.accelerator.set_stream(before)
+
+
+# Page locks ------------------------------------------------------------------------------
+
+
+def test_pages_that_a_refused_growth_gives_back_are_not_read_for_a_later_batch(late, locks) -> None:
+    arena = Arena(1 << 20, locks)
+
+    def load(nbytes: int, value: int) -> torch.Tensor:
+        slot = arena.up_to(0, nbytes)
+        slot.mapping[:nbytes] = bytes([value]) * nbytes
+        arena.note_use(0, nbytes)
+        arena.lock(0)
+        batch = torch.frombuffer(slot.array(), dtype=torch.uint8, count=nbytes)
+        return batch.to("late", non_blocking=True)
+
+    assert load(70_000, 1).unique().tolist() == [1]
+    arena[0].give_back(70_000)  # as Room.grow does in a worker that finds no memory
+    assert load(80_000, 2).unique().tolist() == [2], "where it is mapped already"
+    arena[0].give_back(80_000)
+    assert load(200_000, 3).unique().tolist() == [3], "where it is mapped anew"
+    arena.close()
+
+
+def test_what_is_locked_is_what_a_batch_takes(late, locks) -> None:
+    slot = Slot.create(1 << 20)
+    for nbytes, locked in (
+        (70_000, 73_728),
+        (60_000, 73_728),
+        (73_729, 77_824),
+        (1 << 20, 1 << 20),
+    ):
+        locks.lock(slot, nbytes)
+        assert late.registered_bytes(slot.address) == locked
+    assert locks.unlock(slot)
+    assert locks.unlock(slot)
+    assert late.count("registered bytes") == 0
+    slot.close()
+
+
+@pytest.mark.parametrize("has_stream", [False, True], ids=["first", "later"])
+def test_a_new_thread_gets_a_context_before_it_locks(late: LateDevice, has_stream) -> None:
+    slot = Slot.create(1 << 20)
+    backend = Backend(torch.device("late", 0))
+    if has_stream:
+        assert backend.stream is backend.stream
+    found = []
+
+    def lock() -> None:
+        torch.accelerator.set_device_index(0)  # which binds none
+        found.append(late.driver.has_context())
+        locks = PageLocks([backend])
+        locks.lock(slot, 1000)
+        found.append(late.registered_bytes(slot.address))
+        locks.unlock(slot)
+
+    thread = threading.Thread(target=lock)
+    thread.start()
+    thread.join()
+    assert found == [False, 4096]
+    slot.close()
+
+
+def test_a_slot_that_is_locked_anew_is_given_some_memory_ahead(late, locks) -> None:
+    asked = []
+
+    class Room:
+        def grow(self, slot, backed, end):
+            asked.append((backed, end))
+            if end > 1_000_000:
+                raise SharedMemoryError("no more")
+            slot.populate(backed, end)
+            return end
+
+        def is_short(self, present_bytes, slot_bytes):
+            return False
+
+    arena = Arena(4 << 20, locks, Room())
+    slot = arena.up_to(0, 1 << 20)
+    for nbytes in range(800_000, 1_000_000, 10_000):
+        slot.populate(0, nbytes)
+        arena.note_use(0, nbytes)
+        arena.lock(0)
+        assert late.registered_bytes(slot.address) >= nbytes
+        assert late.registered_bytes(slot.address) - arena.touched_bytes(0) < 4096
+    assert asked == [(810_000, 911_250), (920_000, 1_035_000), *[
+        (nbytes, nbytes + nbytes // 8) for nbytes in range(930_000, 1_000_000, 10_000)
+    ]]  # fmt: skip
+    arena.close()
+
+
+def test_a_slot_that_is_about_to_be_unlocked_is_read_by_no_further_copy(late, locks) -> None:
+    slot, other = Slot.create(1 << 20), Slot.create(1 << 20)
+    tensors = [torch.frombuffer(one.array(), dtype=torch.uint8, count=100) for one in (slot, other)]
+    locks.lock(slot, 100)
+    locks.lock(other, 100)
+    tensors[0].to("late", non_blocking=True)
+    assert late.unfinished_count == 1
+    locks.end_reads([slot])
+    assert late.unfinished_count == 0
+    assert [locks.cover(tensor) for tensor in tensors] == [False, True]
+    for one in (slot, other):
+        assert locks.unlock(one)
+        one.close()
+    locks.lock(slot, 100)
+    assert locks.cover(tensors[0])
+    assert locks.unlock(slot)
+
+
+@contextlib.contextmanager
+def refusing_to_unregister(late: LateDevice):
+    late.library.late_refuse_unregister(999)
+    try:
+        yield
+    finally:
+        late.library.late_refuse_unregister(0)
+
+
+def test_memory_that_cannot_be_unregistered_stays_mapped(late, locks, monkeypatch) -> None:
+    monkeypatch.setattr(page_locks._Kept, "slots", [])
+    arena = Arena(1 << 20, locks)
+    slot = arena[0]
+    slot.mapping[:10] = b"0123456789"
+    arena.note_use(0, 10)
+    arena.lock(0)
+    with (
+        refusing_to_unregister(late),
+        pytest.warns(RuntimeWarning, match="4096 bytes of shared memory stay page-locked"),
+    ):
+        arena.close()
+    assert slot.mapping[:10] == b"0123456789"
+    assert late.driver.unregister(slot.address) == ""
+    slot.close()
+
+
+def test_memory_that_cannot_be_unregistered_is_not_given_back(late, locks) -> None:
+    arena = Arena(64 << 20, locks)
+    arena.note_use(0, 40 << 20)
+    arena.lock(0)
+    for _ in range(10):
+        arena._recent_bytes = 0
+        with refusing_to_unregister(late):
+            arena.trim([0])
+    assert arena.touched_bytes(0) == 40 << 20
+    arena.trim([0])
+    assert arena.touched_bytes(0) == 0
+    arena.close()
+
+
+def dies_at(index: int, last: int) -> torch.Tensor:
+    if index >= last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample(index)
+
+
+class Dies:
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def __call__(self, index):
+        return dies_at(index, self.last)
+
+
+def test_what_any_of_several_devices_reads_is_not_unregistered(late: LateDevice) -> None:
+    loader = ShardedDataLoader(
+        Calls(Dies(12), 400), 2, devices=["late:0", "late:1"], num_workers=1,
+        prefetch_factor=4, device_prefetch=4, shuffle=False,
+    )  # fmt: skip
+    batches = iter(loader)
+    steps = []
+    with pytest.raises(WorkerDiedError):
+        steps.extend(batches)
+    assert steps
+    for step in steps:
+        for batch in step:
+            ends_of = batch[:, [0, -1]].cpu()
+            assert torch.equal(ends_of[:, 0], ends_of[:, 1])
+    loader.close()
+    assert late.count("faults") == 0
+    assert late.count("registered") == late.count("unregistered") > 0
+
+
+# Streams and device memory ---------------------------------------------------------------
+
+
+def test_all_epochs_of_a_loader_use_one_stream_and_the_same_memory(late: LateDevice) -> None:
+    loader = make(20)
+    for _ in range(4):
+        for batch in loader:
+            del batch
+    assert late.count("new streams") == 1
+    assert late.count("reserved bytes") <= (2 + 5) * BATCH_BYTES
+
+
+def test_a_loop_that_never_waits_has_a_bounded_number_of_batches_on_the_device(late) -> None:
+    results = []
+    for batch in make(100, device_prefetch=2):
+        results.append(batch[:1].clone())
+        del batch
+    clones = 100 * 512
+    assert late.count("most used bytes") <= (2 + 5) * BATCH_BYTES + clones
+    assert [int(result) for result in results] == list(range(100))
+
+
+def test_nothing_of_the_device_is_initialized_before_workers_are_forked(late) -> None:
+    def initializations(index):
+        return torch.tensor(late.count("initializations"))
+
+    for options in ({"device": "late"}, {"pin_memory": True}):
+        late.switch(is_on=True)
+        loader = DataLoader(
+            Calls(initializations, 6), None, num_workers=2, multiprocessing_context="fork",
+            **options,
+        )  # fmt: skip
+        assert [int(found) for found in loader] == [0] * 6
+        assert late.count("initializations") == 1
+
+
+# Copies ----------------------------------------------------------------------------------
+
+
+def fields(index: int) -> dict[str, torch.Tensor]:
+    kinds = [torch.int64, torch.float32, torch.bool, torch.uint8, torch.bfloat16]
+    return {
+        f"field {number}": torch.full((1 + number % 5,), index % 2).to(kinds[number % 5])
+        for number in range(114)
+    }
+
+
+def image_and_label(index: int) -> list[torch.Tensor]:
+    return [sample(index), torch.tensor([index])]
+
+
+@pytest.mark.parametrize("thread_pool", [False, True], ids=["processes", "threads"])
+@pytest.mark.parametrize(
+    ("make_sample", "copies"), [(fields, 1), (image_and_label, 2)], ids=["114 fields", "image"]
+)
+def test_small_fields_are_copied_together(late, make_sample, copies, thread_pool) -> None:
+    loader = DataLoader(
+        Calls(make_sample, 10), None, num_workers=2, device="late", thread_pool=thread_pool
+    )
+    batches = list(loader)
+    for name in ("late copies", "allocations", "recorded streams"):
+        assert late.count(name) == 10 * copies, name
+    assert late.count("stream waits") == late.count("stream lookups") == 10
+    assert late.count("pageable copies") == 0
+    for index, batch in enumerate(batches):
+        want = make_sample(index)
+        parts = batch.items() if isinstance(batch, dict) else enumerate(batch)
+        for name, part in parts:
+            assert part.device == torch.device("late:0")
+            assert part.dtype == want[name].dtype
+            assert torch.equal(part.cpu(), want[name])
+
+
+def test_a_small_field_may_be_changed_in_place_where_another_one_is_kept(late) -> None:
+    (batch,) = DataLoader(Calls(fields, 1), None, num_workers=1, device="late")
+    first, second = batch["field 1"], batch["field 6"]
+    version = first._version
+    second.zero_()
+    assert first._version == version
+    assert not first._is_view()
+
+
+def test_what_comes_from_threads_is_pinned_as_what_a_pipeline_takes(late: LateDevice) -> None:
+    assert late.contents(make(20, thread_pool=True)) == ends(20)
+    builder = PipelineBuilder().add_source(range(20)).pipe(sample, output_order="input")
+    assert late.contents(builder.transfer("late").add_sink().build()) == ends(20)
+    assert late.count("pageable copies") == 0
+    assert late.count("late copies") == 40
+    assert late.count("registered") == 0
+
+
+# Graph capture ---------------------------------------------------------------------------
+
+
+def growing(index: int) -> list[torch.Tensor]:
+    return [torch.full((LENGTH + 5_000 * index,), index, dtype=torch.int32), torch.tensor(index)]
+
+
+@pytest.mark.parametrize("options", [{"device": "late"}, {"pin_memory": True}], ids=str)
+def test_a_graph_may_be_captured_while_the_loader_works(late: LateDevice, options) -> None:
+    loader = DataLoader(Calls(growing, 40), None, num_workers=2, **options)
+    batches = iter(loader)
+    first = next(batches)
+    before = late.count("registered") + late.count("host blocks")
+    with late.capturing():
+        rest = list(batches)
+        del batches
+        loader.close()
+    assert late.count("registered") + late.count("host blocks") > before
+    assert late.count("capture breaks") == 0
+    kept = [first, *rest]
+    assert late.contents(kept) == [[index] * 4 for index in range(40)]
+
+
+# A device that fails ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["close", "garbage", "ask again"])
+def test_a_device_that_fails_is_told_once_and_closes_quietly(late, slots, end) -> None:
+    loader = make(100)
+    batches = iter(loader)
+    late.fail_after(20)
+    with pytest.raises(RuntimeError, match=r"late:0 takes no more batches.*late error 700"):
+        collections.deque(batches, maxlen=0)
+    if end == "ask again":
+        with pytest.raises(RuntimeError, match="closed"):
+            next(batches)
+    elif end == "close":
+        loader.close()
+    del batches, loader
+    gc.collect()
+    assert slots.maps() == {}
+
+
+def test_a_device_that_fails_while_batches_are_ready_closes_quietly(late, slots) -> None:
+    loader = make(100, device_prefetch=4)
+    batches = iter(loader)
+    next(batches)
+    late.fail_after(-1)
+    loader.close()
+    del batches
+    assert slots.maps() == {}
+    assert multiprocessing.active_children() == []
+
+
+def test_a_device_that_fails_is_told_where_a_ready_batch_is_handed_over(late, slots) -> None:
+    batches = iter(make(8, device_prefetch=4))
+    next(batches)
+    wait_until(lambda: late.count("late copies") == 5)
+    late.fail_after(-1)
+    with pytest.raises(RuntimeError, match=r"late:0 takes no more batches.*late error 700"):
+        next(batches)
+    with pytest.raises(ClosedLoaderError):
+        next(batches)
+    gc.collect()
+    assert slots.maps() == {}
+
+
+def large_sample(index: int) -> torch.Tensor:
+    return torch.full((1_500_000,), index, dtype=torch.int32)
+
+
+def test_pinning_for_a_device_that_fails_says_so_and_closes_quietly(late, slots) -> None:
+    # Blocks of a size of their own: torch keeps those that other tests have freed.
+    samples = Calls(large_sample, 24)
+    loader = DataLoader(samples, 2, num_workers=2, pin_memory=True)
+    batches = iter(loader)
+    kept = [next(batches)]
+    late.fail_after(-1)
+    with pytest.raises(RuntimeError, match="late error 700"):
+        kept.extend(batches)  # which needs further pinned memory
+    loader.close()
+    gc.collect()
+    assert slots.maps() == {}
+
+
+def test_one_of_two_devices_that_fails_is_named(late, slots) -> None:
+    loader = ShardedDataLoader(
+        Calls(sample, 400), 2, devices=["late:0", "late:1"], num_workers=2, shuffle=False
+    )
+    late.fail_after(8, device=1)
+    with pytest.raises(RuntimeError, match="late:1 takes no more batches"):
+        collections.deque(loader, maxlen=0)
+    loader.close()
+    gc.collect()
+    assert slots.maps() == {}
+
+
+def test_a_pipeline_whose_device_fails_says_so_and_stops_quietly(late, slots) -> None:
+    builder = PipelineBuilder().add_source(range(100))
+    pipeline = builder.pipe(sample, executor="process").transfer("late").add_sink(2).build()
+    late.fail_after(10)
+    with pytest.raises(RuntimeError, match="late:0 takes no more batches"):
+        collections.deque(pipeline, maxlen=0)
+    pipeline.stop()
+    gc.collect()
+    assert slots.maps() == {}
+
+
+class Box(collections.abc.MutableMapping):
+    """A user's container; a copy of it shares what it holds."""
+
+    def __init__(self, items=()) -> None:
+        self._data = dict(items)
+
+    def __getitem__(self, key):
+        return self._data[key]
+
+    def __setitem__(self, key, value) -> None:
+        self._data[key] = value
+
+    def __delitem__(self, key) -> None:
+        del self._data[key]
+
+    def __iter__(self):
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+def boxed(samples) -> Box:
+    return Box({"x": torch.stack(samples)})
+
+
+def test_a_container_that_changes_while_it_is_copied_keeps_its_slot(late) -> None:
+    loader = DataLoader(Calls(sample, 100), 1, num_workers=2, device="late", collate_fn=boxed)
+    found = late.contents(batch["x"] for batch in loader)
+    assert [first for first, _ in found] == [int(sample(index)[0]) for index in range(100)]

@@ -1,0 +1,346 @@
+"""What a signal handler raises in the midst of ``next()`` loses nothing, or closes and says so."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from shmloader import ClosedLoaderError, DataLoader
+from tests.late import switched_on, to_host
+from tests.process.bytecodes import KINDS, Preempted, interrupt
+from tests.process.interrupts import in_thread
+from tests.process.support import Calls, Gate, stack_of, wait_until
+
+BATCHES = 5
+
+
+class Numbers(Dataset):
+    """Numbers as tensors."""
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class Counted(IterableDataset):
+    """Numbers, from an iterator that has a state."""
+
+    def __iter__(self) -> Counter:
+        info = torch.utils.data.get_worker_info()
+        return Counter(0 if info is None else 100 * info.id)
+
+
+class Counter:
+    """Its iterator."""
+
+    def __init__(self, first: int) -> None:
+        self.first = self.next = first
+
+    def __next__(self) -> torch.Tensor:
+        if self.next - self.first == 2 * BATCHES:
+            raise StopIteration
+        self.next += 1
+        return torch.tensor(self.next - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+@contextlib.contextmanager
+def pinned() -> Iterator[Callable[[Any], Any]]:
+    """Batches are copied into memory that is pinned for the late device."""
+    with switched_on():
+        yield _as_it_is
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@contextlib.contextmanager
+def on_the_device() -> Iterator[Callable[[Any], Any]]:
+    """The late device; gives what brings a batch back to the host."""
+    with switched_on():
+        yield to_host
+
+
+@contextlib.contextmanager
+def on_the_host() -> Iterator[Callable[[Any], Any]]:
+    """Nothing is needed."""
+    yield _as_it_is
+
+
+@dataclass
+class Mode:
+    """A way to load.
+
+    Attributes:
+        options: Of the loader.
+        dataset: What makes its dataset.
+        around: What it needs meanwhile.
+        has_order: Whether the order of batches is always the same.
+        stride: Of how many instructions one is tried, where not all are.
+    """
+
+    options: dict[str, Any]
+    dataset: Callable[[], Any] = Numbers
+    around: Callable[[], Any] = on_the_host
+    has_order: bool = True
+    stride: int = 17
+
+    def make(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset(), 2, **self.options)
+
+    def make_resumed(self) -> DataLoader[Any]:
+        """A loader that can go on from a state of the other, with few means."""
+        if self.dataset is Counted:
+            return self.make()
+        names = ("seed", "shuffle")
+        options = {name: self.options[name] for name in names if name in self.options}
+        return DataLoader(self.dataset(), 2, **options)
+
+    def in_order(self, batches: list[list[int]]) -> list[list[int]]:
+        return batches if self.has_order else sorted(batches)
+
+
+WORKERS: dict[str, Any] = {"num_workers": 1}
+THREADS: dict[str, Any] = {"num_workers": 2, "thread_pool": True}
+SEED: dict[str, Any] = {"seed": 3, "shuffle": True}
+
+# The strides are such that a mode takes a second or two.
+MODES = {
+    "in-process": Mode({}, stride=3),
+    "in-process, seed": Mode(SEED, stride=5),
+    "in-process, bad samples": Mode({"on_error": "skip"}, stride=3),
+    "in-process, pin": Mode({"pin_memory": True}, around=pinned, stride=3),
+    "in-process, stream": Mode({}, Counted, stride=3),
+    "threads": Mode({**THREADS, "num_workers": 1}),
+    "threads, any order": Mode({**THREADS, "in_order": False}, has_order=False),
+    "threads, seed": Mode(THREADS | SEED),
+    "workers": Mode(WORKERS, stride=149),
+    "workers, bad samples": Mode({**WORKERS, "on_error": "skip"}, stride=157),
+    "workers, any order": Mode({"num_workers": 2, "in_order": False}, has_order=False, stride=263),
+    "workers, seed": Mode({"num_workers": 2, **SEED}, stride=257),
+    "workers, stream": Mode({"num_workers": 2}, Counted, stride=397),
+    "workers, pin": Mode({**WORKERS, "pin_memory": True}, around=pinned, stride=151),
+    "workers, device": Mode({**WORKERS, "device": "late"}, around=on_the_device, stride=163),
+}
+
+#: Which call is interrupted: one that gives a batch, or the one at the end of the epoch.
+CALLS = ("batch", "end")
+
+
+def try_at(
+    mode: Mode,
+    to_host: Callable[[Any], Any],
+    everything: list[list[int]],
+    call: str,
+    nth: int,
+    kind: type[BaseException],
+) -> str | None:
+    """Raise at the nth instruction of a call of ``next()``.
+
+    Returns:
+        What became of the iterator; None if the call has fewer instructions.
+    """
+
+    def read(batch: Any) -> list[int]:
+        return to_host(batch).tolist()
+
+    loader = mode.make()
+    try:
+        batches = iter(loader)
+        given = [read(next(batches)) for _ in range(2 if call == "batch" else len(everything))]
+        outcome = interrupt(batches.__next__, nth, kind)
+        if outcome.where is None:
+            return None
+        assert outcome.has_arrived(kind), f"{outcome.where}: {outcome}"
+        state = loader.state_dict()
+        became, rest = "goes on", []
+        try:
+            rest = [read(batch) for batch in batches]
+        except ClosedLoaderError as error:
+            became, why = "is closed", str(error)
+        if became == "is closed":
+            assert rest == []
+            says_why = kind.__name__ in why or "left undone" in why
+            assert says_why, f"{outcome.where}: {why}"
+        else:
+            found = mode.in_order(given + rest)
+            assert found == everything, f"{outcome.where}: gave {found}"
+    finally:
+        loader.close()
+    resumed = mode.make_resumed()
+    resumed.load_state_dict(state)
+    again = [batch.tolist() for batch in resumed]
+    resumed.close()
+    if state["epoch"] == 1:  # the next one, in an order of its own
+        given, everything = [], [sorted(itertools.chain.from_iterable(everything))]
+        again = [sorted(itertools.chain.from_iterable(again))]
+    found = mode.in_order(given + again)
+    assert found == everything, f"{outcome.where}: the state gave {found}"
+    return became
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_closes(name) -> None:
+    mode, tries_all = MODES[name], os.environ.get("SHMLOADER_TEST_ALL") == "1"
+    became = collections.Counter()
+    with mode.around() as to_host:
+        with mode.make() as loader:
+            everything = mode.in_order([to_host(batch).tolist() for batch in loader])
+        # Where not all are tried, each call and kind has others.
+        for begin, (call, kind) in enumerate(itertools.product(CALLS, KINDS)):
+            stride = 1 if tries_all else mode.stride
+            for nth in itertools.count(1 + begin * stride // 4, stride):
+                what = try_at(mode, to_host, everything, call, nth, kind)
+                if what is None:
+                    break
+                became[what] += 1
+    assert became["goes on"] > 1
+    assert became["is closed"] > 1
+
+
+# In the user's own code ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def handler_that_raises(kind: type[BaseException] = Preempted) -> Iterator[None]:
+    """What SIGUSR1 does."""
+
+    def handler(signum: int, frame: object) -> None:
+        raise kind("from a handler")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Signalled(Numbers):
+    """The signal comes while a sample is loaded, the first time."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.index:
+            self.index = -1
+            signal.raise_signal(signal.SIGUSR1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"fetch_concurrency": 2}])
+def test_in_the_midst_of_a_sample_in_this_process_it_arrives_and_the_batch_is_not_given(
+    kind, options
+) -> None:
+    loader = DataLoader(Signalled(5), 2, **options)
+    batches = iter(loader)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with handler_that_raises(kind), pytest.raises(kind):
+        next(batches)
+    with pytest.raises(ClosedLoaderError, match=kind.__name__):
+        next(batches)
+    state = loader.state_dict()
+    assert state["position"] == 2
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
+    assert loader.failures.total == 0
+
+
+class SignalledSampler:
+    """A generator, in which the signal comes once."""
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(2 * BATCHES):
+            if number == 2 * 3 and self.is_due:
+                self.is_due = False
+                signal.raise_signal(signal.SIGUSR1)
+            yield number
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {**THREADS, "prefetch_factor": 1}, {**WORKERS, "prefetch_factor": 1}], ids=str
+)
+def test_a_sampler_that_a_handler_ends_is_told_as_such(options) -> None:
+    sampler = SignalledSampler()
+    loader = DataLoader(Numbers(), 2, sampler=sampler, **options)
+    given = []
+    with loader, handler_that_raises():
+        batches = iter(loader)
+        with pytest.raises(Preempted):  # noqa: PT012 - with threads it comes some batches before
+            while True:
+                given.append(next(batches).tolist())
+        with pytest.raises(ClosedLoaderError, match="in the midst of the sampler"):
+            next(batches)
+        state = loader.state_dict()
+    resumed = DataLoader(Numbers(), 2, sampler=sampler)
+    resumed.load_state_dict(state)
+    assert given + [batch.tolist() for batch in resumed] == [
+        [first, first + 1] for first in range(0, 2 * BATCHES, 2)
+    ]
+
+
+def test_the_samplers_own_exception_ends_nothing_else() -> None:
+    class Failing(SignalledSampler):
+        def __iter__(self) -> Iterator[int]:
+            return map(self.draw, range(2 * BATCHES))
+
+        def draw(self, number: int) -> int:
+            if number == 4:
+                raise LookupError("the sampler's own")
+            return number
+
+    batches = iter(DataLoader(Numbers(), 2, sampler=Failing()))
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(LookupError):
+        next(batches)
+    with pytest.raises(StopIteration):  # torch's batch sampler, a generator, has ended by it
+        next(batches)
+
+
+# Two threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, THREADS, WORKERS], ids=str)
+def test_a_second_thread_in_next_is_told_and_the_first_goes_on(options) -> None:
+    gate = Gate()
+
+    def load(index: int) -> int:
+        gate.pass_through()
+        return index
+
+    found = []
+    with DataLoader(Calls(load, 4), None, **options) as loader:
+        batches = iter(loader)
+        with in_thread(lambda: found.append(next(batches))) as first:
+            wait_until(lambda: "_next_data" in stack_of(first.ident))
+            with pytest.raises(RuntimeError, match="another thread is in next"):
+                next(batches)
+            gate.open(4)
+        found.extend(batches)
+    gate.close()
+    assert found == [0, 1, 2, 3]

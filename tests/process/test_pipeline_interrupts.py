@@ -1,0 +1,182 @@
+"""What a signal handler raises in a pipeline's ``next()`` loses nothing, or ends the epoch.
+
+Nor does it hang the pipeline, or its next epoch.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shmloader import ClosedLoaderError, PipelineBuilder
+from tests.late import switched_on, to_host
+from tests.process.bytecodes import KINDS, interrupt
+from tests.process.interrupts import in_thread
+from tests.process.support import stack_of, wait_until
+
+ITEMS = 8
+SOON_S = 20.0
+
+
+def double(item: int) -> int:
+    return 2 * item
+
+
+async def double_soon(item: int) -> int:
+    return 2 * item
+
+
+def tensor(item: int) -> torch.Tensor:
+    return torch.full((4,), 2 * item)
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[Any]:
+    yield None, lambda item: item
+
+
+@contextlib.contextmanager
+def executor() -> Iterator[Any]:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield pool, lambda item: item
+
+
+class Done(concurrent.futures.Future):
+    """Is done when it is asked, or not before somebody waits for it."""
+
+    is_late = False
+
+    def done(self) -> bool:
+        return not self.is_late and super().done()
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        self.is_late = False
+        super().add_done_callback(fn)
+
+
+class AtOnce(concurrent.futures.Executor):
+    """Does all that it is given within ``submit``."""
+
+    def __init__(self, is_late: bool) -> None:
+        self.is_late = is_late
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        future = Done()
+        future.is_late = self.is_late
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[Any]:
+    yield AtOnce(is_late=False), lambda item: item
+
+
+@contextlib.contextmanager
+def while_added() -> Iterator[Any]:
+    yield AtOnce(is_late=True), lambda item: item
+
+
+@contextlib.contextmanager
+def device() -> Iterator[Any]:
+    with switched_on():
+        yield "late", lambda item: int(to_host(item)[0])
+
+
+#: For each kind of pipeline: what it needs, its stages, and of how many instructions one is tried.
+KINDS_OF_PIPELINE: dict[str, tuple[Any, Callable[[PipelineBuilder, Any], Any], int]] = {
+    "threads": (plain, lambda builder, _: builder.pipe(double, concurrency=2), 29),
+    "loop": (plain, lambda builder, _: builder.pipe(double_soon, concurrency=2), 31),
+    "executor": (executor, lambda builder, given: builder.pipe(double, executor=given), 37),
+    "at once": (at_once, lambda builder, given: builder.pipe(double, executor=given), 43),
+    "while added": (while_added, lambda builder, given: builder.pipe(double, executor=given), 47),
+    "processes": (plain, lambda builder, _: builder.pipe(double, executor="process"), 151),
+    "device": (device, lambda builder, given: builder.pipe(tensor).transfer(given), 41),
+}
+
+CALLS = ("item", "end")
+
+
+def try_at(
+    build: Callable[[], Any], read: Callable[[Any], int], call: str, nth: int, kind: type
+) -> str | None:
+    """Raise at the nth instruction of a call of ``next()``; what became of the epoch."""
+    pipeline = build()
+    everything = [2 * number for number in range(ITEMS)]
+    with contextlib.ExitStack() as stack:
+        if call == "item":
+            stack.enter_context(pipeline.auto_stop())
+        else:  # what the iterator starts, it stops, at the end
+            stack.callback(pipeline.stop)
+        items = pipeline.get_iterator(SOON_S)
+        given = [read(next(items)) for _ in range(2 if call == "item" else ITEMS)]
+        outcome = interrupt(items.__next__, nth, kind)
+        if outcome.where is None:
+            return None
+        assert outcome.has_arrived(kind), f"{outcome.where}: {outcome}"
+        became, rest, why = "goes on", [], ""
+        try:
+            rest = [read(item) for item in items]
+        except ClosedLoaderError as error:
+            became, why = "is closed", str(error)
+        if became == "is closed":
+            assert kind.__name__ in why or "left undone" in why, f"{outcome.where}: {why}"
+        else:
+            assert sorted(given + rest) == everything, f"{outcome.where}: gave {given + rest}"
+        again = [read(item) for item in pipeline.get_iterator(SOON_S)]
+        assert sorted(again) == everything, f"{outcome.where}: then gave {again}"
+    return became
+
+
+@pytest.mark.parametrize("name", KINDS_OF_PIPELINE)
+def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_ends_the_epoch(
+    name,
+) -> None:
+    around, add_stages, stride = KINDS_OF_PIPELINE[name]
+    if os.environ.get("SHMLOADER_TEST_ALL") == "1":
+        stride = 1
+    became = collections.Counter()
+    with around() as (given, read):
+
+        def build() -> Any:
+            builder = PipelineBuilder().add_source(range(ITEMS))
+            return add_stages(builder, given).add_sink(1).build(num_threads=2)
+
+        # Where not all are tried, each call and kind has others.
+        for begin, (call, kind) in enumerate(itertools.product(CALLS, KINDS)):
+            for nth in itertools.count(1 + begin * stride // 4, stride):
+                what = try_at(build, read, call, nth, kind)
+                if what is None:
+                    break
+                became[what] += 1
+    assert became["goes on"] > 1
+    assert became["is closed"] > 1
+
+
+def test_a_second_thread_in_next_is_told_and_the_first_goes_on() -> None:
+    may_go_on = threading.Event()
+
+    def wait(item: int) -> int:
+        assert may_go_on.wait(SOON_S)
+        return item
+
+    pipeline = PipelineBuilder().add_source(range(3)).pipe(wait).add_sink(1).build(num_threads=1)
+    found = []
+    with pipeline.auto_stop():
+        items = iter(pipeline)
+        with in_thread(lambda: found.append(next(items))) as first:
+            wait_until(lambda: "wait" in stack_of(first.ident))
+            with pytest.raises(RuntimeError, match="another thread is in next"):
+                next(items)
+            may_go_on.set()
+        found.extend(items)
+    assert sorted(found) == [0, 1, 2]

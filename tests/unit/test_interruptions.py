@@ -1,0 +1,150 @@
+"""What comes from outside, and what the user's code raises."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmloader.interruptions import Suppressed, is_interruption
+
+
+def fail(*_: object) -> None:
+    raise LookupError
+
+
+class Handler:
+    def method(self, signum: int, frame: object) -> None:
+        fail()
+
+    def __call__(self, signum: int, frame: object) -> None:
+        self.method(signum, frame)
+
+
+def handle(signum: int, frame: object) -> None:
+    fail()
+
+
+def handle_alone(signum: int, frame: object) -> None:
+    """One that lets go of the frame, as many do to please a linter."""
+    del signum, frame
+    fail()
+
+
+class Heir(Handler):
+    """One that inherits what is called."""
+
+
+class Forgetful:
+    def __call__(self, signum: int, frame: object) -> None:
+        frame = None  # noqa: F841 - this is what it does
+        fail()
+
+
+def handle_any(*arguments: object) -> None:
+    fail()
+
+
+def caught(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+@pytest.fixture(
+    params=[
+        handle,
+        handle_alone,
+        Heir(),
+        Forgetful(),
+        Forgetful().__call__,
+        functools.partial(handle_alone),
+        handle_any,
+        Handler(),
+        Handler().method,
+        lambda signum, frame: fail(),
+        functools.partial(handle_any, "more"),
+    ]
+)
+def handler(request) -> Any:
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def deep(depth: int) -> None:
+    if depth:
+        deep(depth - 1)
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def in_a_generator() -> None:
+    for _ in (deep(0) for _ in range(1)):
+        pass
+
+
+@pytest.mark.parametrize("function", [lambda: deep(0), lambda: deep(3), in_a_generator])
+def test_what_a_handler_raises_comes_from_outside(handler, function) -> None:
+    error = caught(function)
+    assert type(error) is LookupError
+    assert is_interruption(error)
+
+
+def test_what_a_trace_function_raises_comes_from_outside() -> None:
+    def traced() -> None:
+        sys.settrace(lambda frame, event, arg: fail())  # Python drops it when it has raised
+        fail_not()
+
+    before = sys.gettrace()
+    error = caught(traced)
+    sys.settrace(before)
+    assert type(error) is LookupError
+    assert is_interruption(error)
+
+
+def fail_not() -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_no_exception_does_so_wherever_it_is_raised(kind) -> None:
+    assert is_interruption(kind())
+
+
+def given_another_frame(frame: object) -> None:
+    fail()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        fail,
+        functools.partial(fail, 1, 2),
+        lambda: int("x"),
+        lambda: {}["no"],
+        lambda: given_another_frame(inspect.currentframe().f_back),
+        lambda: exec("class Body:\n    fail()", {"fail": fail}),
+    ],
+)
+def test_what_the_code_itself_raises_does_not(function) -> None:
+    assert not is_interruption(caught(function))
+
+
+def test_what_was_never_raised_does_not() -> None:
+    assert not is_interruption(ValueError())
+
+
+def test_what_comes_from_outside_is_not_suppressed(handler) -> None:
+    with Suppressed(LookupError):
+        fail()
+    with pytest.raises(LookupError), Suppressed(LookupError):
+        deep(1)
+    with pytest.raises(ValueError, match="another kind"), Suppressed(LookupError):
+        raise ValueError("another kind")
