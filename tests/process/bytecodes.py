@@ -8,6 +8,7 @@ left confuses the thread.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dis
 import gc
 import signal
@@ -94,12 +95,19 @@ _CLOSERS = frozenset(
 )
 
 
+_ADD_DONE_CALLBACK = concurrent.futures.Future.add_done_callback.__code__
+
+
 def _is_spared(frame: Any) -> bool:
     """Whether nothing is raised in a function.
 
-    Not where a finaliser runs: Python prints what is raised there, and lets it go no further.
+    Not where a finaliser runs: Python prints what is raised there, and lets it go no further. Not
+    in a callback itself that ``concurrent.futures`` calls: that logs an Exception, and goes on. In
+    what the callback calls, it is raised.
     """
     if frame.f_code.co_name in _CLOSERS:
+        return True
+    if frame.f_back.f_code is _ADD_DONE_CALLBACK:
         return True
     while frame is not None:
         if frame.f_code.co_name == "__del__":

@@ -450,3 +450,35 @@ def test_a_container_that_changes_while_it_is_copied_keeps_its_slot(late) -> Non
     loader = DataLoader(Calls(sample, 100), 1, num_workers=2, device="late", collate_fn=boxed)
     found = late.contents(batch["x"] for batch in loader)
     assert [first for first, _ in found] == [int(sample(index)[0]) for index in range(100)]
+
+
+class WithMask(dict):
+    """A batch with a tensor beside its items."""
+
+    mask: torch.Tensor
+
+
+def with_mask(samples) -> WithMask:
+    batch = WithMask(image=torch.stack(samples))
+    batch.mask = batch["image"] + 1
+    return batch
+
+
+@pytest.mark.parametrize("devices", [["late"], ["late", "cpu"]], ids=["device", "two"])
+def test_a_tensor_beside_a_containers_items_is_no_view_of_a_locked_slot(late, devices) -> None:
+    options = {"num_workers": 2, "collate_fn": with_mask, "prefetch_factor": 2}
+    dataset = Calls(sample, 120)
+    if len(devices) == 1:
+        loader = DataLoader(dataset, batch_size=2, device="late", **options)
+    else:
+        loader = ShardedDataLoader(dataset, batch_size=2, devices=devices, shuffle=False, **options)
+
+    def masks():
+        for step in loader:
+            for batch in [step] if len(devices) == 1 else step:
+                yield batch.mask.to("late", non_blocking=True), batch["image"]
+
+    found = late.contents(masks())
+    assert [each[:2] for each in found] == [[each[2] + 1, each[3] + 1] for each in found]
+    assert len(found) == 60
+    loader.close()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import array
 import collections
+import copy
 import dataclasses
+import itertools
+import threading
 import types
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -196,3 +200,41 @@ def test_a_tensor_alone_is_found() -> None:
     one = tensor()
     assert tensors_of(one)[0] is one
     assert tensors_of(None) == tensors_of("text") == tensors_of(3) == []
+
+
+def test_with_another_function_attributes_of_containers_are_mapped_too() -> None:
+    batch = Marked(a=tensor(1), b=Marked(c=tensor(2)))
+    batch.mark = {"mask": tensor(3), "array": np.ones(2)}
+    batch["b"].mark = tensor(4)
+    shelf = Shelf([tensor(5)])
+    shelf.mark = Pair(tensor(6), 0)
+    batch["shelf"] = shelf
+    mapped = map_tensors(lambda part: part + 10, batch, copy.deepcopy)
+    assert [int(part[0]) for part in (mapped["a"], mapped["b"]["c"])] == [11, 12]
+    assert int(mapped.mark["mask"][0]) == 13
+    assert mapped.mark["array"] is not batch.mark["array"]
+    assert int(mapped["b"].mark[0]) == 14
+    assert int(mapped["shelf"][0][0]) == 15
+    assert mapped["shelf"].mark.image is not shelf.mark.image
+    assert [int(part[0]) for part in (batch["a"], batch.mark["mask"], batch["b"].mark)] == [1, 3, 4]
+
+
+def test_an_attribute_that_is_an_item_too_becomes_what_the_item_became() -> None:
+    batch = Marked(a=tensor(1), b=Marked(c=tensor(2)))
+    batch.mark = [batch["b"]["c"], batch["a"], batch]
+    batch["b"].mark = batch
+    count = itertools.count()
+    mapped = map_tensors(lambda part: part + next(count), batch, copy.deepcopy)
+    assert mapped.mark[0] is mapped["b"]["c"]
+    assert mapped.mark[1] is mapped["a"]
+    assert mapped.mark[2] is mapped
+    assert mapped["b"].mark is mapped
+    assert next(count) == 2
+
+
+def test_an_attribute_that_holds_no_memory_is_left_as_it_is() -> None:
+    batch = Marked(a=tensor())
+    batch.mark = threading.Lock()  # cannot be copied
+    mapped = map_tensors(torch.clone, batch, copy.deepcopy)
+    assert mapped.mark is batch.mark
+    assert map_tensors(torch.clone, batch).mark is batch.mark
