@@ -6,6 +6,8 @@
 //     a blocking copy to the host), and not before. Querying an event does no work.
 //   * A copy from pinned or registered memory reads that memory when it is done. A copy from
 //     pageable memory reads it at once, as CUDA stages such copies.
+//   * A copy from one device to the other is done on the first one's current stream, after what the
+//     other one's current stream has to do, and that waits for it: as torch's for CUDA.
 //   * Freed device memory is reused by its own stream at once. Where other streams were recorded,
 //     it is reused when these have done the work they had when it was freed.
 //   * Registered memory is read through references to the very pages that were there when it was
@@ -786,7 +788,15 @@ at::Tensor copy_from(const at::Tensor& given, const at::Tensor& target, bool non
     Lock lock(world().mutex);
     note_copy(lock, target.get_device());
     world().counts[kDeviceCopies]++;
-    put(current_stream(source.get_device()), mover(target, source));
+    LateStream* from = current_stream(source.get_device());
+    LateStream* to = current_stream(target.get_device());
+    if (from != to) {
+      put(from, {}, std::make_shared<Position>(Position{to, to->put}));
+    }
+    put(from, mover(target, source));
+    if (from != to) {
+      put(to, {}, std::make_shared<Position>(Position{from, from->put}));
+    }
   }
   return target;
 }

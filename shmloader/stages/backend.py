@@ -8,7 +8,7 @@ loader's thread starts, so that the workers of the first epoch can be forked.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -55,18 +55,18 @@ class Backend:
         self._driver: Driver | None = None
         # The first is our stream; a list, since two threads may make it at the same time.
         self._streams: list[Any] = []
-        # Events of the user's streams, one for each batch that was handed over, oldest first. The
+        # Events of the user's streams, for each batch that was handed over, oldest first. The
         # user's thread appends. They outlive an epoch, which may be short.
-        self._handed_over: collections.deque[Event] = collections.deque()
+        self._handed_over: collections.deque[list[Event]] = collections.deque()
         self._new_stream: Callable[[torch.device], Any] = torch.Stream
-        self._new_event: Callable[[], Any] = functools.partial(
-            torch.Event, device, enable_timing=False
+        self._new_event: Callable[[torch.device], Any] = functools.partial(
+            torch.Event, enable_timing=False
         )
         self._current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
         if device.type == "cuda":
             # Waiting for a torch.Event keeps a core busy, which the workers need.
             self._new_stream = torch.cuda.Stream
-            self._new_event = functools.partial(torch.cuda.Event, blocking=True)
+            self._new_event = lambda _: torch.cuda.Event(blocking=True)
             self._current_stream = torch.cuda.current_stream
 
     def driver(self) -> Driver | None:
@@ -124,25 +124,43 @@ class Backend:
 
     def record(self) -> Event:
         """Record an event on the loader's stream."""
-        event = self._new_event()
-        event.record(self.stream)
+        return self._record(self.device, self.stream)
+
+    def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:
+        """Record when a batch is ready, on each device that it has tensors on.
+
+        On the loader's device this is an event of the loader's stream. On others, where only the
+        user's ``transform`` can have put tensors, it is one of the calling thread's current stream.
+        """
+        events = {self.device: self.record()}
+        for tensor in tensors:
+            device = tensor.device
+            if device not in events:
+                events[device] = self._record(device, self._current_stream(device))
+        return events
+
+    def _record(self, device: torch.device, stream: Any) -> Event:
+        event = self._new_event(device)
+        event.record(stream)
         return event  # type: ignore[no-any-return]
 
-    def hand_over(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the calling thread's current stream use a batch that the loader's stream copied.
+    def hand_over(
+        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """Let the calling thread's current streams use a batch.
 
         Args:
-            event: When the batch is ready.
+            events: When the batch is ready, for each device that it has tensors on.
             tensors: One tensor of each of its storages.
         """
-        stream = self._current_stream(self.device)
-        stream.wait_event(event)
+        streams = {device: self._current_stream(device) for device in events}
+        for device, event in events.items():
+            streams[device].wait_event(event)
         for tensor in tensors:
-            here = tensor.device == self.device
-            tensor.record_stream(stream if here else self._current_stream(tensor.device))
-        handed_over = self._new_event()
-        handed_over.record(stream)
-        self._handed_over.append(handed_over)
+            tensor.record_stream(streams[tensor.device])
+        self._handed_over.append(
+            [self._record(device, stream) for device, stream in streams.items()]
+        )
 
     def wait_for_user(self, most: int) -> None:
         """Wait until the user's work on earlier batches is done.
@@ -151,7 +169,8 @@ class Backend:
             most: The number of batches, of those handed over last, that are not waited for.
         """
         while len(self._handed_over) > most:
-            self._handed_over.popleft().synchronize()
+            for event in self._handed_over.popleft():
+                event.synchronize()
 
     def check(self) -> bool:
         """Wait for all copies. Returns whether the device still works."""
@@ -182,7 +201,9 @@ class BlockingBackend(Backend):
         """Return an event that is complete."""
         return _Done()
 
-    def hand_over(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
+    def hand_over(
+        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor]
+    ) -> None:
         """Do nothing: the batch is ready, and was made on the current stream."""
 
 

@@ -40,12 +40,12 @@ class _Copied(NamedTuple):
     Attributes:
         batch: The batch.
         tensors: One tensor of each storage.
-        event: When it is ready.
+        events: When it is ready, for each device that it has tensors on.
     """
 
     batch: Any
     tensors: list[torch.Tensor]
-    event: Event
+    events: dict[torch.device, Event]
 
 
 class DeviceStage:
@@ -118,10 +118,11 @@ class DeviceStage:
             event = self._backend.record()
             self._reading.append((event, held))
             del batch, held  # as above
-        if self._transform is not None:
-            copied = self._transform(copied)
-            event = self._backend.record()
-        return _Copied(copied, list(self._storages(copied)), event)
+        if self._transform is None:
+            return _Copied(copied, list(self._storages(copied)), {self._backend.device: event})
+        copied = self._transform(copied)
+        tensors = list(self._storages(copied))
+        return _Copied(copied, tensors, self._backend.record_all(tensors))
 
     def _wait_for_turn(self) -> None:
         """Wait until there is room for one more batch, in the slots and on the device."""
@@ -169,7 +170,7 @@ class DeviceStage:
         for tensor in tensors_of(batch):
             for part in _parts(tensor):
                 if part.device.type == self._backend.device.type and part.nbytes:
-                    storage = part.untyped_storage().data_ptr()
+                    storage = (part.device, part.untyped_storage().data_ptr())
                     if storage not in seen:
                         seen.add(storage)
                         yield part
@@ -181,7 +182,7 @@ class DeviceStage:
             StageBrokenError: If the device has failed for good.
         """
         try:
-            self._backend.hand_over(result.event, result.tensors)
+            self._backend.hand_over(result.events, result.tensors)
         except Exception as error:
             self._raise_if_lost(error)
             raise

@@ -177,7 +177,8 @@ def waits_for_no_event(monkeypatch) -> None:
     hand_over = Backend.hand_over
 
     def hand_over_at_once(self, _, tensors):
-        hand_over(self, self._new_event(), tensors)  # never recorded: nothing to wait for
+        # Never recorded: there is nothing to wait for.
+        hand_over(self, {self.device: self._new_event(self.device)}, tensors)
 
     monkeypatch.setattr(Backend, "hand_over", hand_over_at_once)
 
@@ -185,7 +186,7 @@ def waits_for_no_event(monkeypatch) -> None:
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     hand_over = Backend.hand_over
-    monkeypatch.setattr(Backend, "hand_over", lambda self, event, _: hand_over(self, event, ()))
+    monkeypatch.setattr(Backend, "hand_over", lambda self, events, _: hand_over(self, events, ()))
 
 
 def keeps_the_rules(monkeypatch) -> None:

@@ -130,14 +130,16 @@ def waits_for_no_event(monkeypatch) -> None:
     """The consumer's stream does not wait for the copy."""
     hand_over = Backend.hand_over
     monkeypatch.setattr(
-        Backend, "hand_over", lambda self, _, tensors: hand_over(self, torch.Event("late"), tensors)
+        Backend,
+        "hand_over",
+        lambda self, _, tensors: hand_over(self, {self.device: torch.Event("late")}, tensors),
     )
 
 
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     hand_over = Backend.hand_over
-    monkeypatch.setattr(Backend, "hand_over", lambda self, event, _: hand_over(self, event, ()))
+    monkeypatch.setattr(Backend, "hand_over", lambda self, events, _: hand_over(self, events, ()))
 
 
 def keeps_the_rules(monkeypatch) -> None:
@@ -386,6 +388,29 @@ def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(late: La
         assert late.contents(make(100, transform=double)) == ends(100)
         assert {(stream.stream_id == side.stream_id) for stream in streams} == {False}
     assert len({stream.stream_id for stream in streams}) == 1
+
+
+@pytest.mark.parametrize("has_own_stream", [False, True], ids=["", "own stream"])
+def test_a_transform_may_move_the_batch_to_another_device(late, has_own_stream) -> None:
+    def move(batch):
+        return [batch, batch.to("late:1", non_blocking=True).clone()]
+
+    streams = contextlib.ExitStack()
+    if has_own_stream:
+        streams.enter_context(on(torch.Stream("late:1")))
+    with streams:
+        found = late.contents(make(200, device="late:0", transform=move))
+    assert found == [[index] * 4 for index in range(200)]
+
+
+def test_batches_that_a_transform_moved_are_waited_for_where_they_are(late: LateDevice) -> None:
+    def move(batch):
+        return batch.to("late:1", non_blocking=True)
+
+    with on(torch.Stream("late:1")):
+        for batch in make(60, device="late:0", transform=move):
+            batch.clone()
+        assert late.unfinished_count < 60
 
 
 class Wrapped:

@@ -23,7 +23,7 @@ def test_a_wait_on_cuda_keeps_no_core_busy(monkeypatch) -> None:
     backend = open_backend(device)
     assert calls == []  # nothing of CUDA is initialized
     backend._new_stream(device)
-    backend._new_event()
+    backend._new_event(device)
     assert calls == [("stream", (device,), {}), ("event", (), {"blocking": True})]
     assert backend._current_stream is torch.cuda.current_stream
 
