@@ -5,9 +5,9 @@ keeps device memory for the stream that first used it. The device is not initial
 loader's thread starts, so that the workers of the first epoch can be forked.
 """
 
-import collections
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -55,9 +55,10 @@ class Backend:
         self._driver: Driver | None = None
         # The first is our stream; a list, since two threads may make it at the same time.
         self._streams: list[Any] = []
+        self._numbers = itertools.count()
         # Events of the user's streams, for each batch that was handed over, oldest first. The
-        # user's thread appends. They outlive an epoch, which may be short.
-        self._handed_over: collections.deque[list[Event]] = collections.deque()
+        # user's threads put them there. They outlive an epoch, which may be short.
+        self._handed_over: dict[int, list[Event]] = {}
         self._new_stream: Callable[[torch.device], Any] = torch.Stream
         self._new_event: Callable[[torch.device], Any] = functools.partial(
             torch.Event, enable_timing=False
@@ -122,22 +123,23 @@ class Backend:
         """Copy an object to the device, by its own ``to``."""
         return move_to(batch, self.device)
 
+    def number(self) -> int:
+        """Return the number of a new batch."""
+        return next(self._numbers)
+
     def record(self) -> Event:
         """Record an event on the loader's stream."""
         return self._record(self.device, self.stream)
 
     def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:
-        """Record when a batch is ready, on each device that it has tensors on.
+        """Record what the calling thread has enqueued for a batch.
 
-        On the loader's device this is an event of the loader's stream. On others, where only the
-        user's ``transform`` can have put tensors, it is one of the calling thread's current stream.
+        Returns:
+            An event of the thread's current stream, for each device that the batch has tensors on,
+            and for the loader's device.
         """
-        events = {self.device: self.record()}
-        for tensor in tensors:
-            device = tensor.device
-            if device not in events:
-                events[device] = self._record(device, self._current_stream(device))
-        return events
+        devices = dict.fromkeys([self.device, *(tensor.device for tensor in tensors)])
+        return {device: self._record(device, self._current_stream(device)) for device in devices}
 
     def _record(self, device: torch.device, stream: Any) -> Event:
         event = self._new_event(device)
@@ -145,22 +147,23 @@ class Backend:
         return event  # type: ignore[no-any-return]
 
     def hand_over(
-        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor]
+        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
     ) -> None:
         """Let the calling thread's current streams use a batch.
 
         Args:
             events: When the batch is ready, for each device that it has tensors on.
             tensors: One tensor of each of its storages.
+            number: The batch's. It may be handed over several times, to one thread after the other.
         """
         streams = {device: self._current_stream(device) for device in events}
         for device, event in events.items():
             streams[device].wait_event(event)
         for tensor in tensors:
             tensor.record_stream(streams[tensor.device])
-        self._handed_over.append(
-            [self._record(device, stream) for device, stream in streams.items()]
-        )
+        self._handed_over[number] = [
+            self._record(device, stream) for device, stream in streams.items()
+        ]
 
     def wait_for_user(self, most: int) -> None:
         """Wait until the user's work on earlier batches is done.
@@ -169,7 +172,8 @@ class Backend:
             most: The number of batches, of those handed over last, that are not waited for.
         """
         while len(self._handed_over) > most:
-            for event in self._handed_over.popleft():
+            oldest = next(iter(self._handed_over.copy()))
+            for event in self._handed_over.pop(oldest, ()):
                 event.synchronize()
 
     def check(self) -> bool:
@@ -201,8 +205,12 @@ class BlockingBackend(Backend):
         """Return an event that is complete."""
         return _Done()
 
+    def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:  # noqa: ARG002 - as a backend's
+        """Return nothing: there is nothing to wait for."""
+        return {}
+
     def hand_over(
-        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor]
+        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
     ) -> None:
         """Do nothing: the batch is ready, and was made on the current stream."""
 

@@ -34,18 +34,20 @@ from shmloader.stages.structure import map_tensors, tensors_in, tensors_of
 _MOST_IN_WORK = 2
 
 
-class _Copied(NamedTuple):
+class OnDevice(NamedTuple):
     """A batch on the device.
 
     Attributes:
         batch: The batch.
         tensors: One tensor of each storage.
         events: When it is ready, for each device that it has tensors on.
+        number: The batch's number among those of its backend.
     """
 
     batch: Any
     tensors: list[torch.Tensor]
     events: dict[torch.device, Event]
+    number: int
 
 
 class DeviceStage:
@@ -91,7 +93,7 @@ class DeviceStage:
         self._backend.enter()
         relax_this_thread(self._backend.device.type)
 
-    def run(self, batch: object) -> _Copied:
+    def run(self, batch: object) -> OnDevice:
         """Start the batch's copy; returns at once where its memory is page-locked or pinned.
 
         Raises:
@@ -104,7 +106,7 @@ class DeviceStage:
             self._raise_if_lost(error)
             raise
 
-    def _run(self, batch: object) -> _Copied:
+    def _run(self, batch: object) -> OnDevice:
         self._wait_for_turn()
         self._backend.enter()
         held = (batch, list(tensors_of(batch)))
@@ -119,10 +121,36 @@ class DeviceStage:
             self._reading.append((event, held))
             del batch, held  # as above
         if self._transform is None:
-            return _Copied(copied, list(self._storages(copied)), {self._backend.device: event})
-        copied = self._transform(copied)
-        tensors = list(self._storages(copied))
-        return _Copied(copied, tensors, self._backend.record_all(tensors))
+            events = {self._backend.device: event}
+            return OnDevice(copied, list(self._storages(copied)), events, self._backend.number())
+        return self._made(self._transform(copied), self._backend.number())
+
+    def _made(self, batch: Any, number: int) -> OnDevice:
+        """A batch that was computed on the calling thread's current streams."""
+        tensors = list(self._storages(batch))
+        return OnDevice(batch, tensors, self._backend.record_all(tensors), number)
+
+    def depart(self, value: Any, came: OnDevice | None) -> OnDevice | None:
+        """Record what a pipeline's op has computed, so that it can be handed over. On any thread.
+
+        Args:
+            value: The op's result.
+            came: What it was computed from, if that was on the device.
+
+        Returns:
+            The result, for :meth:`hand_over`; None if it is not on the device.
+
+        Raises:
+            StageBrokenError: If the device has failed for good.
+        """
+        if not any(True for _ in self._storages(value)):
+            return None
+        number = self._backend.number() if came is None else came.number
+        try:
+            return self._made(value, number)
+        except Exception as error:
+            self._raise_if_lost(error)
+            raise
 
     def _wait_for_turn(self) -> None:
         """Wait until there is room for one more batch, in the slots and on the device."""
@@ -175,14 +203,14 @@ class DeviceStage:
                         seen.add(storage)
                         yield part
 
-    def hand_over(self, result: _Copied) -> object:
+    def hand_over(self, result: OnDevice) -> object:
         """Give the batch to the user, whose current stream waits for it.
 
         Raises:
             StageBrokenError: If the device has failed for good.
         """
         try:
-            self._backend.hand_over(result.events, result.tensors)
+            self._backend.hand_over(result.events, result.tensors, result.number)
         except Exception as error:
             self._raise_if_lost(error)
             raise

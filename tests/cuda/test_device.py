@@ -176,9 +176,9 @@ def waits_for_no_event(monkeypatch) -> None:
     """The consumer's stream does not wait for the copy."""
     hand_over = Backend.hand_over
 
-    def hand_over_at_once(self, _, tensors):
+    def hand_over_at_once(self, _, tensors, number):
         # Never recorded: there is nothing to wait for.
-        hand_over(self, {self.device: self._new_event(self.device)}, tensors)
+        hand_over(self, {self.device: self._new_event(self.device)}, tensors, number)
 
     monkeypatch.setattr(Backend, "hand_over", hand_over_at_once)
 
@@ -186,7 +186,9 @@ def waits_for_no_event(monkeypatch) -> None:
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     hand_over = Backend.hand_over
-    monkeypatch.setattr(Backend, "hand_over", lambda self, events, _: hand_over(self, events, ()))
+    monkeypatch.setattr(
+        Backend, "hand_over", lambda self, events, _, number: hand_over(self, events, (), number)
+    )
 
 
 def keeps_the_rules(monkeypatch) -> None:

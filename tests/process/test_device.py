@@ -132,14 +132,16 @@ def waits_for_no_event(monkeypatch) -> None:
     monkeypatch.setattr(
         Backend,
         "hand_over",
-        lambda self, _, tensors: hand_over(self, {self.device: torch.Event("late")}, tensors),
+        lambda self, _, *rest: hand_over(self, {self.device: torch.Event("late")}, *rest),
     )
 
 
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
     hand_over = Backend.hand_over
-    monkeypatch.setattr(Backend, "hand_over", lambda self, events, _: hand_over(self, events, ()))
+    monkeypatch.setattr(
+        Backend, "hand_over", lambda self, events, _, number: hand_over(self, events, (), number)
+    )
 
 
 def keeps_the_rules(monkeypatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import multiprocessing
 import weakref
 
 import pytest
 import torch
 
 from shmloader import PipelineBuilder
+from tests.process.test_device import on
 
 LARGE = 300_000
 
@@ -126,3 +130,68 @@ def test_a_device_that_is_not_there_is_told_when_it_is_named():
         pytest.skip("it is there")
     with pytest.raises(RuntimeError, match="CUDA"):
         PipelineBuilder().add_source([1]).transfer("cuda:0")
+
+
+def copied(item):
+    return {key: tensor.clone() for key, tensor in item.items()}
+
+
+def copied_twice(item):
+    yield copied(item)
+    yield copied(item)
+
+
+async def copied_soon(item):
+    return copied(item)
+
+
+async def copied_twice_soon(item):
+    yield copied(item)
+    yield copied(item)
+
+
+@pytest.mark.parametrize("op", [copied, copied_twice, copied_soon, copied_twice_soon, "executor"])
+def test_what_an_op_after_the_transfer_computes_is_waited_for_on_the_consumers_stream(late, op):
+    with contextlib.ExitStack() as stack:
+        options, times = {}, 2 if "twice" in getattr(op, "__name__", "") else 1
+        if op == "executor":
+            op = copied
+            options["executor"] = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+        stack.enter_context(on(torch.Stream("late:0")))
+        builder = PipelineBuilder().add_source(range(100))
+        builder.pipe(make, executor="process", output_order="input").transfer("late:0")
+        builder.pipe(op, output_order="input", **options).pipe(copied, output_order="input")
+        found = late.contents(builder.add_sink(2).build())
+        assert found == [[number] * 4 for number in range(100) for _ in range(times)]
+
+
+def test_an_op_after_the_transfer_may_run_in_other_processes(late):
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        builder = PipelineBuilder().add_source(range(3)).pipe(make).transfer("late")
+        builder.pipe(last_number).pipe(double, executor=pool)
+        assert sorted(builder.add_sink().build()) == [0, 2, 4]
+
+
+def last_number(batch):
+    return int(batch["label"])
+
+
+def double(number):
+    return 2 * number
+
+
+def test_a_loop_behind_a_later_op_has_a_bounded_number_of_batches_on_the_device(late):
+    builder = PipelineBuilder().add_source(range(60)).pipe(make, output_order="input")
+    builder.transfer("late").pipe(copied, output_order="input")
+    with on(torch.Stream("late:0")):
+        for batch in builder.add_sink(1).build():
+            batch["image"].clone()
+    assert late.count("most used bytes") < 20 * 300_032
+
+
+def test_what_comes_after_the_transfer_and_is_on_no_device_is_given_as_it_is(late):
+    nothing = object()
+    builder = PipelineBuilder().add_source(range(3)).pipe(make).transfer("late")
+    assert list(builder.pipe(lambda _: nothing).add_sink().build()) == [nothing] * 3

@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
 
-from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
 from shmloader.fronts.pipeline.threads import EXIT_S
@@ -137,16 +136,14 @@ class LoopCrew:
 
     async def _run(self, task: Task) -> Task | None:
         job, call, epoch = task.job, task.call, task.epoch
-        item = opened(job.item)
         if call.kind is OpKind.ASYNC_GENERATOR:
-            results = cast("Callable[[object], AsyncGenerator[object]]", call.op)(item)
-            del item
+            results = cast("Callable[[object], AsyncGenerator[object]]", call.op)(job.item)
             async with contextlib.aclosing(results):
                 async for result in results:
                     if not epoch.gave(task, result):
                         await self._rest(task)
             return epoch.finished(task)
-        result = await cast("Callable[[object], Awaitable[object]]", call.op)(item)
+        result = await cast("Callable[[object], Awaitable[object]]", call.op)(job.item)
         refuse_coroutine(result, call.name)
         return epoch.finished(task) if result is None else epoch.finished(task, result)
 

@@ -5,7 +5,6 @@ import concurrent.futures
 import threading
 from typing import Any
 
-from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, call_all, refuse_coroutine
 from shmloader.interruptions import is_interruption
@@ -40,7 +39,7 @@ class ExecutorCrew:
                 self._submitting.release()
 
     def _submit(self, task: Task) -> None:
-        call, item = task.call, opened(task.job.item)
+        call, item = task.call, task.job.item
         if task.epoch.is_over:
             return
         try:

@@ -33,7 +33,6 @@ from shmloader.engine.arena import PageLocker
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
-from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, call_all
 from shmloader.fronts.pipeline.plan import Pipe
@@ -97,7 +96,7 @@ class _Tickets(Inbox):
             if not task.epoch.is_over:
                 self.sent[self._next_seq] = task
                 self._next_seq += 1
-                return opened(task.job.item)
+                return task.job.item
         raise StopIteration
 
     def __bool__(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from shmloader.engine.arena import PageLocker
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.fronts.pipeline.arrival import Arrival
+from shmloader.fronts.pipeline.arrival import AfterTransfer, Arrival
 from shmloader.fronts.pipeline.epoch import Call, Crew, Epoch
 from shmloader.fronts.pipeline.failures import FailedItem
 from shmloader.fronts.pipeline.loop import LoopCrew
@@ -253,6 +253,7 @@ class Running:
         if any(pipe.where is Where.THREADS for pipe in pipes):
             threads = ThreadCrew("shmloader_pipe", plan.num_threads)
             hands.append(threads)
+        device_crew: _DeviceCrew | None = None
         calls: list[Call | None] = [self._source_call(loop, hands)]
         for place, stage in enumerate(plan.stages):
             if isinstance(stage, Group):
@@ -271,9 +272,11 @@ class Running:
                 crew = ExecutorCrew(stage.executor)
                 hands.append(crew)
             else:
-                crew = _DeviceCrew(self._destination(place, stage))
+                device_crew = crew = _DeviceCrew(self._destination(place, stage))
                 op = crew.copy
                 hands.append(crew)
+            if device_crew is not None and crew is not device_crew:
+                op = AfterTransfer(op, stage.kind, device_crew.stage)
             calls.append(Call(stage.name, op, stage.kind, crew))
         return calls
 

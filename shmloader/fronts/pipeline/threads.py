@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from shmloader.fronts.pipeline.arrival import opened
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.flow import Job
 from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
@@ -100,7 +99,7 @@ def run(task: Task) -> Task | None:
     try:
         if call.kind is OpKind.GENERATOR:
             return _run_stream(task)
-        result = call.op(opened(job.item))
+        result = call.op(job.item)
         refuse_coroutine(result, call.name)
     except BaseException as error:  # noqa: BLE001 - the consumer is told
         return task.epoch.failed(task, error)
@@ -112,7 +111,7 @@ def _run_stream(task: Task) -> Task | None:
     job, epoch, crew = task.job, task.epoch, task.call.crew
     assert isinstance(crew, ThreadCrew)
     if job.stream is None:
-        results = cast("Callable[[object], Iterator[object]]", task.call.op)(opened(job.item))
+        results = cast("Callable[[object], Iterator[object]]", task.call.op)(job.item)
         job.stream = iter(results)
         crew.begun.add(job)
     try:
