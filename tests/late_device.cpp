@@ -999,10 +999,8 @@ int late_unregister(uintptr_t address) {
   if (breaks_capture()) {
     return 900;
   }
-  for (bool failed : all.has_failed) {
-    if (failed) {
-      return 700;
-    }
+  if (all.has_failed[current_device]) {
+    return 700;  // an error belongs to the context of its device
   }
   if (all.unregister_error != 0) {
     return all.unregister_error;

@@ -4,7 +4,6 @@ States and counts are the scheduler's (:mod:`shmloader.engine.slots`); this is t
 """
 
 import contextlib
-import os
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -93,8 +92,9 @@ class Arena:
             slot.reach(end)
         else:
             # The old mapping has to stay as it is.
-            self._locker.keep(slot)
-            slot = self._slots[slot_id] = Slot(os.dup(slot.fileno()), slot.most_bytes, end)
+            before, slot = slot, slot.remade(end)
+            self._slots[slot_id] = slot
+            self._locker.keep(before)
         return slot
 
     def note_use(self, slot_id: int, used_bytes: int) -> None:

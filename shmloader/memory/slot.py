@@ -275,6 +275,22 @@ class Slot:
                 raise
             raise SharedMemoryError(_describe_refusal(nbytes, error)) from error
 
+    def remade(self, nbytes: int) -> "Slot":
+        """Another slot over the same file, mapped as far as ``nbytes``. This one stays as it is.
+
+        Raises:
+            SharedMemoryError: If it cannot be mapped.
+            OSError: If there is no descriptor left (EMFILE).
+        """
+        fd = os.dup(self._fd)
+        try:
+            return Slot(fd, self.most_bytes, min(self.most_bytes, _whole_pages(nbytes)))
+        except BaseException as error:
+            os.close(fd)
+            if not isinstance(error, OSError):
+                raise
+            raise SharedMemoryError(_describe_refusal(nbytes, error)) from error
+
     def fileno(self) -> int:
         """Descriptor of the file, to be sent to a worker."""
         return self._fd

@@ -104,6 +104,7 @@ class DeviceStage:
         except Exception as error:
             del batch  # a traceback keeps this frame, which must not keep the slot
             self._raise_if_lost(error)
+            traceback.clear_frames(error.__traceback__)  # likewise
             raise
 
     def _run(self, batch: object) -> OnDevice:
@@ -112,9 +113,6 @@ class DeviceStage:
         held = (batch, list(tensors_of(batch)))
         try:
             copied = self._copy(batch)
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the slot
-            raise
         finally:
             # Even where a part failed: others may be under way.
             event = self._backend.record()
@@ -183,8 +181,10 @@ class DeviceStage:
         if self._backend.can_pin and tensor.is_cpu and tensor.layout is torch.strided:
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
-            if not self._locks.cover(tensor):
-                tensor = tensor.pin_memory()
+            with self._locks.reading(tensor) as is_locked:
+                if is_locked:
+                    return self._backend.copy(tensor)
+            tensor = tensor.pin_memory()
         return self._backend.copy(tensor)
 
     def _copy_other(self, part: Any) -> Any:

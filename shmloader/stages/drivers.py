@@ -22,6 +22,7 @@ from shmloader.interruptions import Suppressed
 # The same numbers in <cuda.h> and <hip/hip_runtime_api.h>.
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for all devices
 _CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, hipStreamCaptureModeGlobal: a thread's first
+_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, hipErrorHostMemoryNotRegistered
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 
 
@@ -32,7 +33,7 @@ class Driver(Protocol):
         """Page-lock memory for all devices. Returns why not, or an empty string."""
 
     def unregister(self, address: int) -> str:
-        """Undo it. Returns why not, or an empty string."""
+        """Undo it. Returns why not, or an empty string, also if the memory is not registered."""
 
     def has_context(self) -> bool:
         """Whether the calling thread has a context, which registering needs."""
@@ -73,8 +74,8 @@ class CudaDriver:
         return self._describe(self._register(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> str:
-        """Undo it. Returns why not, or an empty string."""
-        return self._describe(self._unregister(address))
+        """Undo it. Returns why not, or an empty string, also if the memory is not registered."""
+        return self._describe(self._unregister(address), besides=_NOT_REGISTERED)
 
     def has_context(self) -> bool:
         """Whether the calling thread has a context, which registering needs."""
@@ -92,8 +93,8 @@ class CudaDriver:
         """Give the calling thread back the mode that :meth:`relax_capture` returned."""
         self._exchange_mode(ctypes.byref(ctypes.c_int(mode)))
 
-    def _describe(self, error: int) -> str:
-        if error == 0:
+    def _describe(self, error: int, besides: int = 0) -> str:
+        if error in {0, besides}:
             return ""
         name = ctypes.c_char_p()
         self._error_name(error, ctypes.byref(name))
@@ -123,8 +124,8 @@ class HipDriver:
         return self._describe(self._register(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> str:
-        """Undo it. Returns why not, or an empty string."""
-        return self._describe(self._unregister(address))
+        """Undo it. Returns why not, or an empty string, also if the memory is not registered."""
+        return self._describe(self._unregister(address), besides=_NOT_REGISTERED)
 
     def has_context(self) -> bool:
         """HIP's functions make one where they need it."""
@@ -141,10 +142,12 @@ class HipDriver:
         """Give the calling thread back the mode that :meth:`relax_capture` returned."""
         self._describe(self._exchange_mode(ctypes.byref(ctypes.c_int(mode))))
 
-    def _describe(self, error: int) -> str:
+    def _describe(self, error: int, besides: int = 0) -> str:
         if error == 0:
             return ""
         self._take_last_error()
+        if error == besides:
+            return ""
         return (self._error_name(error) or b"").decode() or f"HIP error {error}"
 
 

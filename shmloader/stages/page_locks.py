@@ -6,12 +6,16 @@ Guarantees:
     * Locked pages are neither given back to the system nor unmapped. A device would go on reading
       the old pages.
     * A slot is unlocked only when no device reads it.
+    * What is locked is noted before it is, and forgotten after it was unlocked. So an interruption
+      leaves a note too many at most, and unlocking is tried again.
 """
 
+import contextlib
 import mmap
 import os
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -45,8 +49,10 @@ class PageLocks:
         self._pid = os.getpid()
         # Bytes that are locked, by the slot's address.
         self._locked: dict[int, int] = {}
-        # Addresses of slots that are about to be unlocked: no further copy may read them.
+        # Addresses of slots that are about to be unlocked: no further copy may read them. Changed
+        # while no copy begins.
         self._leaving: set[int] = set()
+        self._reading = threading.Lock()
 
     def locked_bytes(self, slot: Slot) -> int:
         """Bytes from a slot's start that are locked."""
@@ -87,9 +93,11 @@ class PageLocks:
             if error := driver.unregister(address):
                 return error
             del self._locked[address]
+        self._leaving.discard(address)
+        self._locked[address] = nbytes
         error = driver.register(address, nbytes)
-        if not error:
-            self._locked[address] = nbytes
+        if error:
+            del self._locked[address]
         return error
 
     def unlock(self, slot: Slot) -> bool:
@@ -105,8 +113,9 @@ class PageLocks:
         assert driver is not None
         with self._backends[0].ready():
             error = driver.unregister(slot.address)
-        # A lost device reads nothing any more, so its registrations do no harm.
-        if error and all(backend.check() for backend in self._backends):
+        # A lost device reads nothing any more, so its registrations do no harm. One that works
+        # would take what is mapped at these addresses next for registered memory.
+        if error and any(backend.check() for backend in self._backends):
             return False
         del self._locked[slot.address]
         self._leaving.discard(slot.address)
@@ -129,12 +138,23 @@ class PageLocks:
         """
         locked = {slot.address for slot in slots if slot.address in self._locked}
         if os.getpid() == self._pid and locked:
-            self._leaving |= locked
+            with self._reading:
+                self._leaving |= locked
             for backend in self._backends:
                 backend.check()
 
+    @contextlib.contextmanager
+    def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
+        """Whether a device may read a CPU tensor's memory directly, as long as one is inside.
+
+        So a copy that is begun inside is waited for before the memory is unlocked. The tensor has
+        no gaps.
+        """
+        with self._reading:
+            yield self.cover(tensor)
+
     def cover(self, tensor: torch.Tensor) -> bool:
-        """Whether a device may read a CPU tensor's memory directly. The tensor has no gaps."""
+        """Whether a tensor lies in locked pages that are not about to be unlocked."""
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         # A list: another thread may lock a slot meanwhile.
         return any(

@@ -447,14 +447,14 @@ def test_a_copy_that_fails_half_way_loses_its_batch_alone(late: LateDevice) -> N
     assert found == ends(60)[:3] + ends(60)[4:]
 
 
-@pytest.mark.parametrize("where", ["transform", "copy"])
+@pytest.mark.parametrize("where", ["transform", "copy", "record"])
 def test_an_exception_that_is_kept_holds_no_slot(late, slots, monkeypatch, where) -> None:
     def fail(*_):
         raise ValueError("no such luck")
 
     options = {"transform": fail} if where == "transform" else {}
-    if where == "copy":
-        monkeypatch.setattr(Backend, "copy", fail)
+    if where != "transform":
+        monkeypatch.setattr(Backend, where, fail)
     errors = []
     batches = iter(make(20, **options))
     for _ in range(20):

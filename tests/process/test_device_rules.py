@@ -8,7 +8,9 @@ from __future__ import annotations
 import collections
 import collections.abc
 import contextlib
+import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,8 +25,10 @@ from shmloader.errors import ClosedLoaderError, SharedMemoryError
 from shmloader.memory.slot import Slot
 from shmloader.stages import page_locks
 from shmloader.stages.backend import Backend
+from shmloader.stages.device import DeviceStage
 from shmloader.stages.page_locks import PageLocks
 from tests.late import LateDevice
+from tests.process.bytecodes import KINDS, interrupt
 from tests.process.support import Calls, wait_until
 from tests.process.test_device import LENGTH, ends, make, sample
 
@@ -186,6 +190,75 @@ def test_memory_that_cannot_be_unregistered_is_not_given_back(late, locks) -> No
     arena.trim([0])
     assert arena.touched_bytes(0) == 0
     arena.close()
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 1)], ids=["one", "both"])
+def test_memory_is_given_back_though_unregistering_fails_only_if_no_device_is_left(late, lost):
+    locks = PageLocks([Backend(torch.device("late", index)) for index in (0, 1)])
+    slot = Slot.create(1 << 20)
+    locks.lock(slot, 1000)
+    for index in (0, 1):
+        assert locks._backends[index].stream is not None
+    for index in lost:
+        late.fail_after(-1, index)
+    torch.accelerator.set_device_index(0)
+    assert locks.unlock(slot) == (lost == (0, 1))
+    slot.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interruption_of_locking_or_unlocking_leaves_no_registration(late, locks, kind) -> None:
+    def lock_and_unlock(slot: Slot) -> None:
+        locks.lock(slot, 1000)
+        locks.lock(slot, 9000)
+        assert locks.unlock(slot)
+
+    for nth in itertools.count(1):
+        slot = Slot.create(1 << 20)
+        outcome = interrupt(functools.partial(lock_and_unlock, slot), nth, kind)
+        assert locks.unlock(slot), outcome
+        assert late.registered_bytes(slot.address) == 0, outcome
+        locks.lock(slot, 5000)
+        assert late.registered_bytes(slot.address) == 8192, outcome
+        assert locks.unlock(slot)
+        slot.close()
+        if outcome.where is None:
+            break
+        assert outcome.has_arrived(kind)
+    assert nth > 50
+    assert late.count("registered bytes") == 0
+
+
+@pytest.mark.usefixtures("locks")
+def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(Backend):
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            has_begun.set()
+            assert may_go_on.wait(20)
+            return super().copy(tensor)
+
+    backend = Slow(torch.device("late", 0))
+    locks = PageLocks([backend])
+    stage = DeviceStage(backend, locks, 1)
+    slot = Slot.create(1 << 20)
+    locks.lock(slot, 200_000)
+    tensor = torch.frombuffer(slot.array(), dtype=torch.uint8, count=200_000)
+    copier = threading.Thread(target=stage.run, args=(tensor,))
+    copier.start()
+    assert has_begun.wait(20)
+    ender = threading.Thread(target=lambda: locks.end_reads([slot]))
+    ender.start()
+    ender.join(0.2)  # which it does not, if all is well
+    may_go_on.set()
+    copier.join()
+    ender.join()
+    assert locks.unlock(slot)
+    stage.close()
+    assert late.count("faults") == 0
+    del tensor, copier
+    slot.close()
 
 
 def dies_at(index: int, last: int) -> torch.Tensor:

@@ -59,6 +59,9 @@ def test_cuda_registers_for_all_devices_and_says_why_not() -> None:
     assert driver.register(4096, 100) == "CUDA_ERROR_NOT_PERMITTED"
     assert driver.unregister(4096) == "CUDA_ERROR_NOT_PERMITTED"
     assert driver.relax_capture() == 0  # the mode that a thread has at first
+    library.error = 713
+    assert driver.unregister(4096) == ""  # it is not registered
+    assert driver.register(4096, 100) != ""
 
 
 def test_cuda_is_asked_for_the_thread_s_context() -> None:
@@ -93,6 +96,10 @@ def test_hip_registers_for_all_devices_and_leaves_no_error_behind() -> None:
         library.calls.clear()
         assert refused() == result
         assert ("hipGetLastError",) in library.calls
+    library.error = 713
+    library.calls.clear()
+    assert driver.unregister(4096) == ""  # it is not registered
+    assert ("hipGetLastError",) in library.calls
 
 
 def test_the_build_of_torch_says_which(monkeypatch) -> None:
