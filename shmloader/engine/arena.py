@@ -200,13 +200,13 @@ class Arena:
         """Let go of a slot that must not be filled again; its memory lives while it is seen."""
         slot = self._slots.get(slot_id)
         if slot is not None:
-            # Forgotten last: after an interruption this is done again.
             if self._locker is None or self._locker.unlock(slot):
                 slot.close()
             else:
                 self._locker.keep(slot)
-        self._slots.pop(slot_id, None)
-        self.counts.slot_bytes -= self._touched.pop(slot_id, 0)
+        self._touched.pop(slot_id, None)
+        self.counts.slot_bytes = sum(self._touched.values())
+        self._slots.pop(slot_id, None)  # last, since after an interruption all is done again
 
     def close(self) -> None:
         """Unmap all slots, but for what lives under the user's views. May be called again."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import dis
+import functools
 import gc
 import signal
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +72,8 @@ class _Tracer:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and not (_returns(frame) or _is_spared(frame)):
+        is_at_risk = event == "opcode" and frame.f_lasti not in _lock_steps(frame.f_code)
+        if is_at_risk and not (_returns(frame) or _is_spared(frame)):
             self.count += 1
             if self.count == self.nth:
                 name = Path(frame.f_code.co_filename).relative_to(PACKAGE)
@@ -87,6 +90,26 @@ def _returns(frame: Any) -> bool:
     """
     is_outermost = not frame.f_back.f_code.co_filename.startswith(PACKAGE)
     return is_outermost and frame.f_code.co_code[frame.f_lasti] == _RETURN_VALUE
+
+
+@functools.cache
+def _lock_steps(code: types.CodeType) -> frozenset[int]:
+    """Offsets just after a ``with`` has called ``__enter__``, and just before ``__exit__``.
+
+    There a lock is held that nothing would let go of. Python runs no handler there: it looks for
+    signals where a function is called or left, and where a loop goes back.
+    """
+    instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    steps = set()
+    for place, one in enumerate(instructions):
+        if one.opname == "BEFORE_WITH":
+            steps.add(instructions[place + 1].offset)
+        names = [following.opname for following in instructions[place : place + 5]]
+        if names[:3] == ["LOAD_CONST"] * 3 and "CALL" in names[3:]:
+            ending = instructions[place : place + 3 + names[3:].index("CALL") + 1]
+            if all(step.argval is None for step in ending[:3]):
+                steps.update(step.offset for step in ending)
+    return frozenset(steps)
 
 
 # These forget a descriptor, and then close it. Python runs no handler in between.

@@ -229,6 +229,25 @@ def test_an_interruption_of_locking_or_unlocking_leaves_no_registration(late, lo
     assert late.count("registered bytes") == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", ["close", "retire"])
+def test_an_interruption_of_an_arenas_end_leaves_nothing(late, locks, slots, kind, end) -> None:
+    for nth in itertools.count(1):
+        arena = Arena(1 << 20, locks)
+        for slot_id in (0, 1):
+            arena.note_use(slot_id, 9000)
+            arena.lock(slot_id)
+        step = arena.close if end == "close" else functools.partial(arena.retire, 0)
+        outcome = interrupt(step, nth, kind)
+        arena.close()
+        assert late.count("registered bytes") == arena.counts.slot_bytes == 0, outcome
+        assert slots.maps() == {}, outcome
+        if outcome.where is None:
+            break
+        assert outcome.has_arrived(kind)
+    assert nth > 50
+
+
 @pytest.mark.usefixtures("locks")
 def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> None:
     has_begun, may_go_on = threading.Event(), threading.Event()

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from shmloader.engine.arena import Arena
+from shmloader.engine.scheduler import Ticket
+from shmloader.engine.sender import Sender
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import slot as slot_module
 
@@ -224,6 +226,20 @@ def test_a_slot_that_cannot_be_unlocked_stays_mapped_where_it_is():
     arena.close()
     assert before.mapping[MIB - 1] == 1
     before.close()
+
+
+def test_long_indices_are_put_into_a_slot_that_had_to_be_made_again():
+    locker = Locker()
+    arena = Arena(256 * MIB, locker)
+    fill(arena, 0, 1000)
+    arena.lock(0)
+    locker.fails = True
+    indices = bytes(range(256)) * 4096
+    sent = Sender(None, arena, 1)._spill(Ticket(0, 0, 0, None), indices)
+    assert len(locker.kept) == 1
+    assert arena[0].mapping[sent.offset : sent.offset + sent.nbytes] == indices
+    arena.close()
+    locker.kept[0].close()
 
 
 def test_where_address_space_is_short_slots_that_nobody_looks_at_make_place(arena, monkeypatch):

@@ -296,6 +296,21 @@ def test_where_not_even_a_page_can_be_mapped_no_descriptor_is_left():
     assert in_a_child(work).startswith("0 descriptors more: cannot map 1.1 GB")
 
 
+def test_where_a_slot_cannot_be_made_again_no_descriptor_is_left():
+    def work() -> str:
+        slot = Slot.create(1 << 30, PAGESIZE)
+        before = len(names_in("/proc/self/fd"))
+        _leave_address_space(1 << 20)
+        try:
+            slot.remade(1 << 29)
+        except SharedMemoryError as error:
+            more = len(names_in("/proc/self/fd")) - before
+            return f"{more} descriptors more: {error}"
+        return "no error"
+
+    assert in_a_child(work).startswith("0 descriptors more: cannot map 536")
+
+
 def test_where_files_may_not_be_long_a_slot_is_as_long_as_they_may_be():
     def work() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB + 1, MIB + 1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shmloader.stages.pin import PinStage, pin_batch
+from shmloader.stages.pin import PinStage, is_small, pin_batch
 from tests.late import LateDevice
 from tests.unit.stages.test_structure import MAKERS, shape_of
 
@@ -68,6 +69,14 @@ def test_tensors_keep_dtype_shape_strides_and_content(name, kind) -> None:
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
         assert torch.equal(one, other)
         assert one.is_pinned() or one.nbytes == 0
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_shares_no_block(layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are young
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    assert not is_small(nested)
 
 
 def test_a_hundred_and_fourteen_small_tensors_take_one_allocation() -> None:
