@@ -35,7 +35,7 @@ def parse_device(value: object) -> torch.device | None:
         )
     if isinstance(value, int):
         kind = _accelerator_kind()
-        if kind is None:
+        if kind is None or torch.accelerator.device_count() == 0:
             raise RuntimeError(
                 f"device={value} asks for an accelerator, and torch finds none on this machine"
             )
@@ -65,8 +65,7 @@ def current_index(kind: str) -> int:
 
 
 def _accelerator_kind() -> str | None:
-    if not torch.accelerator.is_available():
-        return None
+    # Not is_available(), which calls CUDA's driver.
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 
@@ -86,9 +85,11 @@ def _check_present(device: torch.device) -> None:
             )
         if (device.index or 0) >= count:
             raise RuntimeError(f"device='{device}' is not there: this machine has {count} GPUs")
-    elif device.type != _accelerator_kind():
+        return
+    count = torch.accelerator.device_count() if device.type == _accelerator_kind() else 0
+    if count == 0:
         raise RuntimeError(f"device='{device}' is not there: torch finds no {device.type} device")
-    elif (device.index or 0) >= (count := torch.accelerator.device_count()):
+    if (device.index or 0) >= count:
         raise RuntimeError(
             f"device='{device}' is not there: this machine has {count} {device.type} devices"
         )

@@ -30,6 +30,28 @@ def test_an_index_asks_for_an_accelerator() -> None:
         parse_device(0)
 
 
+def test_no_device_is_asked_whether_it_is_available(late, monkeypatch) -> None:
+    """CUDA's answer would initialize its driver, and workers could not be forked after that."""
+
+    def refuse():
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.get_device_module("late"), "is_available", refuse)
+    for device in (1, "late:1", torch.device("late", 1)):
+        assert parse_device(device) == torch.device("late", 1)
+    with pytest.raises(RuntimeError, match="device='late:2' is not there: this machine has 2"):
+        parse_device(2)
+    assert late.count("initializations") == 0
+
+
+def test_a_device_of_a_kind_with_none_is_not_there(late) -> None:
+    late.is_on = False
+    with pytest.raises(RuntimeError, match=r"device=0 asks for an accelerator, and torch finds"):
+        parse_device(0)
+    with pytest.raises(RuntimeError, match=r"'late' is not there: torch finds no late device"):
+        parse_device("late")
+
+
 @without_cuda
 def test_another_kind_of_device_is_looked_for() -> None:
     with pytest.raises(RuntimeError, match="device='xpu' is not there: torch finds no xpu"):
