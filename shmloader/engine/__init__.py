@@ -29,17 +29,30 @@ waits in order for the user's thread. While any loader of the process forks a wo
 stand still where they hold no lock (:mod:`shmloader.workers.parking`); a dead worker is replaced by
 the user's thread.
 
-Where any worker will do (a map-style dataset, and the order is free or content does not depend on
-the worker), a ticket waits in the scheduler until a worker has room for it: for one task, or for
-two while batches are short. So a slow sample holds up its own batch alone; in order, the others go
+The life of a worker::
+
+    GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
+                 │          │           │
+                 └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
+                                        └──▶ DEAD                 (no restart is left)
+
+A worker has one record, in the scheduler's table (``workers``): its state, its tickets in flight,
+the slots that it has mapped, its last layout, its death. The scheduler is told what has happened,
+and decides; the engine does what the scheduler says is to be done: it sends tasks, starts and stops
+workers, and lets go of slots. A lost worker's tickets are sent to the one that is started in its
+place, or, once no restart is left, each is answered by the worker's death.
+
+With dynamic dispatch (a map-style dataset, and the order is free or content does not depend on the
+worker), a ticket waits in the scheduler until a worker has room for it: for one task, or for two
+while batches are short. So a slow sample holds up its own batch alone; in order, the others go
 on until the window is full of batches that wait for it. Somebody has to send those tickets while
 the user trains: the engine has a thread of its own here even without a stage. It builds one batch
 ahead, which counts as lent.
 
-With ``num_workers="auto"`` the engine has room for the most workers that there may be. Those that
-are not there are *away*: no ticket goes to them. The iterator says how many it wants; one that
-comes is started by the user's thread, as a replaced one is; one that goes ends when it has answered
-what it has.
+With ``num_workers="auto"`` the table has a record for the most workers that there may be; those that
+are not wanted are GONE. The iterator says how many it wants. A worker that is wanted is started by
+the user's thread, as a restarted one is; one that is not wanted any more is LEAVING, and is stopped
+when it has answered what it has.
 
 With ``thread_pool=True`` workers are threads of the main process. There are no slots then and no
 messages: the engine (``threaded``) puts tickets into a queue, from which an idle thread takes the
@@ -75,8 +88,8 @@ worker
 window
     The tickets in flight.
 
-Modules, each with one concern: ``slots`` (states of slots, pure), ``routing`` (which worker
-gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
+Modules, each with one concern: ``slots`` (states of slots, pure), ``workers`` (the workers' records
+and states, pure), ``routing`` (which worker gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
 themselves, in the main process, and their page locks), ``answers`` (what may come back),
 ``streams`` (how far an iterable dataset's streams have come in the workers, pure),
 ``stream_states`` (the same, as the user has been given of them: what is saved of a loader),

@@ -5,6 +5,7 @@ is the same as that of its last batch.
 """
 
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 from shmloader.errors import InternalError
@@ -189,42 +190,22 @@ def make_reader(layout: object) -> Reader:
     raise InternalError(f"a layout of unknown type: {layout!r}")
 
 
-class Layouts:
-    """The layout of each worker's last batch, which it does not repeat while it stays the same."""
+def read_layout(data: bytes, known: Iterable[object]) -> Reader | UnreadableLayout:
+    """Read a layout that a worker has sent, for its batches from now on.
 
-    def __init__(self, worker_count: int) -> None:
-        self._readers: list[Reader | UnreadableLayout | None] = [None] * worker_count
-
-    def note(self, worker_id: int, data: bytes) -> None:
-        """A worker has sent a layout, for its batches from now on."""
-        try:
-            self._readers[worker_id] = self._find(data)
-        except Exception as raised:
-            if is_interruption(raised):
-                raise
-            # Of the user's keys, which may raise anything.
-            error = RemoteError.caught("while reading a batch in the main process")
-            self._readers[worker_id] = UnreadableLayout(error)
-
-    def _find(self, data: bytes) -> Reader:
-        """The reader of a layout; workers that agree share one, and what it keeps of slots."""
+    Args:
+        data: The layout, pickled.
+        known: What this function returned for the workers' last layouts. Workers whose layouts are
+            equal share one reader, and what it keeps of slots.
+    """
+    try:
         layout = pickle.loads(data)
-        for known in self._readers:
-            if isinstance(known, Reader) and known.layout == layout:
-                return known
+        for reader in known:
+            if isinstance(reader, Reader) and reader.layout == layout:
+                return reader
         return make_reader(layout)
-
-    def reader(self, worker_id: int) -> Reader | UnreadableLayout:
-        """What reads a worker's batches."""
-        reader = self._readers[worker_id]
-        if reader is None:
-            raise InternalError(f"worker {worker_id} sent a batch without a layout")
-        return reader
-
-    def forget(self, worker_id: int) -> None:
-        """A new process has taken a worker's place: it sends its layout anew."""
-        self._readers[worker_id] = None
-
-    def clear(self) -> None:
-        """Let go of all, and of what they keep of slots."""
-        self._readers = [None] * len(self._readers)
+    except Exception as raised:
+        if is_interruption(raised):
+            raise
+        # Of the user's keys, which may raise anything.
+        return UnreadableLayout(RemoteError.caught("while reading a batch in the main process"))

@@ -54,7 +54,7 @@ class EngineBase(abc.ABC):
         receipt: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
             where it raised something else: what was to come still comes.
         counts: What becomes of slots and workers, counted; read by any thread.
-        any_worker: Whether tickets wait in here until a worker has room for them: somebody has to
+        is_dynamic: Whether tickets wait in here until a worker has room for them: somebody has to
             be in ``next_batch`` all the time, or workers have nothing to do.
 
     Args:
@@ -63,7 +63,7 @@ class EngineBase(abc.ABC):
         watch: Notes bad samples; None if they are raised.
     """
 
-    any_worker = False
+    is_dynamic = False
 
     def __init__(self, *, window: int, timeout_s: float, watch: FailureWatch | None = None) -> None:
         self._window = window
@@ -127,7 +127,7 @@ class EngineBase(abc.ABC):
             have_done: Has the user's thread do something.
             may_deliver: Whether ``next_batch`` may return a batch now. If not, it goes on to send
                 tickets and to take answers; asked again after each :meth:`wake`. With
-                ``any_worker`` only. None: always.
+                ``is_dynamic`` only. None: always.
         """
         self._inbox, self._draw = inbox, inbox.__next__
         self._pause, self._have_done = pause, have_done

@@ -9,21 +9,22 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from shmloader.engine.answers import (
     Batch,
     Death,
     Empty,
     Failure,
-    Layouts,
+    Reader,
     UnreadableLayout,
+    read_layout,
 )
 from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
-from shmloader.engine.routing import Pace
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.sender import Sender
 from shmloader.engine.slots import SlotState
@@ -112,13 +113,13 @@ class Engine(EngineBase):
         streams: Where the workers' datasets begin, if they are iterable, or have a state of their
             own.
         is_iterable: Whether they are iterable.
-        any_worker: Whether a ticket waits until a worker has room for it, and any will do.
+        is_dynamic: Whether tickets are dispatched dynamically; see :class:`Scheduler`.
         is_seeded: Whether each sample has random streams of its own.
         locker: Locks the pages of slots, where a device reads them.
         demand: What it may ask of memory; None: nobody asks whether it is there.
         watch: Notes bad samples; None if they are raised.
-        present: Workers that are there at first; the others come by :meth:`want_workers`. None: all
-            are, and stay. With ``any_worker`` only.
+        present: Workers that there are at first; others come by :meth:`want_workers`. None: all.
+            With dynamic dispatch only.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Engine(EngineBase):
         worker_restarts: int = 0,
         streams: StreamStates | None = None,
         is_iterable: bool = True,
-        any_worker: bool = False,
+        is_dynamic: bool = False,
         is_seeded: bool = False,
         locker: PageLocker | None = None,
         demand: Demand | None = None,
@@ -143,20 +144,15 @@ class Engine(EngineBase):
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
-        self._worker_count = worker_count
-        # How many workers there should be; those that are to go when they have done their tasks.
-        self._wanted = worker_count if present is None else present
-        self._leaving: set[int] = set()
-        # Tickets that were asked for in this epoch, or drawn at its beginning.
-        self._ticket_share = window // worker_count
-        self._tickets_asked = self._wanted * self._ticket_share
+        # How many workers another thread wants; None once the scheduler knows.
+        self._wish: int | None = None
         self._restart_limit = worker_restarts
         self._streams: StreamBook | None = None
         if streams is not None:
             self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
         # A state that did not fit is told once.
         self._has_lost_state = False
-        self.any_worker = any_worker
+        self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
         self._scheduler = Scheduler(
             worker_count,
@@ -166,24 +162,15 @@ class Engine(EngineBase):
             restart_limit=worker_restarts,
             first_worker=0 if streams is None else streams.next_worker,
             ended=() if streams is None else [place.has_ended for place in streams.places],
-            any_worker=any_worker,
+            is_dynamic=is_dynamic,
+            present=present,
         )
-        self._scheduler.away.update(range(self._wanted, worker_count))
-        self._pace = Pace()
-        # For each worker, when it could begin what it is at; None until it has answered once,
-        # since at first it gets ready.
-        self._since: list[float | None] = [None] * worker_count
         self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
             self._scheduler.slots.on_free = self.arena.poison
         self.arena.counts = self.counts
         self.counts.slot_count = window + lend_limit
-        self._layouts = Layouts(worker_count)
-        self._sender = Sender(pool, self.arena, worker_count)
-        # Deaths that were noted, and whose worker is to be replaced.
-        self._to_replace: dict[int, Death] = {}
-        # Those that have left the epoch before.
-        self._ready_workers: set[int] = set()
+        self._sender = Sender(pool, self.arena)
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -194,8 +181,8 @@ class Engine(EngineBase):
             OSError: If there are no descriptors left for a state.
             SharedMemoryError: If there is no memory for it.
         """
-        for worker_id in range(self._worker_count):
-            self._resume(worker_id)
+        for worker in self._scheduler.workers:
+            self._resume(worker.worker_id)
 
     def _resume(self, worker_id: int) -> None:
         if self._streams is not None:
@@ -244,32 +231,30 @@ class Engine(EngineBase):
         self._prime()
 
     def _finish_epoch(self) -> None:
-        for slot_id in self._scheduler.end_epoch():
-            self._sender.retire(slot_id)
-        # Those that were about to go stay for now, since they have to be waited for.
-        self._scheduler.away -= self._leaving
-        self._leaving.clear()
-        self._wanted = self.present_workers
-        self._tickets_asked = self._wanted * self._ticket_share
-        here = [one for one in range(self._worker_count) if one not in self._scheduler.away]
+        scheduler = self._scheduler
+        scheduler.end_epoch()
+        self._drop_slots()
         if self._streams is not None:
             self._streams.leave()
-        self._ready_workers.clear()
-        message = pack(StartEpoch(self._scheduler.epoch + 1))
-        for worker_id in here:
-            self._pool.send(worker_id, message)
-        self._replace_workers()
-        while len(self._ready_workers) < len(here):
-            for worker_id, death in enumerate(self._scheduler.deaths):
-                if isinstance(death, Death):
-                    self._fail(WorkerDiedError(describe_death(worker_id, death, None)))
+        message = pack(StartEpoch(scheduler.epoch + 1))
+        for worker in scheduler.workers:
+            if worker.is_alive:
+                self._pool.send(worker.worker_id, message)
+        self._restart_workers()
+        while True:
+            dead = scheduler.workers.first_dead()
+            if dead is not None:
+                assert isinstance(dead.death, Death)
+                self._fail(WorkerDiedError(describe_death(dead.worker_id, dead.death, None)))
+            if scheduler.is_epoch_left:
+                break
             try:
                 self._receive_any(self._deadline())
             except LoaderTimeoutError:
-                busy = [one for one in self._living() if one not in self._ready_workers]
-                self._fail(late_start(self._timeout_s, self._pool, self._scheduler, busy))
+                busy = [one for one in self._alive() if not scheduler.workers[one].has_left_epoch]
+                self._fail(late_start(self._timeout_s, self._pool, scheduler, busy))
             self.check_open()
-        self._scheduler.start_epoch()
+        scheduler.start_epoch()
         self._left_out.clear()
         if self._streams is not None:
             self._streams.start_epoch()
@@ -292,8 +277,8 @@ class Engine(EngineBase):
                 self.take_tickets()
             has_place = self._may_deliver is None or self._may_deliver()
             if has_place:
-                # Where any worker will do, all of them are to be looked after.
-                has_taken = not self.any_worker and self._take_awaited()
+                # With dynamic dispatch all workers are to be looked after.
+                has_taken = not self.is_dynamic and self._take_awaited()
                 self.in_transit = True
                 ticket = scheduler.take_next()
                 if ticket is not None:
@@ -312,8 +297,9 @@ class Engine(EngineBase):
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
                 FAULTS.reach("main.next")
-            self._replace_workers()
-            self._adapt()
+            self._restart_workers()
+            if self.is_dynamic:
+                self._adapt()
             if self._inbox is None or self._may_wait(self._inbox, has_place=has_place):
                 self._receive_any(deadline)
             self._pause()
@@ -331,7 +317,7 @@ class Engine(EngineBase):
 
         Not if it has come since we looked: that woke nobody.
         """
-        if not self.any_worker:
+        if not self.is_dynamic:
             return True
         lacks_place = not has_place and self._scheduler.has_next
         inbox.is_awaited = lacks_place or self._scheduler.has_room
@@ -478,38 +464,35 @@ class Engine(EngineBase):
 
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
         """A ticket's slot is done with, nothing of it is lent."""
-        if is_kept:
-            self._scheduler.delivered(ticket, SlotState.RETIRED)
-            self._sender.retire(ticket.place)
-        else:
-            self._scheduler.delivered(ticket, SlotState.FREE)
+        state = SlotState.RETIRED if is_kept else SlotState.FREE
+        self._scheduler.delivered(ticket, state)
+        self._drop_slots()
 
     def _collect_returns(self) -> None:
         for slot_id, is_clean in self.arena.leases.collect():
-            if not self._scheduler.slot_returned(slot_id, clean=is_clean):
-                self._sender.retire(slot_id)
+            self._scheduler.slot_returned(slot_id, clean=is_clean)
+        self._drop_slots()
+
+    def _drop_slots(self) -> None:
+        """Let go of the slots that were retired."""
+        if self._scheduler.slots.retired:
+            for dropped in self._scheduler.take_dropped_slots():
+                self._sender.drop(dropped)
 
     # Tickets out -------------------------------------------------------------------------
 
     def _offer_indices(self, indices: object) -> None:
-        ticket = self._scheduler.offer(indices)
-        if ticket is not None:
-            ticket.offered_ns = time.monotonic_ns()
-        if self.any_worker:
-            self._assign()
-        elif ticket is not None and ticket.answer is None:
-            ticket.sent_ns = ticket.offered_ns
+        self._scheduler.offer(indices, time.monotonic_ns())
+        self._send_tasks()
+
+    def _send_tasks(self) -> None:
+        """Send the tickets that have a worker, or that a worker has room for."""
+        while (ticket := self._scheduler.next_task(time.monotonic_ns())) is not None:
             self._send(ticket)
 
-    def _assign(self) -> None:
-        """Send the tickets that wait for a worker, as far as workers have room."""
-        scheduler = self._scheduler
-        scheduler.task_limit = self._pace.task_limit
-        while (ticket := scheduler.assign()) is not None:
-            ticket.sent_ns = time.monotonic_ns()
-            if self._since[ticket.holder] is not None and scheduler.task_count(ticket.holder) == 1:
-                self._since[ticket.holder] = time.monotonic()
-            self._send(ticket)
+    def _ask_for_tickets(self) -> None:
+        for _ in range(self._scheduler.take_wanted_tickets()):
+            self._replace_ticket()
 
     def _send(self, ticket: Ticket) -> None:
         """Send a ticket to its worker."""
@@ -538,31 +521,17 @@ class Engine(EngineBase):
                 self._lose(worker_id)
             else:
                 self._take(worker_id, data)
-        if self.any_worker and happened:
-            self._assign()
+        if self.is_dynamic and happened:
+            self._send_tasks()
         self.in_transit = False
-        self._replace_workers()
-
-    def _note_pace(self, worker_id: int) -> None:
-        """A worker has answered: how long did it take?"""
-        now, since = time.monotonic(), self._since[worker_id]
-        self._since[worker_id] = now
-        if since is not None:
-            self._pace.note(now - since)
+        self._restart_workers()
 
     def late(self) -> LoaderTimeoutError:
         """What is to be raised when a batch has not come in time. From any thread."""
-        return late_batch(self._timeout_s, self._pool, self._scheduler, self._living())
+        return late_batch(self._timeout_s, self._pool, self._scheduler, self._alive())
 
-    def _living(self) -> list[int]:
-        deaths = self._scheduler.deaths
-        return [
-            worker_id
-            for worker_id, death in enumerate(deaths)
-            if death is None
-            and worker_id not in self._to_replace
-            and (worker_id not in self._scheduler.away or worker_id in self._leaving)
-        ]
+    def _alive(self) -> list[int]:
+        return [worker.worker_id for worker in self._scheduler.workers if worker.is_alive]
 
     def _lose(self, worker_id: int) -> None:
         """A worker is dead: another is to do its work, or all that waits for it fails."""
@@ -575,36 +544,28 @@ class Engine(EngineBase):
         )
         was_at = self._pool.was_at(worker_id)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
-        if scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None) is not None:
-            self._to_replace[worker_id] = death
+        scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
         if self._streams is not None:
             self._streams.lost(worker_id)
 
-    def _replace_workers(self) -> None:
+    def _restart_workers(self) -> None:
         """Start a worker in place of each that was lost, and have it do what that one had in work.
 
         Not where the loss is noted: the thread that we belong to may be told to end while it waits
         for the user's, and then the next epoch finds here what is left to do.
         """
-        while self._to_replace:
-            worker_id, death = next(iter(self._to_replace.items()))
+        while (worker := self._scheduler.workers.next_restart()) is not None:
+            worker_id = worker.worker_id
+            assert isinstance(worker.death, Death)
             place = None if self._streams is None else self._streams.place(worker_id)
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
-            text = describe_restart(worker_id, death, seqs, place, is_seeded=self._is_seeded)
-            self._have_done(functools.partial(self._replace_worker, worker_id, text))
-            # It knows nothing of an epoch before.
-            self._ready_workers.add(worker_id)
-            self._resume(worker_id)
-            for ticket in self._scheduler.wanted_of(worker_id):
-                self._send(ticket)
-            self._scheduler.worker_replaced(worker_id)
-            self._since[worker_id] = None
-            self._assign()
-            self.in_transit = False
+            text = describe_restart(worker_id, worker.death, seqs, place, is_seeded=self._is_seeded)
+            self._have_done(functools.partial(self._restart_worker, worker_id, text))
+            self._note_start(worker_id)
 
-    def _replace_worker(self, worker_id: int, text: str) -> None:
-        """Start a worker, on the user's thread."""
-        # Nobody can go on after an interruption in the midst of it.
+    def _restart_worker(self, worker_id: int, text: str) -> None:
+        """Start a worker in place of a lost one, on the user's thread."""
+        # An interrupt here leaves the engine unusable.
         self.in_transit = True
         try:
             self._pool.replace(worker_id)
@@ -615,61 +576,54 @@ class Engine(EngineBase):
             raise
         _log.warning(text)
         self.counts.restarts += 1
-        del self._to_replace[worker_id]
-        self._layouts.forget(worker_id)
+
+    def _note_start(self, worker_id: int) -> None:
+        """A worker has been started: tell it where its dataset begins, and what there is to do."""
         self._sender.forget(worker_id)
+        self._resume(worker_id)
+        self._scheduler.worker_started(worker_id)
+        self._send_tasks()
+        self.in_transit = False
 
     # More workers, or fewer ---------------------------------------------------------------
 
     @property
     def present_workers(self) -> int:
         """Workers that are given tasks. Asked by any thread."""
-        return self._worker_count - len(self._scheduler.away)
+        return self._scheduler.workers.present_count
 
     def want_workers(self, count: int) -> None:
         """Have so many workers from now on. From any thread."""
-        self._wanted = count
+        self._wish = count
         self.wake()
 
     def _adapt(self) -> None:
         """Have as many workers as are wanted: start some, or let some go when they are done."""
-        if not self._leaving and self.present_workers == self._wanted:
-            return
-        away = self._scheduler.away
-        while self.present_workers > self._wanted:
-            last = max(one for one in range(self._worker_count) if one not in away)
-            away.add(last)
-            self._leaving.add(last)
-        while self.present_workers < self._wanted:
-            first = min(self._leaving or away)
-            if first not in self._leaving and not self._add_worker(first):
-                break
-            self._leaving.discard(first)
-            away.discard(first)
-            wanted_tickets = self.present_workers * self._ticket_share
-            for _ in range(wanted_tickets - self._tickets_asked):
-                self._replace_ticket()
-            self._tickets_asked = max(self._tickets_asked, wanted_tickets)
-            self._assign()
-        for worker_id in list(self._leaving):
-            if self._scheduler.task_count(worker_id) == 0 and worker_id not in self._to_replace:
-                self._leaving.discard(worker_id)
-                self._pool.retire(worker_id)
-                self._layouts.forget(worker_id)
-                self._sender.forget(worker_id)
+        scheduler = self._scheduler
+        if self._wish is not None:
+            wish, self._wish = self._wish, None
+            scheduler.workers_wanted(wish)
+            self._send_tasks()
+        while (worker := scheduler.workers.next_start()) is not None and self._add_worker(
+            worker.worker_id
+        ):
+            pass
+        self._ask_for_tickets()
+        while (worker := scheduler.workers.next_stop()) is not None:
+            self._pool.retire(worker.worker_id)
+            self._sender.forget(worker.worker_id)
+            scheduler.worker_stopped(worker.worker_id)
 
     def _add_worker(self, worker_id: int) -> bool:
         """Start a worker; whether there is one now."""
         try:
             self._have_done(functools.partial(self._start_worker, worker_id))
         except OSError as error:
-            _log.warning("num_workers stays at %d: %s", self.present_workers, error)
-            self._wanted = self.present_workers
+            present = self.present_workers
+            _log.warning("num_workers stays at %d: %s", present, error)
+            self._scheduler.workers_wanted(present)
             return False
-        # It knows nothing of an epoch before.
-        self._ready_workers.add(worker_id)
-        self._since[worker_id] = None
-        self.in_transit = False
+        self._note_start(worker_id)
         return True
 
     def _start_worker(self, worker_id: int) -> None:
@@ -700,9 +654,9 @@ class Engine(EngineBase):
         elif type(message) is EpochStarted:
             if self._streams is not None:
                 self._streams.entered(worker_id, message.beginning)
-            self._ready_workers.add(worker_id)
+            self._scheduler.left_epoch(worker_id)
         elif type(message) is NextWanted:
-            self._scheduler.asked(worker_id)
+            self._scheduler.requested(worker_id)
         elif type(message) is StatePart and self._streams is not None:
             self._streams.note_part(worker_id, message.data)
         else:
@@ -714,8 +668,8 @@ class Engine(EngineBase):
         self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
-            self._layouts.note(worker_id, data)
-        reader = self._layouts.reader(worker_id)
+            self._note_layout(worker_id, data)
+        reader = self._reader(worker_id)
         if isinstance(reader, UnreadableLayout):
             self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept, report=report))
             return
@@ -735,18 +689,32 @@ class Engine(EngineBase):
         )
         self._note_answer(seq, epoch, answer)
 
+    def _note_layout(self, worker_id: int, data: bytes) -> None:
+        known = [worker.last_layout for worker in self._scheduler.workers]
+        self._scheduler.layout_sent(worker_id, read_layout(data, known))
+
+    def _reader(self, worker_id: int) -> Reader | UnreadableLayout:
+        """What reads a worker's batches."""
+        reader = self._scheduler.workers[worker_id].last_layout
+        if reader is None:
+            raise InternalError(f"worker {worker_id} sent a batch without a layout")
+        return cast("Reader | UnreadableLayout", reader)
+
     def _take_end(self, worker_id: int, message: StreamEnded) -> None:
         seq = message.seq
         slot_id = self._scheduler.slot_of(seq)
         self.arena.note_failed_use(slot_id, message.touched_bytes)
         # Before the slot is free.
         next_epoch = Beginning.loads(self._state(worker_id, seq, message.beginning))
-        if self._scheduler.stream_ended(seq, message.epoch, is_kept=message.kept):
-            if self._streams is not None:
-                self._streams.ended(worker_id, seq, next_epoch)
-            self._replace_ticket()
-        if message.kept:
-            self._sender.retire(slot_id)
+        if (
+            self._scheduler.stream_ended(
+                seq, message.epoch, is_kept=message.kept, now_ns=time.monotonic_ns()
+            )
+            and self._streams is not None
+        ):
+            self._streams.ended(worker_id, seq, next_epoch)
+        self._drop_slots()
+        self._ask_for_tickets()
 
     def _take_empty(self, worker_id: int, message: BatchEmpty) -> None:
         seq = message.seq
@@ -777,12 +745,11 @@ class Engine(EngineBase):
         return self._spilled(seq, report) if isinstance(report, Spilled) else report
 
     def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure | Empty) -> Ticket:
-        ticket = self._scheduler.answered(seq, epoch, answer, is_kept=answer.is_kept)
-        if self.any_worker:
-            self._note_pace(ticket.holder)
+        ticket = self._scheduler.answered(
+            seq, epoch, answer, is_kept=answer.is_kept, now_ns=time.monotonic_ns()
+        )
         if ticket.is_dropped:
-            if answer.is_kept:
-                self._sender.retire(ticket.place)
+            self._drop_slots()
         elif self._streams is not None and not _is_final(answer):
             self._streams.answered(_note_of(ticket.holder, answer))
         return ticket
@@ -818,7 +785,7 @@ class Engine(EngineBase):
         try:
             self._pool.close()
         finally:
-            self._layouts.clear()
+            self._scheduler.close()
             self._draw = iter(()).__next__
             self._sender.close()
             finish(self.arena.close)

@@ -5,19 +5,19 @@ random streams or by its stream of an iterable dataset. In order, ticket i goes 
 a worker whose stream has ended is passed over. In any order, the next worker round the circle that
 has not yet its share of the window.
 
-Where any worker will do, a ticket waits until one has room for it (:func:`pick_idle`). A worker has
-room for one task: a second would be stuck behind a slow one while others are idle. When it is about
-to be done it asks for the next one, and has room for two until it is. While batches are short, so
-that asking would take too long, it has room for two all the time (:class:`Pace`).
+With dynamic dispatch a ticket waits until a worker has room for it (:func:`pick_idle`). A worker
+has room for one task: a second would be stuck behind a slow one while others are idle. When it is
+about to be done it requests the next one, and has room for two until it is. While batches are
+short, so that a request would take too long, it has room for two all the time (:class:`Pace`).
 """
 
-from collections.abc import Container, Iterable, Sequence
+from shmloader.engine.workers import Worker, WorkerTable
 
 # With one task, a worker is idle for some 0.1 ms after each batch; with two, one of them may be
 # stuck behind a slow one. Simulated, with 1 % of samples 50 times slower, 16 in a batch, 2 workers
 # and 4 tickets, the epoch to the ideal: 1.10 with one and 1.13 with two for batches of 1 ms; 1.06
 # and 1.12 for 3 ms. Where all samples are equal: 1.10 and 1.00 for 1 ms, 1.03 and 1.00 for 3 ms.
-_SHORT_S = 2e-3
+_SHORT_NS = 2_000_000
 # Of each batch in the mean.
 _WEIGHT = 1 / 16
 
@@ -25,8 +25,7 @@ _WEIGHT = 1 / 16
 class Router:
     """Walks round the workers, from ``first`` on in the first epoch."""
 
-    def __init__(self, worker_count: int, window: int, *, in_order: bool, first: int = 0) -> None:
-        self._worker_count = worker_count
+    def __init__(self, window: int, *, in_order: bool, first: int = 0) -> None:
         self._window = window
         self._in_order = in_order
         self._next = first
@@ -35,68 +34,58 @@ class Router:
         """Begin at worker 0 again, as each epoch does."""
         self._next = 0
 
-    def pick(self, active: Sequence[bool], in_flight: Sequence[int]) -> int | None:
-        """The worker for the next ticket.
-
-        Args:
-            active: For each worker, whether it takes tickets.
-            in_flight: For each worker, the tickets that it has.
-
-        Returns:
-            Its number; None if no worker takes tickets.
-        """
-        worker_id = self._next
-        fallback: int | None = None
-        share = self._window // max(1, sum(active)) if not self._in_order else 0
-        for _ in range(self._worker_count):
-            if active[worker_id]:
-                if self._in_order or in_flight[worker_id] < share:
-                    self._next = (worker_id + 1) % self._worker_count
-                    return worker_id
-                if fallback is None or in_flight[worker_id] < in_flight[fallback]:
-                    fallback = worker_id
-            worker_id = (worker_id + 1) % self._worker_count
+    def pick(self, workers: WorkerTable) -> Worker | None:
+        """The worker for the next ticket; None if no worker takes tickets."""
+        count, worker_id = len(workers), self._next
+        fallback: Worker | None = None
+        share = 0
+        if not self._in_order:
+            share = self._window // max(1, sum(worker.has_stream for worker in workers))
+        for _ in range(count):
+            worker = workers[worker_id]
+            worker_id = (worker_id + 1) % count
+            if worker.has_stream:
+                if self._in_order or worker.in_flight < share:
+                    self._next = worker_id
+                    return worker
+                if fallback is None or worker.in_flight < fallback.in_flight:
+                    fallback = worker
         if fallback is not None:
-            self._next = (fallback + 1) % self._worker_count
+            self._next = (fallback.worker_id + 1) % count
         return fallback
 
 
-def pick_idle(
-    candidates: Iterable[int], in_flight: Sequence[int], limit: int, asking: Container[int]
-) -> int | None:
-    """The worker for the oldest ticket where any will do.
+def pick_idle(workers: WorkerTable, limit: int) -> Worker | None:
+    """The worker for the oldest ticket, with dynamic dispatch.
 
     Args:
-        candidates: Workers that live.
-        in_flight: For each worker, the tickets that it has.
-        limit: Most tasks of a worker.
-        asking: Those that may have two, since they are about to be done with one.
+        workers: All workers.
+        limit: Most tasks of a worker. One that has requested its next task may have two.
 
     Returns:
         The one with the fewest tasks, of several the first; None if none has room.
     """
     found, fewest = None, max(limit, 2)
-    for worker_id in candidates:
-        count = in_flight[worker_id]
-        if count < fewest and (count < limit or worker_id in asking):
-            found, fewest = worker_id, count
+    for worker in workers:
+        count = worker.in_flight
+        if count < fewest and (count < limit or worker.has_requested) and worker.takes_tasks:
+            found, fewest = worker, count
     return found
 
 
 class Pace:
-    """How long recent batches took.
-
-    Attributes:
-        task_limit: Most tasks that a worker should hold: 1, or 2 while batches are short.
-    """
+    """How long recent batches took."""
 
     def __init__(self) -> None:
-        self.task_limit = 1
-        self._mean_s: float | None = None
+        self._mean_ns: float | None = None
 
-    def note(self, elapsed_s: float) -> None:
-        """A worker has taken so long for a batch, and for what lies between two of them."""
-        mean_s = self._mean_s
-        mean_s = elapsed_s if mean_s is None else mean_s + _WEIGHT * (elapsed_s - mean_s)
-        self._mean_s = mean_s
-        self.task_limit = 2 if mean_s < _SHORT_S else 1
+    def note(self, elapsed_ns: int) -> int:
+        """A worker has taken so long for a batch, and for what lies between two of them.
+
+        Returns:
+            Most tasks that a worker should hold: 1, or 2 while batches are short.
+        """
+        mean_ns = self._mean_ns
+        mean_ns = elapsed_ns if mean_ns is None else mean_ns + _WEIGHT * (elapsed_ns - mean_ns)
+        self._mean_ns = mean_ns
+        return 2 if mean_ns < _SHORT_NS else 1

@@ -1,9 +1,9 @@
-"""Tasks on their way to workers, and which slots each worker has mapped."""
+"""Tasks on their way to workers, with the descriptors of slots that a worker has not mapped."""
 
 import pickle
 
 from shmloader.engine.arena import Arena
-from shmloader.engine.scheduler import Ticket
+from shmloader.engine.scheduler import DroppedSlot, Ticket
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -29,14 +29,11 @@ class Sender:
     Args:
         pool: Where the workers are.
         arena: Where the slots are.
-        worker_count: Number of workers.
     """
 
-    def __init__(self, pool: Pool, arena: Arena, worker_count: int) -> None:
+    def __init__(self, pool: Pool, arena: Arena) -> None:
         self._pool = pool
         self._arena = arena
-        # Slots that each worker has mapped.
-        self._mapped: list[set[int]] = [set() for _ in range(worker_count)]
         # Long states on their way: a socket may not have taken them yet.
         self._attached: dict[int, Slot] = {}
 
@@ -51,7 +48,7 @@ class Sender:
             SharedMemoryError: If there is no memory for its slot.
         """
         worker_id, slot_id = ticket.holder, ticket.place
-        if slot_id not in self._mapped[worker_id]:
+        if ticket.is_slot_new:
             self._introduce(worker_id, slot_id)
         self._arena.prepare(slot_id)
         try:
@@ -108,7 +105,6 @@ class Sender:
                 f"({error.strerror}). Please increase the limit using `ulimit -n` in the "
                 "shell, or lower num_workers or prefetch_factor.",
             ) from error
-        self._mapped[worker_id].add(slot_id)
         self._pool.send(worker_id, pack(NewSlot(slot_id, slot.most_bytes)), slot.fileno())
 
     def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
@@ -125,17 +121,14 @@ class Sender:
         self._arena.note_use(ticket.place, len(body))
         return Spilled(0, len(body))
 
-    def retire(self, slot_id: int) -> None:
-        """Let go of a slot, here and in the workers that know it."""
-        for worker_id, mapped in enumerate(self._mapped):
-            if slot_id in mapped:
-                mapped.remove(slot_id)
-                self._pool.send(worker_id, pack(DropSlot(slot_id)))
-        self._arena.retire(slot_id)
+    def drop(self, dropped: DroppedSlot) -> None:
+        """Let go of a slot, here and in the workers that have mapped it."""
+        for worker_id in dropped.worker_ids:
+            self._pool.send(worker_id, pack(DropSlot(dropped.slot_id)))
+        self._arena.retire(dropped.slot_id)
 
     def forget(self, worker_id: int) -> None:
-        """A new process has taken a worker's place: it has mapped nothing."""
-        self._mapped[worker_id].clear()
+        """A worker's process has ended: it takes nothing that is on its way."""
         self._let_go(worker_id)
 
     def arrived(self, worker_id: int) -> None:

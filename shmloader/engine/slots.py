@@ -57,6 +57,8 @@ class SlotTable:
         self._next_id = 0
         #: Slots that are lent.
         self.lent_count = 0
+        #: Slots that were retired, and that nobody has let go of yet.
+        self.retired: list[int] = []
 
     @property
     def free_ids(self) -> list[int]:
@@ -112,6 +114,7 @@ class SlotTable:
         if new is SlotState.RETIRED:
             del self._states[slot_id]
             self._last_worker.pop(slot_id, None)
+            self.retired.append(slot_id)
             return
         self._states[slot_id] = new
         if new is SlotState.FREE:

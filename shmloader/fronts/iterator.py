@@ -133,7 +133,7 @@ class EngineIterator(CountingIterator):
             # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
             self._source: EngineBase | StageThread = self._engine
-            if stage is None and self._engine.any_worker:
+            if stage is None and self._engine.is_dynamic:
                 stage = PlainStage()
             if stage is None:
                 end = self._make_end()
@@ -355,7 +355,7 @@ class WorkerIterator(EngineIterator):
             worker_restarts=options.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            any_worker=loader._any_worker_will_do,
+            is_dynamic=loader._any_worker_will_do,
             is_seeded=loader._sample_seed is not None,
             locker=locker,
             demand=demand,

@@ -93,7 +93,7 @@ class _Thread(Parkable):
         self._call: Call | None = None
         self.results = Results()
         self.room = Room(stage.ahead) if stage.ahead else None
-        self._stays_inside = engine.any_worker
+        self._stays_inside = engine.is_dynamic
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
         self.inbox = Inbox(functools.partial(self.results.put, Wish.TICKET))

@@ -1,6 +1,6 @@
 """How a worker asks for its next task when it is about to be done with one.
 
-Where any worker will do, a task waits for whichever is idle. From the last sample of a batch to the
+With dynamic dispatch a task waits for an idle worker. From the last sample of a batch to the
 first of the next one, a worker would wait for its batch to be told of, and for the task: 1.0 ms
 where two workers sleep in their samples (batches of 64 that take 94 ms), 0.4 ms if it asks first.
 """

@@ -177,7 +177,7 @@ class Mode:
         has_thread: Whether batches pass through a thread of ours.
         restarts: Whether a dead worker is replaced.
         epoch: Which epoch takes the fault, where the point is reached in each.
-        any_worker: Whether a batch goes to whichever worker is idle, and not to each in turn.
+        is_dynamic: Whether a batch goes to whichever worker is idle, and not to each in turn.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Mode:
     has_thread: bool = False
     restarts: bool = False
     epoch: int = 0
-    any_worker: bool = False
+    is_dynamic: bool = False
 
 
 _MODES = [
@@ -203,7 +203,7 @@ _MODES = [
     ),
     Mode("persistent", {"persistent_workers": True}, epoch=1),
     # An idle worker takes the oldest ticket, and the engine has a thread of its own.
-    Mode("seed", {"seed": 5}, has_thread=True, any_worker=True),
+    Mode("seed", {"seed": 5}, has_thread=True, is_dynamic=True),
 ]
 MODES = {mode.name: mode for mode in _MODES}
 
@@ -358,7 +358,7 @@ class Cell:
         """Which batch is the first to keep its worker's interpreter while the main process ends."""
         if self.effect is Effect.ENDED and self.fault.kind is Kind.ENDS and not self.mode.epoch:
             # Where any worker will do it gets a further task only when it has done one.
-            return 4 if self.mode.any_worker else 3
+            return 4 if self.mode.is_dynamic else 3
         return BATCHES
 
     @property

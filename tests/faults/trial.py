@@ -593,7 +593,7 @@ class Trial:
             self._check(word in text, f"{word!r} is not in {text!r}")
 
     def _judge_told(self, victim: int) -> None:
-        if self.cell.mode.any_worker and not self._kinds and self._epoch_is_whole():
+        if self.cell.mode.is_dynamic and not self._kinds and self._epoch_is_whole():
             return  # it had nothing to load any more, and the other worker took the rest
         self._expect_errors("WorkerDiedError")
         self._check(
@@ -611,7 +611,7 @@ class Trial:
             self._check(self._may_be_of_worker_1(number), f"batch {number} is not worker 1's")
 
     def _may_be_of_worker_1(self, number: int) -> bool:
-        return self.cell.mode.any_worker or number % WORKERS == 1
+        return self.cell.mode.is_dynamic or number % WORKERS == 1
 
     def _end_in_words(self) -> str:
         code = self.cell.fault.code
@@ -636,7 +636,7 @@ class Trial:
         missing = sorted(set(range(BATCHES)) - set(self._delivered))
         if self.cell.point.name == "init":
             is_all = missing == list(range(1, BATCHES, WORKERS))
-            self._check(is_all or (self.cell.mode.any_worker and missing != []), f"{missing=}")
+            self._check(is_all or (self.cell.mode.is_dynamic and missing != []), f"{missing=}")
         else:
             is_one = len(missing) == 1 and self._may_be_of_worker_1(missing[0])
             self._check(is_one, f"{missing=}")
@@ -654,7 +654,7 @@ class Trial:
 
     def _judge_late(self, victim: int) -> None:
         self._expect_whole()
-        if self.cell.mode.any_worker and self.cell.fault.name == "stop-worker" and not self._kinds:
+        if self.cell.mode.is_dynamic and self.cell.fault.name == "stop-worker" and not self._kinds:
             # It was idle, and others took all that was left: nothing was waited for from it, or
             # the epoch would not be whole while it stands.
             return

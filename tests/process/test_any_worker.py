@@ -43,7 +43,7 @@ def make(function, length, **options):
 @pytest.fixture(autouse=True)
 def one_task(monkeypatch) -> None:
     """A worker holds one task, however short the batches are."""
-    monkeypatch.setattr(routing, "_SHORT_S", 0.0)
+    monkeypatch.setattr(routing, "_SHORT_NS", 0)
 
 
 class Loads:
@@ -96,7 +96,7 @@ def test_one_slow_sample_holds_up_nobody(in_order) -> None:
 
 
 def test_while_batches_are_short_one_more_waits_behind_a_slow_one(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "_SHORT_S", 1e9)
+    monkeypatch.setattr(routing, "_SHORT_NS", 10**18)
     gate, loads = Gate(), Loads(20)
 
     def sample(index):
@@ -108,7 +108,7 @@ def test_while_batches_are_short_one_more_waits_behind_a_slow_one(monkeypatch) -
     batches = iter(make(sample, 20))
     wait_until(lambda: len(loads.begun) == 7)
     scheduler = batches._engine._scheduler
-    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
+    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [2, 0])
     gate.open()
     assert list(batches) == list(range(20))
     gate.close()
@@ -328,7 +328,7 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
 
 
 def test_what_waited_behind_the_batch_that_killed_goes_to_those_who_live(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "_SHORT_S", 1e9)
+    monkeypatch.setattr(routing, "_SHORT_NS", 10**18)
     switch, gate, loads = Switch(is_on=True), Gate(), Loads(20)
     die = dying(0, switch, gate)
 
@@ -340,7 +340,7 @@ def test_what_waited_behind_the_batch_that_killed_goes_to_those_who_live(monkeyp
     batches = iter(loader)
     scheduler = batches._engine._scheduler
     wait_until(lambda: len(loads.begun) == 7)  # of 8: one waits behind the first
-    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
+    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [2, 0])
     (behind,) = set(range(8)) - set(loads.begun)
     killed, survivor = loads.pids[0], loads.pids[1]
     gate.open()
@@ -383,7 +383,8 @@ def test_the_death_of_an_idle_worker_raises() -> None:
 
     batches = iter(make(sample, 20))
     wait_until(lambda: len(loads.begun) == 8)
-    wait_until(lambda: not any(map(batches._engine._scheduler.task_count, (0, 1))))
+    workers = batches._engine._scheduler.workers
+    wait_until(lambda: not any(worker.in_flight for worker in workers))
     pid = batches._workers[1].pid
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
@@ -657,7 +658,7 @@ def test_a_worker_asks_for_its_next_task_before_it_is_done(options) -> None:
     )  # fmt: skip
     batches = iter(loader)
     scheduler = batches._engine._scheduler
-    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [2, 0])
+    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [2, 0])
     gate.open()
     assert sorted(batches) == [[index, index + 1] for index in range(0, 24, 2)]
     gate.close()
@@ -688,7 +689,7 @@ def test_nothing_is_asked_for_before_a_sample_that_may_be_slow(
     waiting = 2 if batch_size == 2 else 1
     wait_until(lambda: len(loads.begun) == 8 - waiting + 1)
     scheduler = batches._engine._scheduler
-    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == [1, 0])
+    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [1, 0])
     gate.open()
     assert [*itertools.chain.from_iterable(batches)] == list(range(8))
     gate.close()
@@ -732,7 +733,7 @@ def test_a_step_of_several_batches_asks_before_the_last_sample_of_all(slow, task
     batches = iter(loader)
     scheduler = batches._engine._scheduler
     wait_until(lambda: len(loads.begun) == 32 - (3 - slow) - 4 * (task_counts[0] - 1))
-    wait_until(lambda: [scheduler.task_count(worker) for worker in (0, 1)] == task_counts)
+    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == task_counts)
     gate.open()
     shards = itertools.chain.from_iterable(batches)
     assert [*itertools.chain.from_iterable(shards)] == list(range(32))

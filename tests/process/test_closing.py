@@ -141,7 +141,7 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
     if workers:
         engine = batches._engine
         # All answers that can be here are here; a thread of the engine's has built one batch.
-        built = 1 if engine.any_worker else 0
+        built = 1 if engine.is_dynamic else 0
         wait_until(lambda: _take_all(engine) == 4 * workers - built)
     loader.close()
     for _ in range(20):
@@ -150,7 +150,7 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
 
 
 def _take_all(engine: Any) -> int:
-    if not engine.any_worker:  # else a thread does
+    if not engine.is_dynamic:  # else a thread does
         for worker_id, data in engine._pool.wait(0):
             engine._take(worker_id, data)
     return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)

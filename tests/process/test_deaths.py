@@ -267,7 +267,7 @@ def test_a_worker_that_dies_with_messages_on_their_way_does_not_break_the_next_e
     wait_for_end(pool.pid(1))
     # Its pidfd alone is heard, before the news of its socket.
     pool._poll.unregister(pool._workers[1].channel)
-    while not engine._scheduler.deaths[1]:
+    while not engine._scheduler.workers[1].death:
         engine._receive_any(time.monotonic() + 1)
     armed.turn(on=False)
     with pytest.raises(WorkerDiedError):

@@ -257,7 +257,7 @@ class ProcessCrew:
             slot_bytes=uncapped_slot_bytes(),
             in_order=False,
             timeout_s=0,
-            any_worker=True,
+            is_dynamic=True,
             locker=locker,
             demand=demand,
         )

@@ -36,6 +36,7 @@ def path_of(module: str) -> Path:
     [
         "shmloader.engine.scheduler",
         "shmloader.engine.slots",
+        "shmloader.engine.workers",
         "shmloader.engine.routing",
         "shmloader.messages",
     ],

@@ -1,0 +1,208 @@
+"""The workers' records, and the table of their states. Pure: no process, no thread, no clock.
+
+::
+
+    GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
+                 │          │           │
+                 └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
+                                        └──▶ DEAD                 (no restart is left)
+
+A worker is busy while it has tickets in flight; that is a number, not a state. A worker that is
+STARTING has been started and may be sent tasks; it is READY when its first answer comes. With a
+fixed number of workers no worker is ever LEAVING or GONE.
+
+Rule: what is known of a worker stands in its record, and every change of state is made by
+:meth:`WorkerTable.move`, by the table.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shmloader.errors import InternalError
+
+
+class WorkerState(enum.Enum):
+    """Where a worker is in its life."""
+
+    # Members are compared by identity, and hashed without a call of a Python function.
+    __hash__ = object.__hash__
+
+    STARTING = "starting"
+    READY = "ready"
+    LEAVING = "leaving, once its tickets are answered"
+    GONE = "not running"
+    LOST = "lost, and about to be restarted"
+    DEAD = "dead, and not restarted"
+
+
+_ALLOWED = {
+    WorkerState.GONE: {WorkerState.STARTING},
+    WorkerState.STARTING: {
+        WorkerState.READY,
+        WorkerState.LEAVING,
+        WorkerState.LOST,
+        WorkerState.DEAD,
+    },
+    WorkerState.READY: {WorkerState.LEAVING, WorkerState.LOST, WorkerState.DEAD},
+    WorkerState.LEAVING: {
+        WorkerState.STARTING,
+        WorkerState.READY,
+        WorkerState.GONE,
+        WorkerState.LOST,
+        WorkerState.DEAD,
+    },
+    WorkerState.LOST: {WorkerState.STARTING},
+    WorkerState.DEAD: set[WorkerState](),
+}
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker. Only the scheduler changes the record.
+
+    Attributes:
+        worker_id: Its number, from 0.
+        state: Where it is in its life.
+        in_flight: Tickets it was assigned and has not answered.
+        has_requested: Whether it said that it will answer a ticket in a moment.
+        has_stream: Whether its iterable dataset has not ended in this epoch; always true with a
+            map-style dataset.
+        has_left_epoch: Whether it has finished with the epoch that is being left.
+        mapped_slots: Slots whose descriptors it was sent.
+        last_layout: The layout of its last batch, which it does not repeat; None before the first.
+        last_answer_ns: When it last answered, by the engine's clock; 0 before its first answer.
+        death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
+        is_death_untold: Whether it is DEAD and no ticket of its own tells the user.
+    """
+
+    worker_id: int
+    state: WorkerState = WorkerState.STARTING
+    in_flight: int = 0
+    has_requested: bool = False
+    has_stream: bool = True
+    has_left_epoch: bool = False
+    mapped_slots: set[int] = field(default_factory=set)
+    last_layout: object = None
+    last_answer_ns: int = 0
+    death: object = None
+    is_death_untold: bool = False
+
+    @property
+    def takes_tasks(self) -> bool:
+        """Whether it may be sent a task now."""
+        return self.state is WorkerState.READY or self.state is WorkerState.STARTING
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs, as far as is known."""
+        return self.takes_tasks or self.state is WorkerState.LEAVING
+
+
+class WorkerTable(list[Worker]):
+    """All workers of an engine by number, and how many of them are wanted.
+
+    Attributes:
+        wanted_count: How many workers should be present.
+
+    Args:
+        worker_count: The most workers there may be.
+        present: How many there are at first; the others are GONE.
+        ended: Those whose streams have ended before; empty where none has.
+    """
+
+    def __init__(self, worker_count: int, present: int, ended: Sequence[bool] = ()) -> None:
+        super().__init__(Worker(worker_id) for worker_id in range(worker_count))
+        for worker, has_ended in zip(self, ended, strict=False):
+            worker.has_stream = not has_ended
+        for worker in self[present:]:
+            worker.state = WorkerState.GONE
+        self.wanted_count = present
+        # Asked several times a batch, and so counted where states change.
+        self._counts = dict.fromkeys(WorkerState, 0)
+        self._counts[WorkerState.STARTING] = present
+        self._counts[WorkerState.GONE] = worker_count - present
+
+    @property
+    def present_count(self) -> int:
+        """How many workers are present. May be asked by any thread."""
+        counts = self._counts
+        return len(self) - counts[WorkerState.GONE] - counts[WorkerState.LEAVING]
+
+    @property
+    def are_all_dead(self) -> bool:
+        """Whether no worker is present but dead ones."""
+        return self.present_count == self._counts[WorkerState.DEAD]
+
+    def move(self, worker_id: int, new: WorkerState) -> None:
+        """Change a worker's state.
+
+        Raises:
+            InternalError: If the table does not allow the change.
+        """
+        worker = self[worker_id]
+        if new not in _ALLOWED[worker.state]:
+            raise InternalError(
+                f"worker {worker_id} is {worker.state.value} and cannot be {new.value}"
+            )
+        self._counts[worker.state] -= 1
+        self._counts[new] += 1
+        worker.state = new
+        if not worker.is_alive:  # a process that takes its place knows none of this
+            worker.mapped_slots.clear()
+            worker.last_layout = None
+            worker.last_answer_ns = 0
+            worker.has_requested = False
+
+    def balance(self) -> None:
+        """Let workers leave that are not wanted, the last first; let leaving ones stay.
+
+        A worker that is LOST does not leave before it has been restarted, since it owes answers.
+        """
+        while self.present_count > self.wanted_count:
+            leaver = next((one for one in reversed(self) if one.takes_tasks), None)
+            if leaver is None:
+                return
+            self.move(leaver.worker_id, WorkerState.LEAVING)
+        while self.present_count < self.wanted_count:
+            stayer = self._first(WorkerState.LEAVING)
+            if stayer is None:
+                return
+            self._stay(stayer)
+
+    def let_all_stay(self) -> None:
+        """Let all stay that are about to leave."""
+        for worker in self:
+            if worker.state is WorkerState.LEAVING:
+                self._stay(worker)
+        self.wanted_count = self.present_count
+
+    def _stay(self, worker: Worker) -> None:
+        has_answered = worker.last_answer_ns > 0
+        self.move(worker.worker_id, WorkerState.READY if has_answered else WorkerState.STARTING)
+
+    def next_restart(self) -> Worker | None:
+        """A worker that is LOST; None if there is none."""
+        return self._first(WorkerState.LOST)
+
+    def next_start(self) -> Worker | None:
+        """A worker that is GONE, while more are wanted than are present; else None."""
+        if self.present_count >= self.wanted_count:
+            return None
+        return self._first(WorkerState.GONE)
+
+    def next_stop(self) -> Worker | None:
+        """A worker that is LEAVING and has answered everything; None if there is none."""
+        if not self._counts[WorkerState.LEAVING]:
+            return None
+        leaving = (one for one in self if one.state is WorkerState.LEAVING)
+        return next((one for one in leaving if one.in_flight == 0), None)
+
+    def first_dead(self) -> Worker | None:
+        """A worker that is DEAD; None if there is none."""
+        return self._first(WorkerState.DEAD)
+
+    def _first(self, state: WorkerState) -> Worker | None:
+        if not self._counts[state]:
+            return None
+        return next(worker for worker in self if worker.state is state)
