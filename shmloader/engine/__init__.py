@@ -49,7 +49,7 @@ on until the window is full of batches that wait for it. Somebody has to send th
 the user trains: the engine has a thread of its own here even without a stage. It builds one batch
 ahead, which counts as lent.
 
-With ``num_workers="auto"`` the table has a record for the most workers that there may be; those that
+With ``num_workers="auto"`` the table has a record for the most workers there may be; those that
 are not wanted are GONE. The iterator says how many it wants. A worker that is wanted is started by
 the user's thread, as a restarted one is; one that is not wanted any more is LEAVING, and is stopped
 when it has answered what it has.
@@ -89,12 +89,12 @@ window
     The tickets in flight.
 
 Modules, each with one concern: ``slots`` (states of slots, pure), ``workers`` (the workers' records
-and states, pure), ``routing`` (which worker gets a ticket, pure), ``scheduler`` (tickets, order and epochs, pure), ``arena`` (the slots
-themselves, in the main process, and their page locks), ``answers`` (what may come back),
-``streams`` (how far an iterable dataset's streams have come in the workers, pure),
-``stream_states`` (the same, as the user has been given of them: what is saved of a loader),
-``adapting`` (how many workers there should be, pure), ``failures`` (bad samples, counted and
-listed), ``wording`` (texts of errors), ``inbox`` (tickets from another thread), ``lateness`` (what
-a timeout says), ``base`` (where tickets come from, and how an engine ends), ``engine`` (the only
-one that acts on processes) and ``threaded`` (on threads).
+and states, pure), ``routing`` (which worker gets a ticket, pure), ``scheduler`` (tickets, order and
+epochs, pure), ``arena`` (the slots themselves, in the main process, and their page locks),
+``answers`` (what may come back), ``streams`` (how far an iterable dataset's streams have come in
+the workers, pure), ``stream_states`` (the same, as the user has been given of them: what is saved
+of a loader), ``adapting`` (how many workers there should be, pure), ``failures`` (bad samples,
+counted and listed), ``wording`` (texts of errors), ``inbox`` (tickets from another thread),
+``lateness`` (what a timeout says), ``base`` (where tickets come from, and how an engine ends),
+``engine`` (the only one that acts on processes) and ``threaded`` (on threads).
 """

@@ -720,7 +720,9 @@ def lose(subject: Scheduler, worker_id: int, death="death", at_work=None) -> Non
 
 def restarted(subject: Scheduler) -> list[Ticket]:
     """Restart the worker that was lost; the tickets that are sent to it."""
-    subject.worker_started(subject.workers.next_restart().worker_id)
+    worker = subject.workers.next_restart()
+    subject.worker_started(worker.worker_id)
+    assert worker.death is None
     return list(iter(subject.next_task, None))
 
 
@@ -1232,6 +1234,7 @@ def test_a_retired_slot_is_dropped_once_by_those_that_have_mapped_it():
     subject.end_epoch()
     assert subject.take_dropped_slots() == [DroppedSlot(1, [1])]
     assert subject.take_dropped_slots() == []
+    assert [worker.mapped_slots for worker in subject.workers] == [{0, 2}, set()]
 
 
 def test_a_worker_is_ready_with_its_first_answer():
@@ -1257,6 +1260,49 @@ def test_a_workers_pace_counts_from_its_answer_before_if_it_had_a_task_then():
     subject = idle_takes_oldest()
     subject.task_limit = 2
     assert taken(subject) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    subject.answered(0, 0, "batch", now_ns=50_000_000)
+    subject.task_limit = 1
+    subject.answered(2, 0, "batch", now_ns=50_100_000)
+    assert subject.task_limit == 2, "0.1 ms, though it was sent at 0"
+
+
+def test_a_workers_pace_counts_from_when_it_was_sent_the_task_if_it_had_none():
+    subject = idle_takes_oldest(window=2)
+    assert taken(subject) == [(0, 0), (1, 1)]
     subject.answered(0, 0, "batch", now_ns=1)
-    subject.answered(2, 0, "batch", now_ns=100_000_000)
-    assert subject.task_limit == 1, "0.1 s, though both were sent at 0"
+    subject.take_next()
+    offered_later = subject.offer([2])
+    assert subject.next_task(100_000_000) is offered_later
+    subject.answered(2, 0, "batch", now_ns=100_100_000)
+    assert subject.task_limit == 2, "0.1 ms, though its last answer came at 1"
+
+
+def test_a_ticket_for_a_lost_worker_is_sent_to_the_one_in_its_place():
+    subject = scheduler(restart_limit=1)
+    lose(subject, 0)
+    first, second = (subject.offer([number]) for number in range(2))
+    assert taken(subject) == [(second.seq, 1)]
+    assert restarted(subject) == [first]
+
+
+@pytest.mark.parametrize("restart_limit", [0, 1])
+def test_a_ticket_that_was_about_to_be_sent_to_a_worker_that_dies_is_not_sent(restart_limit):
+    subject = scheduler(worker_count=1, restart_limit=restart_limit)
+    ticket = subject.offer([0])
+    lose(subject, 0)
+    assert subject.next_task() is None
+    if restart_limit:
+        assert restarted(subject) == [ticket]
+    else:
+        assert ticket.answer == "death"
+
+
+def test_a_worker_that_comes_back_asks_for_no_further_tickets():
+    subject = with_workers(1)
+    for count, asked in ((2, 2), (1, 0), (2, 0), (3, 2)):
+        subject.workers_wanted(count)
+        while (worker := subject.workers.next_stop()) is not None:
+            subject.worker_stopped(worker.worker_id)
+        while (worker := subject.workers.next_start()) is not None:
+            subject.worker_started(worker.worker_id)
+        assert subject.take_wanted_tickets() == asked
