@@ -235,7 +235,7 @@ def test_long_indices_are_put_into_a_slot_that_had_to_be_made_again():
     arena.lock(0)
     locker.fails = True
     indices = bytes(range(256)) * 4096
-    sent = Sender(None, arena, 1)._spill(Ticket(0, 0, 0, None), indices)
+    sent = Sender(None, arena)._spill(Ticket(0, 0, 0, None), indices)
     assert len(locker.kept) == 1
     assert arena[0].mapping[sent.offset : sent.offset + sent.nbytes] == indices
     arena.close()
