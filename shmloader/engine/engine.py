@@ -27,7 +27,7 @@ from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.sender import Sender
-from shmloader.engine.slots import SlotState
+from shmloader.engine.slots import FREE, LENT, RETIRED
 from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.engine.streams import StreamBook
 from shmloader.engine.wording import (
@@ -440,7 +440,7 @@ class Engine(EngineBase):
             except BaseException:
                 self._settle(ticket, is_kept=answer.is_kept)
                 raise
-            self._scheduler.delivered(ticket, SlotState.LENT)
+            self._scheduler.delivered(ticket, LENT)
             self.counts.lent += 1
             lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
             return reader.read(slot, lease)
@@ -464,7 +464,7 @@ class Engine(EngineBase):
 
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
         """A ticket's slot is done with, nothing of it is lent."""
-        state = SlotState.RETIRED if is_kept else SlotState.FREE
+        state = RETIRED if is_kept else FREE
         self._scheduler.delivered(ticket, state)
         self._drop_slots()
 
@@ -482,12 +482,13 @@ class Engine(EngineBase):
     # Tickets out -------------------------------------------------------------------------
 
     def _offer_indices(self, indices: object) -> None:
-        self._scheduler.offer(indices, time.monotonic_ns())
-        self._send_tasks()
+        now_ns = time.monotonic_ns()
+        self._scheduler.offer(indices, now_ns)
+        self._send_tasks(now_ns)
 
-    def _send_tasks(self) -> None:
+    def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that have a worker, or that a worker has room for."""
-        while (ticket := self._scheduler.next_task(time.monotonic_ns())) is not None:
+        while (ticket := self._scheduler.next_task(now_ns)) is not None:
             self._send(ticket)
 
     def _ask_for_tickets(self) -> None:
@@ -522,7 +523,7 @@ class Engine(EngineBase):
             else:
                 self._take(worker_id, data)
         if self.is_dynamic and happened:
-            self._send_tasks()
+            self._send_tasks(time.monotonic_ns())
         self.in_transit = False
         self._restart_workers()
 
@@ -582,7 +583,7 @@ class Engine(EngineBase):
         self._sender.forget(worker_id)
         self._resume(worker_id)
         self._scheduler.worker_started(worker_id)
-        self._send_tasks()
+        self._send_tasks(time.monotonic_ns())
         self.in_transit = False
 
     # More workers, or fewer ---------------------------------------------------------------
@@ -603,7 +604,7 @@ class Engine(EngineBase):
         if self._wish is not None:
             wish, self._wish = self._wish, None
             scheduler.workers_wanted(wish)
-            self._send_tasks()
+            self._send_tasks(time.monotonic_ns())
         while (worker := scheduler.workers.next_start()) is not None and self._add_worker(
             worker.worker_id
         ):

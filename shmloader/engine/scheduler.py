@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shmloader.engine.routing import Pace, Router, pick_idle
-from shmloader.engine.slots import SlotState, SlotTable
-from shmloader.engine.workers import Worker, WorkerState, WorkerTable
+from shmloader.engine.slots import FREE, FULL, RETIRED, SlotState, SlotTable
+from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
 
@@ -44,11 +44,11 @@ class Ticket:
         worker_id: The worker it was assigned to, or None until then.
         slot_id: The slot its batch goes to, or None until it is assigned.
         indices: What the sampler gave.
+        offered_ns: When it was offered, by the engine's clock.
         answer: What came back; None until then. The scheduler does not look at it.
         is_dropped: Nothing will be delivered: the worker's stream ended before it, or the epoch.
         is_kept: Its worker goes on looking at the slot, which must not be filled again.
         kill_count: Workers that died while they loaded it.
-        offered_ns: When it was offered, by the engine's clock.
         sent_ns: When it was last taken to be sent to its worker, by the same clock.
         is_slot_new: Whether its worker is sent the slot's descriptor with it.
     """
@@ -57,11 +57,11 @@ class Ticket:
     worker_id: int | None
     slot_id: int | None
     indices: object
+    offered_ns: int = 0
     answer: object = None
     is_dropped: bool = False
     is_kept: bool = False
     kill_count: int = 0
-    offered_ns: int = 0
     sent_ns: int = 0
     is_slot_new: bool = False
 
@@ -91,7 +91,7 @@ class DroppedSlot(NamedTuple):
 
 
 def _after_use(is_kept: bool) -> SlotState:
-    return SlotState.RETIRED if is_kept else SlotState.FREE
+    return RETIRED if is_kept else FREE
 
 
 class Scheduler:
@@ -182,7 +182,7 @@ class Scheduler:
     def _add(self, indices: object, now_ns: int) -> Ticket:
         seq = self._next_seq
         self._next_seq = seq + 1
-        ticket = self._tickets[seq] = Ticket(seq, None, None, indices, offered_ns=now_ns)
+        ticket = self._tickets[seq] = Ticket(seq, None, None, indices, now_ns)
         return ticket
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
@@ -192,10 +192,10 @@ class Scheduler:
             raise InternalError("all slots are in use (I5)")
         ticket.worker_id, ticket.slot_id = worker.worker_id, slot_id
         worker.in_flight += 1
-        if worker.state is WorkerState.DEAD:
+        if worker.state is DEAD:
             # The user is told at the ticket's place in the order.
-            self._answer(ticket, worker.death)
-        elif worker.state is not WorkerState.LOST:
+            self._answer(ticket, worker, worker.death)
+        elif worker.state is not LOST:
             self._unsent.append(ticket)
 
     def next_task(self, now_ns: int = 0) -> Ticket | None:
@@ -209,9 +209,9 @@ class Scheduler:
             return None
         ticket = self._unsent.popleft()
         ticket.sent_ns = now_ns
-        mapped_slots = self.workers[ticket.holder].mapped_slots
-        ticket.is_slot_new = ticket.place not in mapped_slots
-        mapped_slots.add(ticket.place)
+        slot_id, mapped_slots = ticket.place, self.workers[ticket.holder].mapped_slots
+        ticket.is_slot_new = slot_id not in mapped_slots
+        mapped_slots.add(slot_id)
         return ticket
 
     def _assign_waiting(self) -> None:
@@ -258,14 +258,14 @@ class Scheduler:
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
         self._note_alive(worker, now_ns)
-        self._answer(ticket, answer, is_kept=is_kept)
+        self._answer(ticket, worker, answer, is_kept=is_kept)
         return ticket
 
     def _note_alive(self, worker: Worker, now_ns: int) -> None:
         """A worker has answered something."""
         worker.last_answer_ns = now_ns
-        if worker.state is WorkerState.STARTING:
-            self.workers.move(worker.worker_id, WorkerState.READY)
+        if worker.state is STARTING:
+            self.workers.move(worker.worker_id, READY)
 
     def requested(self, worker_id: int) -> None:
         """A worker will answer a ticket in a moment: it may be given one more."""
@@ -275,8 +275,9 @@ class Scheduler:
         """A worker has sent the layout of its batches from now on."""
         self.workers[worker_id].last_layout = layout
 
-    def _answer(self, ticket: Ticket, answer: object, *, is_kept: bool = False) -> None:
-        worker = self.workers[ticket.holder]
+    def _answer(
+        self, ticket: Ticket, worker: Worker, answer: object, *, is_kept: bool = False
+    ) -> None:
         worker.in_flight -= 1
         worker.has_requested = False
         if ticket.is_dropped:
@@ -285,7 +286,7 @@ class Scheduler:
             return
         ticket.is_kept = is_kept
         ticket.answer = answer
-        self.slots.move(ticket.place, SlotState.FULL)
+        self.slots.move(ticket.place, FULL)
         if not self._in_order:
             self._arrived.append(ticket)
 
@@ -297,9 +298,9 @@ class Scheduler:
         """
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
-        self._note_alive(self.workers[ticket.holder], now_ns)
-        self._answer(ticket, None, is_kept=is_kept)
         worker = self.workers[ticket.holder]
+        self._note_alive(worker, now_ns)
+        self._answer(ticket, worker, None, is_kept=is_kept)
         if not worker.has_stream:
             return False
         worker.has_stream = False
@@ -325,7 +326,7 @@ class Scheduler:
             slot_id: Its slot, which is FREE now, or else RETIRED.
             clean: False if somebody else may still look at the slot (I9).
         """
-        self.slots.move(slot_id, SlotState.FREE if clean else SlotState.RETIRED)
+        self.slots.move(slot_id, FREE if clean else RETIRED)
 
     def take_dropped_slots(self) -> list[DroppedSlot]:
         """The slots that were retired since the last call, to be let go of."""
@@ -367,23 +368,23 @@ class Scheduler:
         if culprit is not None:
             culprit.kill_count += 1
         if self._restarts_left == 0 or (culprit is not None and culprit.kill_count > 1):
-            self.workers.move(worker_id, WorkerState.DEAD)
+            self.workers.move(worker_id, DEAD)
             worker.is_death_untold = all(ticket.is_dropped for ticket in unanswered)
             for ticket in unanswered:
-                self._answer(ticket, death)
+                self._answer(ticket, worker, death)
             return
         self._restarts_left -= 1
-        self.workers.move(worker_id, WorkerState.LOST)
+        self.workers.move(worker_id, LOST)
         for ticket in unanswered:
             if ticket.is_dropped:
-                self._answer(ticket, None)
+                self._answer(ticket, worker, None)
             elif self.is_dynamic and ticket is not culprit:
                 self._take_back(ticket, worker)
 
     def _take_back(self, ticket: Ticket, worker: Worker) -> None:
         """A lost worker had not begun a ticket, which waits for another one now."""
         worker.in_flight -= 1
-        self.slots.move(ticket.place, SlotState.FREE)
+        self.slots.move(ticket.place, FREE)
         ticket.worker_id = ticket.slot_id = None
         younger = [other for other in self._waiting if other.seq > ticket.seq]
         older = [other for other in self._waiting if other.seq < ticket.seq]
@@ -395,7 +396,7 @@ class Scheduler:
         It is sent what the lost one had in work. It knows nothing of an epoch before.
         """
         worker = self.workers[worker_id]
-        self.workers.move(worker_id, WorkerState.STARTING)
+        self.workers.move(worker_id, STARTING)
         worker.death = None
         worker.has_left_epoch = True
         self._unsent.extend(self.wanted_of(worker_id))
@@ -403,7 +404,7 @@ class Scheduler:
 
     def worker_stopped(self, worker_id: int) -> None:
         """A worker that was not wanted has been told to end."""
-        self.workers.move(worker_id, WorkerState.GONE)
+        self.workers.move(worker_id, GONE)
 
     def workers_wanted(self, count: int) -> None:
         """So many workers should be present from now on; with dynamic dispatch."""
@@ -520,7 +521,7 @@ class Scheduler:
         del self._tickets[ticket.seq]
         if ticket.slot_id is not None:
             self.workers[ticket.holder].in_flight -= 1
-            self.slots.move(ticket.slot_id, SlotState.FREE)
+            self.slots.move(ticket.slot_id, FREE)
 
     def left_epoch(self, worker_id: int) -> None:
         """A worker has finished with the epoch that was given up."""
@@ -530,7 +531,7 @@ class Scheduler:
     def is_epoch_left(self) -> bool:
         """Whether all workers have finished with the epoch that was given up."""
         return not any(
-            worker.state is WorkerState.LOST or (worker.is_alive and not worker.has_left_epoch)
+            worker.state is LOST or (worker.is_alive and not worker.has_left_epoch)
             for worker in self.workers
         )
 
@@ -542,7 +543,7 @@ class Scheduler:
         """
         for ticket in self.tickets:
             ticket.is_dropped = True
-            self._answer(ticket, None)
+            self._answer(ticket, self.workers[ticket.holder], None)
         self.epoch += 1
         self._restarts_left = self._restart_limit
         self._next_seq = self._next_delivery = 0
