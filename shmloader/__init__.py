@@ -9,7 +9,8 @@ The layers; imports run downward only::
     fronts      what users see: loaders and their iterators, and pipelines
     stages      what happens to a batch after the engine, on a thread: pinning, copying to a device
     engine      an ordered, bounded, parallel map; the way of one batch is drawn there
-    workers     processes that load, or threads; how they start and end; who stands still meanwhile
+    pools       who makes the batches: processes, whose batches come in slots, or threads
+    workers     what a worker does; how processes start and end; who stands still meanwhile
     shared      datasets in shared memory, once for all processes
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards

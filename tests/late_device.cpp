@@ -877,7 +877,7 @@ void late_switch(int is_on) {
   Lock lock(world().mutex);
   World& all = world();
   all.is_on = is_on;
-  all.is_held = all.is_capturing = all.is_initialized = false;
+  all.is_held = all.is_capturing = false;
   all.unregister_error = 0;
   for (int device = 0; device < kDevices; ++device) {
     all.copies_left[device] = -1;
@@ -906,6 +906,7 @@ void late_switch(int is_on) {
   all.counts[kReservedBytes] = reserved;
   all.counts[kUsedBytes] = all.counts[kMostUsedBytes] = used;
   all.counts[kWaiting] = waiting;
+  all.is_initialized = false;  // after its count: another thread may use the device meanwhile
   all.changed.notify_all();
 }
 

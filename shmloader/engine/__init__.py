@@ -38,9 +38,10 @@ The life of a worker::
 
 A worker has one record, in the scheduler's table (``workers``): its state, its tickets in flight,
 the slots that it has mapped, its last layout, its death. The scheduler is told what has happened,
-and decides; the engine does what the scheduler says is to be done: it sends tasks, starts and stops
-workers, and lets go of slots. A lost worker's tickets are sent to the one that is started in its
-place, or, once no restart is left, each is answered by the worker's death.
+and decides; the engine has its pool do what the scheduler says is to be done: tasks are sent,
+workers are started and stopped, and slots are let go of. A lost worker's tickets are sent to the
+one that is started in its place, or, once no restart is left, each is answered by the worker's
+death.
 
 With dynamic dispatch (a map-style dataset, and the order is free or content does not depend on the
 worker), a ticket waits in the scheduler until a worker has room for it: for one task, or for two
@@ -54,10 +55,11 @@ are not wanted are GONE. The iterator says how many it wants. A worker that is w
 the user's thread, as a restarted one is; one that is not wanted any more is LEAVING, and is stopped
 when it has answered what it has.
 
-With ``thread_pool=True`` workers are threads of the main process. There are no slots then and no
-messages: the engine (``threaded``) puts tickets into a queue, from which an idle thread takes the
-oldest; the thread makes the batch, sets it as the ticket's answer and rings a bell
-(:mod:`shmloader.workers.threads`). Draws, order, failures, stages and ends are the same.
+Who the workers are is a matter of the pool, and all that a pool must do stands on one page
+(:mod:`shmloader.pools`). Where the pool has a queue, the scheduler gives a ticket to no worker:
+an idle one takes the oldest, and the answer says who it was. So it is with ``thread_pool=True``:
+workers are threads of the main process, there are no messages, and a batch comes as it is; a slot
+is then no more than a place in the window. Draws, order, failures, stages and ends are the same.
 
 The place of each worker's dataset travels with its batches: a state of the dataset's own, where it
 has one, or a fingerprint of the batch. It is noted twice: as far as answers came, from which a dead
@@ -90,11 +92,10 @@ window
 
 Modules, each with one concern: ``slots`` (states of slots, pure), ``workers`` (the workers' records
 and states, pure), ``routing`` (which worker gets a ticket, pure), ``scheduler`` (tickets, order and
-epochs, pure), ``arena`` (the slots themselves, in the main process, and their page locks),
-``answers`` (what may come back), ``streams`` (how far an iterable dataset's streams have come in
-the workers, pure), ``stream_states`` (the same, as the user has been given of them: what is saved
-of a loader), ``adapting`` (how many workers there should be, pure), ``failures`` (bad samples,
-counted and listed), ``wording`` (texts of errors), ``inbox`` (tickets from another thread),
-``lateness`` (what a timeout says), ``base`` (where tickets come from, and how an engine ends),
-``engine`` (the only one that acts on processes) and ``threaded`` (on threads).
+epochs, pure), ``streams`` (how far an iterable dataset's streams have come in the workers, pure),
+``stream_states`` (the same, as the user has been given of them: what is saved of a loader),
+``adapting`` (how many workers there should be, pure), ``failures`` (bad samples, counted and
+listed), ``wording`` (texts of errors), ``inbox`` (tickets from another thread), ``lateness`` (what
+a timeout says), ``base`` (the engine as its caller sees it: where tickets come from, what a call
+promises, how it ends) and ``engine`` (what it has its pool do, and what the pool tells).
 """

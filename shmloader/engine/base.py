@@ -1,4 +1,4 @@
-"""What both engines have: where their tickets come from, who calls them, how they end."""
+"""The engine as its caller sees it: where tickets come from, what a call promises, how it ends."""
 
 import abc
 import time

@@ -1,32 +1,22 @@
-"""Acts on what the scheduler decides: sends tasks, takes answers, builds batches.
+"""Acts on what the scheduler decides: has its pool make batches, and hands them over.
 
 Runs on the thread that calls ``next_batch``, and only then: the user's, or one of
 :mod:`shmloader.stages.thread`. While that thread does other things, workers go on with the tasks
-they have, and their answers wait in the sockets.
+they have, and their answers wait in the pool.
 """
 
+import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
-from shmloader.engine.answers import (
-    Batch,
-    Death,
-    Empty,
-    Failure,
-    Reader,
-    UnreadableLayout,
-    read_layout,
-)
-from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
-from shmloader.engine.sender import Sender
 from shmloader.engine.slots import FREE, LENT, RETIRED
 from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.engine.streams import StreamBook
@@ -47,46 +37,23 @@ from shmloader.errors import (
 )
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
-from shmloader.memory.debug import checksum, is_debugging
-from shmloader.memory.room import Demand, Room
-from shmloader.memory.slot import Slot
-from shmloader.messages import (
-    BatchDone,
-    BatchEmpty,
-    BatchFailed,
-    EpochStarted,
-    NextWanted,
-    Spilled,
-    StartEpoch,
-    StatePart,
-    StreamEnded,
-    TooLong,
-    pack,
-    unpack,
-)
+from shmloader.memory.debug import is_debugging
+from shmloader.pools import Pool
+from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.stats.times import BatchTimes
-from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.board import Phase
-from shmloader.workers.finishing import finish
-from shmloader.workers.pool import Pool
-from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.board import AtWork, Phase
 from shmloader.workers.stream import Beginning
 
 _log = logging.getLogger("shmloader")
 
 
-def _is_final(answer: object) -> bool:
-    """Whether it stands for no batch, since a dataset could not be resumed."""
-    return isinstance(answer, Failure) and answer.is_final
-
-
-def _note_of(worker_id: int, answer: object) -> StreamNote:
+def _note_of(worker_id: int, answer: Answer) -> StreamNote:
     """What an answer says of its worker's dataset."""
     if isinstance(answer, Batch):
         return StreamNote(worker_id, answer.snapshot, answer.fingerprint)
     if isinstance(answer, Failure):
         return StreamNote(worker_id, answer.snapshot, answer.fingerprint, has_failed=True)
-    return StreamNote(worker_id, answer.snapshot if isinstance(answer, Empty) else None)
+    return StreamNote(worker_id, answer.snapshot)
 
 
 def _explained(error: StopIteration) -> RuntimeError:
@@ -96,17 +63,13 @@ def _explained(error: StopIteration) -> RuntimeError:
 
 
 class Engine(EngineBase):
-    """Batches out of worker processes.
-
-    Attributes:
-        arena: The memory of its slots.
+    """Batches out of a pool of workers.
 
     Args:
-        pool: Its workers; the engine owns it from now on.
+        pool: Its workers, and their memory; the engine owns it from now on.
         worker_count: How many they are.
         window: Most tickets in flight.
         lend_limit: Most batches lent at once.
-        slot_bytes: Length of each slot.
         in_order: Whether batches come in the sampler's order.
         timeout_s: Longest wait for a batch; 0 for ever.
         worker_restarts: Dead workers that are replaced in an epoch.
@@ -115,8 +78,6 @@ class Engine(EngineBase):
         is_iterable: Whether they are iterable.
         is_dynamic: Whether tickets are dispatched dynamically; see :class:`Scheduler`.
         is_seeded: Whether each sample has random streams of its own.
-        locker: Locks the pages of slots, where a device reads them.
-        demand: What it may ask of memory; None: nobody asks whether it is there.
         watch: Notes bad samples; None if they are raised.
         present: Workers that there are at first; others come by :meth:`want_workers`. None: all.
             With dynamic dispatch only.
@@ -129,7 +90,6 @@ class Engine(EngineBase):
         worker_count: int,
         window: int,
         lend_limit: int,
-        slot_bytes: int,
         in_order: bool,
         timeout_s: float,
         worker_restarts: int = 0,
@@ -137,21 +97,18 @@ class Engine(EngineBase):
         is_iterable: bool = True,
         is_dynamic: bool = False,
         is_seeded: bool = False,
-        locker: PageLocker | None = None,
-        demand: Demand | None = None,
         watch: FailureWatch | None = None,
         present: int | None = None,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
+        self.counts = pool.counts
         # How many workers another thread wants; None once the scheduler knows.
         self._wish: int | None = None
         self._restart_limit = worker_restarts
         self._streams: StreamBook | None = None
         if streams is not None:
             self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
-        # A state that did not fit is told once.
-        self._has_lost_state = False
         self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
         self._scheduler = Scheduler(
@@ -163,14 +120,11 @@ class Engine(EngineBase):
             first_worker=0 if streams is None else streams.next_worker,
             ended=() if streams is None else [place.has_ended for place in streams.places],
             is_dynamic=is_dynamic,
+            has_queue=pool.has_queue,
             present=present,
         )
-        self.arena = Arena(slot_bytes, locker, None if demand is None else Room(demand))
         if is_debugging():
-            self._scheduler.slots.on_free = self.arena.poison
-        self.arena.counts = self.counts
-        self.counts.slot_count = window + lend_limit
-        self._sender = Sender(pool, self.arena)
+            self._scheduler.slots.on_free = pool.poison
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -186,7 +140,7 @@ class Engine(EngineBase):
 
     def _resume(self, worker_id: int) -> None:
         if self._streams is not None:
-            self._sender.resume(worker_id, self._streams.place(worker_id))
+            self._pool.resume(worker_id, self._streams.place(worker_id))
 
     @property
     def stream_beginnings(self) -> StreamStates | None:
@@ -221,14 +175,22 @@ class Engine(EngineBase):
             LoaderTimeoutError: If they took too long. The engine is closed then.
         """
         self.check_open()
+        try:
+            self._leave_epoch()
+            self.start(tickets)
+        except BaseException as error:
+            if is_interruption(error):  # and not of the user's sampler, which may go on
+                self.give_up(error)
+            raise
+
+    def _leave_epoch(self) -> None:
         self._draw = iter(()).__next__
         try:
             self._finish_epoch()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if not is_interruption(error):
+                self.close()
             raise
-        self._draw = tickets.__next__
-        self._prime()
 
     def _finish_epoch(self) -> None:
         scheduler = self._scheduler
@@ -236,10 +198,9 @@ class Engine(EngineBase):
         self._drop_slots()
         if self._streams is not None:
             self._streams.leave()
-        message = pack(StartEpoch(scheduler.epoch + 1))
         for worker in scheduler.workers:
             if worker.is_alive:
-                self._pool.send(worker.worker_id, message)
+                self._pool.start_epoch(worker.worker_id, scheduler.epoch + 1)
         self._restart_workers()
         while True:
             dead = scheduler.workers.first_dead()
@@ -270,7 +231,7 @@ class Engine(EngineBase):
     def _next_batch(self) -> object:
         self._pool.is_waiting = False
         scheduler = self._scheduler
-        self._give_back_early()
+        self._tidy()
         deadline: float | None = None
         while True:
             if self._inbox:
@@ -305,12 +266,11 @@ class Engine(EngineBase):
             self._pause()
             self.check_open()
 
-    def _give_back_early(self) -> None:
-        """Where memory is short, have free slots give it back before anything else is done."""
-        if self.arena.is_short:
+    def _tidy(self) -> None:
+        """Give back memory that slots do not need, before anything else is done."""
+        if self._pool.wants_tidying:
             self._collect_returns()
-            for slot_id in self._scheduler.slots.free_ids:
-                self.arena.prepare(slot_id)
+            self._pool.tidy(self._scheduler.slots.free_ids)
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
         """Have the user's thread wake us if we have use for what it brings; whether to wait for it.
@@ -337,12 +297,9 @@ class Engine(EngineBase):
         if awaited is None or awaited.answer is not None:
             return False
         self.in_transit = True
-        worker_id = awaited.holder
-        data = self._pool.receive(worker_id)
-        if data is not None:
-            self._take(worker_id, data)
+        has_taken = self._pool.poll(awaited.worker_id, self)
         self.in_transit = False
-        return data is not None
+        return has_taken
 
     @property
     def _takes_tickets(self) -> bool:
@@ -353,11 +310,10 @@ class Engine(EngineBase):
         answer = ticket.answer
         if not isinstance(answer, Batch | Failure | Empty):
             return False
-        worker_id, error = ticket.holder, None
+        worker_id, error = ticket.assigned_worker, None
         if answer.report is not None:
-            report = SampleReport.loads(answer.report)
             batch = f"batch {ticket.seq}"
-            error = watch.note(report, batch, worker_id, self._pool.pid(worker_id))
+            error = watch.note(answer.report, batch, worker_id, self._pool.pid(worker_id))
         if error is None and type(answer) is Empty:
             error = watch.left_out(describe_ticket(ticket))
         if error is not None:
@@ -373,94 +329,95 @@ class Engine(EngineBase):
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
-        if self.arena.leases.has_returns:
+        if self._pool.has_returns:
             self._collect_returns()
-        if self.arena.wants_trim:
-            self.arena.trim(self._scheduler.slots.free_ids)
         answer = ticket.answer
-        if type(answer) is Failure and answer.is_final:
-            self._settle(ticket, is_kept=answer.is_kept)
-            error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.holder)))
-            self._fail(error, "its dataset could not be resumed")
-        if type(answer) is not Death:
-            times = self._times(ticket, answer) if type(answer) is Batch else None
-            notes: Sequence[StreamNote] = ()
-            if self._streams is not None:
-                notes = self._streams.handed_over(ticket.seq, _note_of(ticket.holder, answer))
-            self._give_receipt(ticket.seq, notes, times)
-        if type(answer) is Batch:
-            try:
-                batch = self._build(ticket, answer)
-            except Exception as error:
-                if is_interruption(error):
-                    raise
-                self._offer()
-                # A StopIteration of an object that is unpickled.
-                self._raise_told(_explained(error) if isinstance(error, StopIteration) else error)
+        if not isinstance(answer, Batch):
+            self._raise_instead(ticket, answer)
+        self._note_delivery(ticket, answer, self._times(ticket, answer))
+        try:
+            batch = self._build(ticket, answer)
+        except Exception as error:
+            if is_interruption(error):
+                raise
             self._offer()
-            return batch
-        if type(answer) is Failure:
+            # A StopIteration of an object that is unpickled.
+            self._raise_told(_explained(error) if isinstance(error, StopIteration) else error)
+        self._offer()
+        return batch
+
+    def _raise_instead(self, ticket: Ticket, answer: object) -> NoReturn:
+        """Raise what came in place of a batch; and offer one more ticket, if there are more."""
+        pid = self._pool.pid(ticket.assigned_worker)
+        if isinstance(answer, Failure):
+            # No local name for the error: its traceback holds this frame.
             self._settle(ticket, is_kept=answer.is_kept)
+            note = describe_loading(ticket, pid)
+            if answer.is_final:
+                self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
+            self._note_delivery(ticket, answer, None)
             self._offer()
-            note = describe_loading(ticket, self._pool.pid(ticket.holder))
             self._raise_told(answer.error.rebuilt(note))
-        if type(answer) is Death:
+        if isinstance(answer, Death):
             self._settle(ticket, is_kept=False)
-            self._fail(WorkerDiedError(describe_death(ticket.holder, answer, ticket)))
+            self._fail(WorkerDiedError(describe_death(ticket.assigned_worker, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
+
+    def _note_delivery(
+        self, ticket: Ticket, answer: Batch | Failure, times: BatchTimes | None
+    ) -> None:
+        """A ticket is handed over: as a batch, or as what is raised in its place."""
+        notes: Sequence[StreamNote] = ()
+        if self._streams is not None:
+            notes = self._streams.handed_over(ticket.seq, _note_of(ticket.assigned_worker, answer))
+        self._give_receipt(ticket.seq, notes, times)
 
     def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes | None:
         if answer.times is None:
             return None
         return BatchTimes(
-            ticket.holder,
+            ticket.assigned_worker,
             ticket.offered_ns,
             ticket.sent_ns,
             answer.times,
             answer.looked_ns,
             answer.seen_ns,
             time.monotonic_ns(),
-            answer.used_bytes,
+            answer.nbytes,
             self._scheduler.slots.lent_count,
         )
 
     def _build(self, ticket: Ticket, answer: Batch) -> object:
-        reader = answer.reader
-        slot_id = ticket.place
-        try:
-            slot = self.arena[slot_id]
-        except SharedMemoryError:
-            self._settle(ticket, is_kept=answer.is_kept)
-            raise
+        slot_id = ticket.assigned_slot
         if answer.check is not None:
-            self._check(ticket, slot, *answer.check)
-        if reader.lends and self._scheduler.may_lend:
+            self._check(ticket, answer)
+        if answer.lends and self._scheduler.may_lend:
             try:
-                self.arena.lock(slot_id)
+                self._pool.lock(slot_id)
             except BaseException:
                 self._settle(ticket, is_kept=answer.is_kept)
                 raise
             self._scheduler.delivered(ticket, LENT)
             self.counts.lent += 1
-            lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
-            return reader.read(slot, lease)
-        self.counts.copied += reader.lends
+            return self._pool.lend(slot_id, answer)
+        self.counts.copied += answer.lends
         try:
-            return reader.read(slot, None)
+            return self._pool.copy_out(slot_id, answer)
         finally:
             self._settle(ticket, is_kept=answer.is_kept)
 
-    def _check(self, ticket: Ticket, slot: Slot, used_bytes: int, expected: int) -> None:
+    def _check(self, ticket: Ticket, answer: Batch) -> None:
         """Whether a batch lies in its slot as its worker left it (``SHMLOADER_DEBUG=1``)."""
-        found = checksum(slot, used_bytes)
-        if found == expected:
-            return
-        # Whoever writes there may go on to do so.
-        self._settle(ticket, is_kept=True)
-        pid = self._pool.pid(ticket.holder)
-        raise InternalError(
-            describe_change(ticket, pid, f"{used_bytes} bytes: {expected:08x}, now {found:08x}")
-        )
+        try:
+            change = self._pool.find_change(ticket.assigned_slot, answer)
+        except SharedMemoryError:
+            self._settle(ticket, is_kept=answer.is_kept)
+            raise
+        if change:
+            # Whoever writes there may go on to do so.
+            self._settle(ticket, is_kept=True)
+            pid = self._pool.pid(ticket.assigned_worker)
+            raise InternalError(describe_change(ticket, pid, change))
 
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
         """A ticket's slot is done with, nothing of it is lent."""
@@ -469,7 +426,7 @@ class Engine(EngineBase):
         self._drop_slots()
 
     def _collect_returns(self) -> None:
-        for slot_id, is_clean in self.arena.leases.collect():
+        for slot_id, is_clean in self._pool.take_returns():
             self._scheduler.slot_returned(slot_id, clean=is_clean)
         self._drop_slots()
 
@@ -477,7 +434,7 @@ class Engine(EngineBase):
         """Let go of the slots that were retired."""
         if self._scheduler.slots.retired:
             for dropped in self._scheduler.take_dropped_slots():
-                self._sender.drop(dropped)
+                self._pool.drop_slot(dropped.slot_id, dropped.worker_ids)
 
     # Tickets out -------------------------------------------------------------------------
 
@@ -498,14 +455,14 @@ class Engine(EngineBase):
     def _send(self, ticket: Ticket) -> None:
         """Send a ticket to its worker."""
         try:
-            refused = self._sender.send(ticket, self._scheduler.epoch)
+            refused = self._pool.send(ticket, self._scheduler.epoch)
         except (OSError, SharedMemoryError) as error:
             if is_interruption(error):
                 raise
             self._fail(error)
         if refused is not None:
             # Told at its place in the order, as a failure of the dataset is.
-            self._note_answer(ticket.seq, self._scheduler.epoch, Failure(refused, is_kept=False))
+            self.answered(ticket.seq, self._scheduler.epoch, ticket.assigned_worker, refused)
 
     # Answers in --------------------------------------------------------------------------
 
@@ -513,15 +470,10 @@ class Engine(EngineBase):
         """Wait for something to happen, and take note of all that has."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
         self.in_transit = True
-        happened = self._pool.wait(timeout_s)
+        happened = self._pool.wait(timeout_s, self)
         if not happened and deadline is not None and time.monotonic() >= deadline:
             self.in_transit = False
             raise self.late()
-        for worker_id, data in happened:
-            if data is None:
-                self._lose(worker_id)
-            else:
-                self._take(worker_id, data)
         if self.is_dynamic and happened:
             self._send_tasks(time.monotonic_ns())
         self.in_transit = False
@@ -533,21 +485,6 @@ class Engine(EngineBase):
 
     def _alive(self) -> list[int]:
         return [worker.worker_id for worker in self._scheduler.workers if worker.is_alive]
-
-    def _lose(self, worker_id: int) -> None:
-        """A worker is dead: another is to do its work, or all that waits for it fails."""
-        scheduler = self._scheduler
-        death = Death(
-            self._pool.pid(worker_id),
-            self._pool.exit_code(worker_id),
-            self._pool.oom_kills(worker_id),
-            self._restart_limit,
-        )
-        was_at = self._pool.was_at(worker_id)
-        is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
-        scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
-        if self._streams is not None:
-            self._streams.lost(worker_id)
 
     def _restart_workers(self) -> None:
         """Start a worker in place of each that was lost, and have it do what that one had in work.
@@ -580,7 +517,6 @@ class Engine(EngineBase):
 
     def _note_start(self, worker_id: int) -> None:
         """A worker has been started: tell it where its dataset begins, and what there is to do."""
-        self._sender.forget(worker_id)
         self._resume(worker_id)
         self._scheduler.worker_started(worker_id)
         self._send_tasks(time.monotonic_ns())
@@ -612,7 +548,6 @@ class Engine(EngineBase):
         self._ask_for_tickets()
         while (worker := scheduler.workers.next_stop()) is not None:
             self._pool.retire(worker.worker_id)
-            self._sender.forget(worker.worker_id)
             scheduler.worker_stopped(worker.worker_id)
 
     def _add_worker(self, worker_id: int) -> bool:
@@ -639,138 +574,82 @@ class Engine(EngineBase):
             self.in_transit = False
             raise
 
-    def _take(self, worker_id: int, data: bytes) -> None:
-        """Take note of a worker's message."""
-        message = unpack(data)
-        if self._streams is not None:
-            self._sender.arrived(worker_id)
-        if type(message) is BatchDone:
-            self._take_batch(worker_id, message)
-        elif type(message) is BatchFailed:
-            self._take_failure(worker_id, message)
-        elif type(message) is BatchEmpty:
-            self._take_empty(worker_id, message)
-        elif type(message) is StreamEnded:
-            self._take_end(worker_id, message)
-        elif type(message) is EpochStarted:
-            if self._streams is not None:
-                self._streams.entered(worker_id, message.beginning)
-            self._scheduler.left_epoch(worker_id)
-        elif type(message) is NextWanted:
-            self._scheduler.requested(worker_id)
-        elif type(message) is StatePart and self._streams is not None:
-            self._streams.note_part(worker_id, message.data)
-        else:
-            raise InternalError(f"a worker sent {message!r}")
+    # What the pool tells: see :class:`shmloader.pools.Events` --------------------------------
 
-    def _take_batch(self, worker_id: int, message: BatchDone) -> None:
-        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved, times, taken = message
-        report = None if sent is None else self._report_of(seq, sent)
-        self.arena.note_use(self._scheduler.slot_of(seq), used_bytes)
-        if layout is not None:
-            data = layout if isinstance(layout, bytes) else self._spilled(seq, layout)
-            self._note_layout(worker_id, data)
-        reader = self._reader(worker_id)
-        if isinstance(reader, UnreadableLayout):
-            self._note_answer(seq, epoch, Failure(reader.error, is_kept=is_kept, report=report))
-            return
-        check = None if expected is None else (used_bytes, expected)
-        snapshot = self._state(worker_id, seq, saved)
-        answer = Batch(
-            reader,
-            is_kept=is_kept,
-            check=check,
-            report=report,
-            snapshot=snapshot,
-            times=times,
-            used_bytes=used_bytes,
-            looked_ns=self._looked_ns,
-            seen_ns=time.monotonic_ns(),
-            fingerprint=taken,
-        )
-        self._note_answer(seq, epoch, answer)
+    def slot_of(self, seq: int) -> int:
+        """The slot of a ticket that was sent."""
+        return self._scheduler.slot_of(seq)
 
-    def _note_layout(self, worker_id: int, data: bytes) -> None:
-        known = [worker.last_layout for worker in self._scheduler.workers]
-        self._scheduler.layout_sent(worker_id, read_layout(data, known))
+    def last_layout(self, worker_id: int) -> object:
+        """The last layout of a worker's batches."""
+        return self._scheduler.workers[worker_id].last_layout
 
-    def _reader(self, worker_id: int) -> Reader | UnreadableLayout:
-        """What reads a worker's batches."""
-        reader = self._scheduler.workers[worker_id].last_layout
-        if reader is None:
-            raise InternalError(f"worker {worker_id} sent a batch without a layout")
-        return cast("Reader | UnreadableLayout", reader)
+    def last_layouts(self) -> Iterable[object]:
+        """The same of all workers."""
+        return [worker.last_layout for worker in self._scheduler.workers]
 
-    def _take_end(self, worker_id: int, message: StreamEnded) -> None:
-        seq = message.seq
-        slot_id = self._scheduler.slot_of(seq)
-        self.arena.note_failed_use(slot_id, message.touched_bytes)
-        # Before the slot is free.
-        next_epoch = Beginning.loads(self._state(worker_id, seq, message.beginning))
-        if (
-            self._scheduler.stream_ended(
-                seq, message.epoch, is_kept=message.kept, now_ns=time.monotonic_ns()
-            )
-            and self._streams is not None
-        ):
-            self._streams.ended(worker_id, seq, next_epoch)
-        self._drop_slots()
-        self._ask_for_tickets()
+    def layout_sent(self, worker_id: int, layout: object) -> None:
+        """A worker's batches have this layout from now on."""
+        self._scheduler.layout_sent(worker_id, layout)
 
-    def _take_empty(self, worker_id: int, message: BatchEmpty) -> None:
-        seq = message.seq
-        report = self._report_of(seq, message.report)
-        snapshot = self._state(worker_id, seq, message.snapshot)
-        answer = Empty(is_kept=message.kept, report=report, snapshot=snapshot)
-        self._note_answer(seq, message.epoch, answer)
+    def requested(self, worker_id: int) -> None:
+        """A worker will answer a task in a moment."""
+        self._scheduler.requested(worker_id)
 
-    def _take_failure(self, worker_id: int, message: BatchFailed) -> None:
-        data = message.error
-        if not isinstance(data, bytes):
-            data = self._spilled(message.seq, data)
-        self.arena.note_failed_use(self._scheduler.slot_of(message.seq), message.touched_bytes)
-        report = self._report_of(message.seq, message.report)
-        snapshot = self._state(worker_id, message.seq, message.snapshot)
-        error = RemoteError.loads(data)
-        answer = Failure(
-            error,
-            is_kept=message.kept,
-            report=report,
-            snapshot=snapshot,
-            fingerprint=message.fingerprint,
-            is_final=message.is_final,
-        )
-        self._note_answer(message.seq, message.epoch, answer)
-
-    def _report_of(self, seq: int, report: bytes | Spilled | None) -> bytes | None:
-        return self._spilled(seq, report) if isinstance(report, Spilled) else report
-
-    def _note_answer(self, seq: int, epoch: int, answer: Batch | Failure | Empty) -> Ticket:
+    def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
+        """A task has been done, or has failed."""
+        now_ns = time.monotonic_ns()
+        if type(answer) is Batch:
+            answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
         ticket = self._scheduler.answered(
-            seq, epoch, answer, is_kept=answer.is_kept, now_ns=time.monotonic_ns()
+            seq,
+            epoch,
+            answer,
+            taker=worker_id if self._pool.has_queue else None,
+            is_kept=answer.is_kept,
+            now_ns=now_ns,
         )
         if ticket.is_dropped:
             self._drop_slots()
-        elif self._streams is not None and not _is_final(answer):
-            self._streams.answered(_note_of(ticket.holder, answer))
-        return ticket
+        elif self._streams is not None and not (type(answer) is Failure and answer.is_final):
+            # What stands for no batch, since a dataset could not be resumed, is not noted.
+            self._streams.answered(_note_of(worker_id, answer))
 
-    def _state(
-        self, worker_id: int, seq: int, sent: bytes | Spilled | TooLong | None
-    ) -> bytes | None:
-        """The state of a worker's dataset, if it came."""
-        if isinstance(sent, TooLong):
-            if not self._has_lost_state:
-                self._has_lost_state = True
-                slot = self.arena[self._scheduler.slot_of(seq)]
-                _log.warning("%s", describe_lost_state(worker_id, sent.nbytes, slot.most_bytes))
-            return None
-        return self._spilled(seq, sent) if isinstance(sent, Spilled) else sent
+    def stream_ended(
+        self, seq: int, epoch: int, worker_id: int, beginning: Beginning, *, is_kept: bool
+    ) -> None:
+        """A worker's iterable dataset has nothing for this task, nor for any later one."""
+        is_first = self._scheduler.stream_ended(
+            seq, epoch, is_kept=is_kept, now_ns=time.monotonic_ns()
+        )
+        if is_first and self._streams is not None:
+            self._streams.ended(worker_id, seq, beginning)
+        self._drop_slots()
+        self._ask_for_tickets()
 
-    def _spilled(self, seq: int, where: Spilled) -> bytes:
-        """What a worker has put into the slot of its ticket."""
-        end = where.offset + where.nbytes
-        return self.arena.up_to(self._scheduler.slot_of(seq), end).mapping[where.offset : end]
+    def state_part(self, worker_id: int, data: bytes) -> None:
+        """A piece of what the worker's next epoch begins with has come."""
+        if self._streams is not None:
+            self._streams.note_part(worker_id, data)
+
+    def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
+        """The state of a worker's dataset has found no room in a slot."""
+        _log.warning("%s", describe_lost_state(worker_id, nbytes, most_bytes))
+
+    def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
+        """A worker has done all tasks of the epoch before."""
+        if self._streams is not None:
+            self._streams.entered(worker_id, beginning)
+        self._scheduler.left_epoch(worker_id)
+
+    def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
+        """A worker is dead: another is to do its work, or all that waits for it fails."""
+        scheduler = self._scheduler
+        death = dataclasses.replace(death, restart_limit=self._restart_limit)
+        is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
+        scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
+        if self._streams is not None:
+            self._streams.lost(worker_id)
 
     # Ends --------------------------------------------------------------------------------
 
@@ -784,14 +663,13 @@ class Engine(EngineBase):
         """End the workers and let go of all memory. May be called again, and from any thread."""
         self._is_closed = True
         try:
-            self._pool.close()
+            self._pool.end_workers()
         finally:
-            self._scheduler.close()
+            self._scheduler.close()  # before the pool: layouts keep something of slots
             self._draw = iter(()).__next__
-            self._sender.close()
-            finish(self.arena.close)
+            self._pool.close()
 
     def end_workers(self) -> None:
         """End the workers alone, where another thread looks at the slots; from any thread."""
         self._is_closed = True
-        self._pool.close()
+        self._pool.end_workers()

@@ -2,33 +2,15 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-from shmloader.engine.scheduler import Scheduler
-from shmloader.engine.wording import (
-    Numbered,
-    describe_late_start,
-    describe_timeout,
-    describe_work,
-)
+from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.wording import describe_late_start, describe_timeout, describe_work
 from shmloader.errors import LoaderTimeoutError
-from shmloader.workers.board import AtWork
-from shmloader.workers.pool import Pool
-from shmloader.workers.thread_task import ThreadTask
-from shmloader.workers.threads import ThreadPool
+from shmloader.pools import Pool
+from shmloader.workers.board import Phase
 
 # Time for asking workers what they are at, once a batch is late.
 _ASK_S = 1.0
-
-
-class _Asked(Protocol):
-    """What may be asked of workers of either kind; see :class:`Pool`."""
-
-    def pid(self, worker_id: int) -> int | None: ...
-
-    def was_at(self, worker_id: int) -> AtWork: ...
-
-    def ask(self, worker_id: int) -> AtWork: ...
 
 
 def late_batch(
@@ -49,22 +31,6 @@ def late_batch(
     return _late(timeout_s, pool, awaited, living, scheduler.epoch, scheduler.tickets)
 
 
-def late_in_threads(
-    timeout_s: float, pool: ThreadPool, tasks: Sequence[ThreadTask], epoch: int, *, in_order: bool
-) -> LoaderTimeoutError:
-    """The same where workers are threads.
-
-    Args:
-        timeout_s: The time.
-        pool: The threads.
-        tasks: Those in flight.
-        epoch: Theirs.
-        in_order: Whether only the first of them is waited for.
-    """
-    awaited = [task for task in (tasks[:1] if in_order else tasks) if task.answer is None]
-    return _late(timeout_s, pool, awaited, range(pool.worker_count), epoch, tasks)
-
-
 def late_start(
     timeout_s: float, pool: Pool, scheduler: Scheduler, busy: list[int]
 ) -> LoaderTimeoutError:
@@ -75,25 +41,35 @@ def late_start(
 
 def _late(
     timeout_s: float,
-    pool: _Asked,
-    awaited: Sequence[Numbered],
+    pool: Pool,
+    awaited: Sequence[Ticket],
     worker_ids: Sequence[int],
     epoch: int,
-    in_flight: Sequence[Numbered],
+    in_flight: Sequence[Ticket],
 ) -> LoaderTimeoutError:
-    waiting = [
-        (ticket, None if (worker_id := ticket.worker_id) is None else pool.pid(worker_id))
+    takers: dict[int, int] = {}
+    if pool.has_queue:  # who has taken a ticket knows it alone, until its answer comes
+        for worker_id in worker_ids:
+            at_work = pool.was_at(worker_id)
+            if at_work.phase is Phase.LOADING and at_work.epoch == epoch:
+                takers[at_work.seq] = worker_id
+    holders = [
+        takers.get(ticket.seq) if ticket.worker_id is None else ticket.worker_id
         for ticket in awaited
     ]
+    waiting = [
+        (ticket, worker_id, None if worker_id is None else pool.pid(worker_id))
+        for ticket, worker_id in zip(awaited, holders, strict=True)
+    ]
     # Those that have what is waited for come first.
-    first = [ticket.worker_id for ticket in awaited if ticket.worker_id is not None]
+    first = [one for one in holders if one is not None]
     asked = [one for one in dict.fromkeys([*first, *worker_ids]) if one in worker_ids]
     work = _ask(pool, asked, epoch, in_flight)
     return LoaderTimeoutError(describe_timeout(timeout_s, waiting, work))
 
 
 def _ask(
-    pool: _Asked, worker_ids: Iterable[int], epoch: int, in_flight: Sequence[Numbered]
+    pool: Pool, worker_ids: Iterable[int], epoch: int, in_flight: Sequence[Ticket]
 ) -> list[str]:
     """What workers are at, in words.
 

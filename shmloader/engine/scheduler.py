@@ -66,14 +66,14 @@ class Ticket:
     is_slot_new: bool = False
 
     @property
-    def holder(self) -> int:
-        """Its worker, where it has one."""
+    def assigned_worker(self) -> int:
+        """The worker it was assigned to. Asserts that there is one."""
         assert self.worker_id is not None
         return self.worker_id
 
     @property
-    def place(self) -> int:
-        """Its slot, where it has one."""
+    def assigned_slot(self) -> int:
+        """The slot it was assigned. Asserts that there is one."""
         assert self.slot_id is not None
         return self.slot_id
 
@@ -90,6 +90,10 @@ class DroppedSlot(NamedTuple):
     worker_ids: list[int]
 
 
+# In place of a worker's number, where it is not known who will take a ticket.
+_ANY = -1
+
+
 def _after_use(is_kept: bool) -> SlotState:
     return RETIRED if is_kept else FREE
 
@@ -102,7 +106,8 @@ class Scheduler:
         slots: The slots' states.
         workers: The workers' records.
         is_dynamic: Whether tickets are dispatched dynamically: a ticket waits until a worker has
-            room for it, and any will do. Else each has its worker, and its slot, from the start.
+            room for it, and any will do. Else each has its worker, and its slot, from the start; or
+            no worker until its answer comes, where the pool has a queue.
         task_limit: Most tasks of a worker, with dynamic dispatch.
     """
 
@@ -117,6 +122,7 @@ class Scheduler:
         first_worker: int = 0,
         ended: Sequence[bool] = (),
         is_dynamic: bool = False,
+        has_queue: bool = False,
         present: int | None = None,
     ) -> None:
         """Start with an empty window.
@@ -130,10 +136,13 @@ class Scheduler:
             first_worker: The worker that gets the first ticket of the first epoch.
             ended: Workers whose streams have ended in it before.
             is_dynamic: See the attribute; not for workers with streams that end.
+            has_queue: Whether the pool says who takes a ticket, and drops what is in flight when
+                an epoch is given up; its workers do not die.
             present: Workers that there are at first, with dynamic dispatch; None: all.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
+        self._has_queue = has_queue
         self.task_limit = 1
         self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(
@@ -172,6 +181,11 @@ class Scheduler:
             ticket = self._add(indices, now_ns)
             self._waiting.append(ticket)
             return ticket
+        if self._has_queue:
+            ticket = self._add(indices, now_ns)
+            ticket.slot_id = self._take_slot(_ANY)
+            self._unsent.append(ticket)
+            return ticket
         worker = self._router.pick(self.workers)
         if worker is None:
             return None
@@ -187,16 +201,19 @@ class Scheduler:
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
         """Give a ticket to a worker. It is sent at once, unless the worker does not run."""
-        slot_id = self.slots.take(worker.worker_id)
-        if slot_id is None:
-            raise InternalError("all slots are in use (I5)")
-        ticket.worker_id, ticket.slot_id = worker.worker_id, slot_id
+        ticket.worker_id, ticket.slot_id = worker.worker_id, self._take_slot(worker.worker_id)
         worker.in_flight += 1
         if worker.state is DEAD:
             # The user is told at the ticket's place in the order.
             self._answer(ticket, worker, worker.death)
         elif worker.state is not LOST:
             self._unsent.append(ticket)
+
+    def _take_slot(self, worker_id: int) -> int:
+        slot_id = self.slots.take(worker_id)
+        if slot_id is None:
+            raise InternalError("all slots are in use (I5)")
+        return slot_id
 
     def next_task(self, now_ns: int = 0) -> Ticket | None:
         """The next ticket to be sent to its worker; None if there is none, or no room.
@@ -209,7 +226,12 @@ class Scheduler:
             return None
         ticket = self._unsent.popleft()
         ticket.sent_ns = now_ns
-        slot_id, mapped_slots = ticket.place, self.workers[ticket.holder].mapped_slots
+        if self._has_queue:
+            return ticket
+        slot_id, mapped_slots = (
+            ticket.assigned_slot,
+            self.workers[ticket.assigned_worker].mapped_slots,
+        )
         ticket.is_slot_new = slot_id not in mapped_slots
         mapped_slots.add(slot_id)
         return ticket
@@ -238,7 +260,14 @@ class Scheduler:
         )
 
     def answered(
-        self, seq: int, epoch: int, answer: object, *, is_kept: bool = False, now_ns: int = 0
+        self,
+        seq: int,
+        epoch: int,
+        answer: object,
+        *,
+        taker: int | None = None,
+        is_kept: bool = False,
+        now_ns: int = 0,
     ) -> Ticket:
         """A worker has answered a ticket, with a batch or with an error.
 
@@ -246,6 +275,7 @@ class Scheduler:
             seq: The ticket's.
             epoch: The ticket's.
             answer: What came.
+            taker: Who took it, where the pool has a queue; else known from the ticket.
             is_kept: Whether the worker goes on looking at the slot.
             now_ns: The time, by the engine's clock.
 
@@ -253,7 +283,10 @@ class Scheduler:
             The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
         """
         ticket = self._in_work(seq, epoch)
-        worker = self.workers[ticket.holder]
+        if taker is not None:
+            ticket.worker_id = taker
+            self.workers[taker].in_flight += 1
+        worker = self.workers[ticket.assigned_worker]
         if self.is_dynamic and worker.last_answer_ns:  # to its first answer a worker gets ready
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
@@ -282,11 +315,11 @@ class Scheduler:
         worker.has_requested = False
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
-            self.slots.move(ticket.place, _after_use(is_kept))
+            self.slots.move(ticket.assigned_slot, _after_use(is_kept))
             return
         ticket.is_kept = is_kept
         ticket.answer = answer
-        self.slots.move(ticket.place, FULL)
+        self.slots.move(ticket.assigned_slot, FULL)
         if not self._in_order:
             self._arrived.append(ticket)
 
@@ -298,7 +331,7 @@ class Scheduler:
         """
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
-        worker = self.workers[ticket.holder]
+        worker = self.workers[ticket.assigned_worker]
         self._note_alive(worker, now_ns)
         self._answer(ticket, worker, None, is_kept=is_kept)
         if not worker.has_stream:
@@ -317,7 +350,7 @@ class Scheduler:
 
     def slot_of(self, seq: int) -> int:
         """The slot of a ticket that a worker has."""
-        return self._tickets[seq].place
+        return self._tickets[seq].assigned_slot
 
     def slot_returned(self, slot_id: int, *, clean: bool) -> None:
         """A lease has died.
@@ -384,7 +417,7 @@ class Scheduler:
     def _take_back(self, ticket: Ticket, worker: Worker) -> None:
         """A lost worker had not begun a ticket, which waits for another one now."""
         worker.in_flight -= 1
-        self.slots.move(ticket.place, FREE)
+        self.slots.move(ticket.assigned_slot, FREE)
         ticket.worker_id = ticket.slot_id = None
         younger = [other for other in self._waiting if other.seq > ticket.seq]
         older = [other for other in self._waiting if other.seq < ticket.seq]
@@ -437,14 +470,17 @@ class Scheduler:
 
     def take_next(self) -> Ticket | None:
         """The next ticket to be delivered, if its answer is here. Its slot stays FULL."""
-        if not self.has_next:
-            return None
         if not self._in_order:
+            if not self._arrived:
+                return None
             ticket = self._arrived.popleft()
             del self._tickets[ticket.seq]
             return ticket
-        first = self._tickets.pop(self._next_delivery)
-        self._next_delivery += 1
+        first = self._first()
+        if first is None or first.answer is None:
+            return None
+        del self._tickets[first.seq]
+        self._next_delivery = first.seq + 1
         return first
 
     def _first(self) -> Ticket | None:
@@ -489,17 +525,18 @@ class Scheduler:
 
     def delivered(self, ticket: Ticket, state: SlotState) -> None:
         """A ticket's batch has been built: its slot is LENT, FREE or RETIRED now."""
-        self.slots.move(ticket.place, state)
+        self.slots.move(ticket.assigned_slot, state)
 
     # Epochs ------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
         """Give up what is in flight: slots of answers that are here are freed, others will be (I6).
 
-        Tickets that no worker has been sent are gone at once. Workers that were about to leave
-        stay, since they have to be waited for.
+        Tickets that no worker has been sent are gone at once, and so are those in a queue. Workers
+        that were about to leave stay, since they have to be waited for.
         """
-        for ticket in [*self._waiting, *self._unsent]:
+        queued = [one for one in self._tickets.values() if one.answer is None]
+        for ticket in queued if self._has_queue else [*self._waiting, *self._unsent]:
             self._forget(ticket)
         self._waiting.clear()
         self._unsent.clear()
@@ -508,7 +545,7 @@ class Scheduler:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self.slots.move(ticket.place, _after_use(ticket.is_kept))
+                self.slots.move(ticket.assigned_slot, _after_use(ticket.is_kept))
         self._arrived.clear()
         self.workers.let_all_stay()
         self._wanted_tickets = 0
@@ -520,8 +557,9 @@ class Scheduler:
         """A ticket that no worker was sent is not wanted any more."""
         del self._tickets[ticket.seq]
         if ticket.slot_id is not None:
-            self.workers[ticket.holder].in_flight -= 1
             self.slots.move(ticket.slot_id, FREE)
+        if ticket.worker_id is not None:
+            self.workers[ticket.worker_id].in_flight -= 1
 
     def left_epoch(self, worker_id: int) -> None:
         """A worker has finished with the epoch that was given up."""
@@ -530,7 +568,7 @@ class Scheduler:
     @property
     def is_epoch_left(self) -> bool:
         """Whether all workers have finished with the epoch that was given up."""
-        return not any(
+        return self._has_queue or not any(
             worker.state is LOST or (worker.is_alive and not worker.has_left_epoch)
             for worker in self.workers
         )
@@ -543,7 +581,7 @@ class Scheduler:
         """
         for ticket in self.tickets:
             ticket.is_dropped = True
-            self._answer(ticket, self.workers[ticket.holder], None)
+            self._answer(ticket, self.workers[ticket.assigned_worker], None)
         self.epoch += 1
         self._restarts_left = self._restart_limit
         self._next_seq = self._next_delivery = 0
@@ -553,13 +591,15 @@ class Scheduler:
             worker.is_death_untold = False
 
     def close(self) -> None:
-        """Let go of what the layouts keep of slots."""
+        """Let go of batches, and of what the layouts keep of slots."""
+        self._tickets.clear()
+        self._arrived.clear()
         for worker in self.workers:
             worker.last_layout = None
 
     def _in_work(self, seq: int, epoch: int) -> Ticket:
         """The ticket of an answer."""
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is None or ticket.answer is not None or ticket.worker_id is None:
+        if ticket is None or ticket.answer is not None or ticket.slot_id is None:
             raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
         return ticket

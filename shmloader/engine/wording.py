@@ -7,10 +7,9 @@ import itertools
 import reprlib
 import signal
 from collections.abc import Iterable
-from typing import Protocol
 
-from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
+from shmloader.pools.answers import Death
 from shmloader.sampling.places import without_place
 from shmloader.workers.board import AtWork, Phase
 from shmloader.workers.stream import Place
@@ -26,28 +25,12 @@ _SHOWN = 8
 _FRAMES_SHOWN = 12
 
 
-class Numbered(Protocol):
-    """A ticket, or a thread's task: what is told of it."""
-
-    @property
-    def seq(self) -> int:
-        """Its number in the epoch."""
-
-    @property
-    def indices(self) -> object:
-        """What the sampler gave."""
-
-    @property
-    def worker_id(self) -> int | None:
-        """Who has it; None: no worker has, yet."""
-
-
 def describe_worker(worker_id: int, pid: int | None) -> str:
     """A worker by its number, and that of its process; a thread has no such number."""
     return f"worker thread {worker_id}" if pid is None else f"worker {worker_id} (pid {pid})"
 
 
-def describe_loading(ticket: Numbered, pid: int | None) -> str:
+def describe_loading(ticket: Ticket, pid: int | None) -> str:
     """For an exception's note: which worker raised it, and where."""
     who = describe_worker(ticket.worker_id or 0, pid)
     return f"W{who[1:]} was loading {describe_ticket(ticket)}."
@@ -84,7 +67,7 @@ def describe_indices(indices: object) -> str:
     return f"indices {shown}" if indices else "no indices"
 
 
-def describe_ticket(ticket: Numbered) -> str:
+def describe_ticket(ticket: Ticket) -> str:
     """A ticket by its number and indices."""
     return f"batch {ticket.seq} ({describe_indices(ticket.indices)})"
 
@@ -168,7 +151,7 @@ def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
     )
 
 
-def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Numbered | None) -> str:
+def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Ticket | None) -> str:
     """What a worker is at, with the frames of its stack.
 
     Args:
@@ -201,7 +184,7 @@ def _is_not_ours(frame: str) -> bool:
     return "/shmloader/workers/child.py" not in frame
 
 
-def describe_change(ticket: Ticket, pid: int, sums: str) -> str:
+def describe_change(ticket: Ticket, pid: int | None, sums: str) -> str:
     """That a batch changed in its slot, between its worker's answer and us.
 
     Args:
@@ -218,20 +201,21 @@ def describe_change(ticket: Ticket, pid: int, sums: str) -> str:
 
 
 def describe_timeout(
-    timeout_s: float, waiting: Iterable[tuple[Numbered, int | None]], work: list[str]
+    timeout_s: float, waiting: Iterable[tuple[Ticket, int | None, int | None]], work: list[str]
 ) -> str:
     """What a timeout waited for.
 
     Args:
         timeout_s: How long.
-        waiting: Tickets, each with its worker's process number; None for a thread.
+        waiting: Tickets, each with its worker's number, None where none has it, and with that one's
+            process number, None for a thread.
         work: What each worker is at.
     """
     parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
-    for ticket, pid in waiting:
+    for ticket, worker_id, pid in waiting:
         place = "waits for a worker"
-        if ticket.worker_id is not None:
-            place = f"is with {describe_worker(ticket.worker_id, pid)}"
+        if worker_id is not None:
+            place = f"is with {describe_worker(worker_id, pid)}"
         parts.append(f"B{describe_ticket(ticket)[1:]} {place}.")
     head = " ".join([*parts, "No batch is lost: next() may be called again."])
     return "\n".join([head, *work])

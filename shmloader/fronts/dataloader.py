@@ -402,7 +402,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             super().check_worker_number_rationality()
 
     @property
-    def _any_worker_will_do(self) -> bool:
+    def _dispatches_dynamically(self) -> bool:
         """Whether a batch need not come from a certain worker, and there are several."""
         may = not self.in_order or self._sample_seed is not None
         may = (may and self.num_workers > 1) or self._adapter is not None

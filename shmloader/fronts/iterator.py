@@ -6,7 +6,6 @@ yielded; so the main process's random streams are used as torch uses them.
 
 import abc
 import contextlib
-import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.engine.adapting import Adapter
-from shmloader.engine.arena import Arena, PageLocker
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.stream_states import StreamStates
@@ -34,9 +32,12 @@ from shmloader.fronts.recipe import (
 )
 from shmloader.interruptions import is_interruption
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.room import Demand
+from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, loop_holds, slot_share
+from shmloader.pools import Pool
+from shmloader.pools.arena import PageLocker
+from shmloader.pools.processes import ProcessPool
 from shmloader.sampling.plan import StepPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
@@ -46,8 +47,7 @@ from shmloader.stages.plain import PlainStage
 from shmloader.stages.target import Destination, current_index, parse_device
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.stats.record import Record
-from shmloader.workers.finishing import finish
-from shmloader.workers.processes import ProcessPool
+from shmloader.workers.processes import WorkerProcesses
 
 
 def _count_batches(index_sampler: Any) -> int | None:
@@ -64,14 +64,6 @@ def _count_batches(index_sampler: Any) -> int | None:
         with contextlib.suppress(Exception):  # a dataset without a length
             return len(index_sampler)
     return None
-
-
-def _end(pool: ProcessPool, arena: Arena) -> None:
-    """What is left to do of an iterator that is garbage."""
-    try:
-        pool.close()
-    finally:
-        finish(arena.close)
 
 
 def _device_stage(loader: Any, options: Options) -> tuple[Stage | None, PageLocker | None]:
@@ -96,8 +88,8 @@ class EngineIterator(CountingIterator):
     Used from one thread at a time. Dropped or garbage, it ends its workers.
     """
 
-    _pool: Any
-    _engine: EngineBase
+    _pool: Pool
+    _engine: Engine
 
     def __init__(self, loader: Any, options: Options) -> None:
         """Start the workers and fill the window."""
@@ -136,7 +128,7 @@ class EngineIterator(CountingIterator):
             if stage is None and self._engine.is_dynamic:
                 stage = PlainStage()
             if stage is None:
-                end = self._make_end()
+                end = self._pool.close
             else:
                 self._pool.enable_wake()
                 self._source = StageThread(self._engine, stage, window, loader.timeout)
@@ -164,10 +156,6 @@ class EngineIterator(CountingIterator):
     def _begin_draws(self, loader: Any) -> None:
         """Begin to draw the epoch's index batches."""
         self._sampler_iter = loader._begin_draws(draw_batches(self, loader))
-
-    @abc.abstractmethod
-    def _make_end(self) -> Callable[[], None]:
-        """What is left to do when this is garbage; holds neither this nor the engine."""
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
@@ -307,9 +295,6 @@ class WorkerIterator(EngineIterator):
     Ended, it frees its memory, but for what lies under batches that the user holds.
     """
 
-    _pool: ProcessPool
-    _engine: Engine
-
     def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
         lent = lend_limit(has_device=locker is not None, device_prefetch=options.device_prefetch)
         if options.shm_bytes is None:
@@ -334,7 +319,7 @@ class WorkerIterator(EngineIterator):
             if options.window is None:
                 window = most * loader.prefetch_factor
         self._wanted = present
-        self._pool = ProcessPool(
+        workers = WorkerProcesses(
             loader.multiprocessing_context,
             most,
             (loader.dataset, loader.collate_fn, loader.worker_init_fn, loader.on_error),
@@ -344,30 +329,35 @@ class WorkerIterator(EngineIterator):
             may_replace=options.worker_restarts > 0 or self._adapter is not None,
             started=present,
         )
+        try:
+            self._pool = ProcessPool(
+                workers,
+                slot_bytes=slot_bytes,
+                slot_count=window + lent,
+                locker=locker,
+                room=Room(demand),
+            )
+        except BaseException:
+            workers.close()  # a Ctrl-C may come before anybody else knows of them
+            raise
         self._engine = Engine(
             self._pool,
             worker_count=most,
             window=window,
             lend_limit=lent,
-            slot_bytes=slot_bytes,
             in_order=loader.in_order,
             timeout_s=loader.timeout,
             worker_restarts=options.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            is_dynamic=loader._any_worker_will_do,
+            is_dynamic=loader._dispatches_dynamically,
             is_seeded=loader._sample_seed is not None,
-            locker=locker,
-            demand=demand,
             watch=watch,
             present=present,
         )
         if options.shm_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
-
-    def _make_end(self) -> Callable[[], None]:
-        return functools.partial(_end, self._pool, self._engine.arena)
 
     def _adapt(self, wanted: int) -> None:
         if wanted != self._wanted:

@@ -48,7 +48,7 @@ def plan_and_watch(
         _snapshot_interval(loader, is_iterable=is_iterable),
         bool(loader.persistent_workers),
         loader.fetch_concurrency,
-        asks_early=loader._any_worker_will_do,
+        asks_early=loader._dispatches_dynamically,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None

@@ -1,24 +1,22 @@
 """The iterator of a loader whose workers are threads (``thread_pool=True``)."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from shmloader.engine.arena import PageLocker
-from shmloader.engine.threaded import ThreadedEngine
+from shmloader.engine.engine import Engine
 from shmloader.fronts.iterator import EngineIterator
 from shmloader.fronts.recipe import plan_and_watch, takes_arrays
 from shmloader.options import Options
+from shmloader.pools.arena import PageLocker
+from shmloader.pools.thread_task import Recipe
+from shmloader.pools.threads import ThreadPool
 from shmloader.workers.array_fetch import ArraysHere
-from shmloader.workers.thread_task import Recipe
-from shmloader.workers.threads import ThreadPool
 
 
 class ThreadIterator(EngineIterator):
     """Batches out of threads of this process; nothing is shared, nothing copied."""
 
     _pool: ThreadPool
-    _engine: ThreadedEngine
 
     def _open(
         self,
@@ -32,11 +30,14 @@ class ThreadIterator(EngineIterator):
         self._recipe = Recipe(
             plan, loader.dataset, loader.collate_fn, loader.on_error, self._arrays
         )
-        self._pool = ThreadPool(loader.num_workers, loader.worker_init_fn)
-        self._engine = ThreadedEngine(
+        self._pool = ThreadPool(
+            loader.num_workers, loader.worker_init_fn, weakref.ref(self._recipe)
+        )
+        self._engine = Engine(
             self._pool,
-            weakref.ref(self._recipe),
+            worker_count=loader.num_workers,
             window=window,
+            lend_limit=0,
             in_order=loader.in_order,
             timeout_s=loader.timeout,
             watch=watch,
@@ -46,6 +47,3 @@ class ThreadIterator(EngineIterator):
         if self._arrays is not None:
             self._arrays.begin_epoch()
         super()._begin_draws(loader)
-
-    def _make_end(self) -> Callable[[], None]:
-        return self._pool.close

@@ -1,7 +1,7 @@
 """Page locks of slots, which let devices read the slots directly.
 
 Guarantees:
-    * Only pages that were admitted before are locked (:mod:`shmloader.engine.arena` counts them),
+    * Only pages that were admitted before are locked (:mod:`shmloader.pools.arena` counts them),
       so locking takes no further memory.
     * Locked pages are neither given back to the system nor unmapped. A device would go on reading
       the old pages.

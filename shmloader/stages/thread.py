@@ -20,7 +20,6 @@ There the thread stays in ``next_batch`` while nobody takes its batches, rather 
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
@@ -40,8 +39,9 @@ from shmloader.stages.exchange import (
     StageBrokenError,
     Wish,
 )
+from shmloader.workers.background import BackgroundThread
 from shmloader.workers.finishing import finish
-from shmloader.workers.parking import Parkable, may_wait_here
+from shmloader.workers.parking import may_wait_here
 
 # Whose steps are shorter is back before the engine's thread, woken in a moment, has done its work.
 _STEP_NS = 1_000_000
@@ -83,11 +83,11 @@ def _explained(error: StopIteration) -> RuntimeError:
     return explained
 
 
-class _Thread(Parkable):
+class _Thread(BackgroundThread):
     """One epoch's thread. Holds no sampler, which may hold the loader, whose end must end us."""
 
     def __init__(self, engine: EngineBase, stage: Stage) -> None:
-        super().__init__()
+        super().__init__(stage.name)
         self._engine = engine
         self._stage = stage
         self._call: Call | None = None
@@ -97,13 +97,6 @@ class _Thread(Parkable):
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
         self.inbox = Inbox(functools.partial(self.results.put, Wish.TICKET))
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=stage.name, daemon=True)
-        # Who is the last to look at the engine and the stage, and closes them.
-        self._last: dict[str, str] = {}
-
-    def start(self) -> None:
-        self._thread.start()
 
     def wake(self) -> None:
         self._engine.wake()
@@ -118,16 +111,9 @@ class _Thread(Parkable):
         if self.room is not None:
             self.room.give()
         self.wake()
-        if self._thread.ident is None or self.stands_for_good:
-            return True
-        # Not join() alone: interrupted, it takes the thread for one that has ended (Python 3.11).
-        if not may_wait_here() or not self._is_over.wait(timeout_s):
-            return self._is_over.is_set()
-        self._thread.join()
-        return True
+        return self.join(timeout_s)
 
-    def _run(self) -> None:
-        self.enter()
+    def work(self) -> None:
         try:
             self._stage.start()
             while self._take_one():
@@ -136,18 +122,10 @@ class _Thread(Parkable):
             pass
         except BaseException as error:  # noqa: BLE001 - a thread's outermost line
             self.results.put(Raised(error, is_last=True))
-        finally:
-            try:
-                if self._last.setdefault("is", "the thread") == "the closer":
-                    self.results.clear()
-                    end(self._engine, self._stage)
-            finally:
-                self.leave()
-                self._is_over.set()
 
-    def ends_all_afterwards(self) -> bool:
-        """Have the thread close the engine and the stage when it ends; not so if it has ended."""
-        return self._last.setdefault("is", "the closer") == "the closer"
+    def close_what_it_uses(self) -> None:
+        self.results.clear()
+        end(self._engine, self._stage)
 
     def _take_one(self) -> bool:
         """One batch; whether there may be a further one."""
@@ -280,7 +258,7 @@ class Running:
 
     def _end_here(self) -> None:
         thread = self.thread
-        if thread is not None and not thread.stop(_JOIN_S) and thread.ends_all_afterwards():
+        if thread is not None and not thread.stop(_JOIN_S) and thread.leave_closing():
             # We are on that thread, by way of the garbage collector; or it is stuck in the user's
             # transform. It looks at what we would close, but for the workers.
             if may_wait_here():

@@ -33,8 +33,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from shmloader.workers.background import BackgroundThread
 from shmloader.workers.bell import Bell
-from shmloader.workers.parking import Parkable, may_wait_here
 
 Get = Callable[[Any], Any]
 
@@ -117,33 +117,18 @@ class _Batch:
         self._get = None
 
 
-class _Helper(Parkable):
+class _Helper(BackgroundThread):
     """A thread that loads samples."""
 
     parks_for_forks = False
 
     def __init__(self, batches: "queue.SimpleQueue[_Batch | None]") -> None:
-        super().__init__()
+        super().__init__("shmloader_fetch")
         self._batches = batches
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shmloader_fetch", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self, deadline: float) -> None:
-        left_s = max(0.0, deadline - time.monotonic())
-        if not self.stands_for_good and self._is_over.wait(left_s):
-            self._thread.join()
-
-    def _run(self) -> None:
-        self.enter()
-        try:
-            while self._serve_one():
-                pass
-        finally:
-            self.leave()
-            self._is_over.set()
+    def work(self) -> None:
+        while self._serve_one():
+            pass
 
     def _serve_one(self) -> bool:
         with self.resting():
@@ -300,10 +285,9 @@ class Gatherer:
         loop, self._loop = self._loop, None
         for _ in helpers:
             self._batches.put(None)
-        if may_wait_here():
-            deadline = time.monotonic() + _JOIN_S
-            for helper in helpers:
-                helper.join(deadline)
+        deadline = time.monotonic() + _JOIN_S
+        for helper in helpers:
+            helper.join(deadline - time.monotonic())
         if loop is not None and not loop.is_running():
             self._run(loop, loop.shutdown_asyncgens())
             loop.close()

@@ -6,7 +6,7 @@ ours registers here, and waits at a point where it holds none for as long as a w
 
 At the interpreter's exit they stand still for good: a daemon thread that wants the GIL then is
 ended wherever it is, inside torch's C++ as well, which aborts the process. Threads that run the
-user's code (:mod:`shmloader.workers.threads`) are among those; only a fork does not wait for them.
+user's code (:mod:`shmloader.pools.threads`) are among those; only a fork does not wait for them.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The pool of worker processes, as the main process sees it.
+"""The worker processes of a pool, as the main process sees them.
 
 Owns the processes, one ``SOCK_SEQPACKET`` socket pair each, and their pidfds. Knows nothing of
 batches: it moves bytes, and it says who died.
@@ -74,22 +74,22 @@ _PICKLE_WARNING = (
 )
 
 
-def _read_vitals(pool: "weakref.ref[ProcessPool]", thoroughly: bool) -> list[Vitals] | None:
+def _read_vitals(group: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Vitals] | None:
     """What its workers have used; None if it is gone, or closed meanwhile."""
-    found = pool()
+    found = group()
     try:
         return None if found is None else found.vitals(thoroughly=thoroughly)
     except ValueError:  # the board is closed
         return None
 
 
-class _Pools:
-    """The pools of this process, for a forked worker to close what is not its own."""
+class _Live:
+    """The workers of this process, for a forked one to close what is not its own."""
 
-    live: ClassVar["weakref.WeakSet[ProcessPool]"] = weakref.WeakSet()
+    groups: ClassVar["weakref.WeakSet[WorkerProcesses]"] = weakref.WeakSet()
 
 
-class ProcessPool:
+class WorkerProcesses:
     """A fixed number of worker processes, some of which may be replaced.
 
     Attributes:
@@ -158,10 +158,10 @@ class ProcessPool:
         # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped;
         # this comes first, whatever was registered when.
         self._at_exit = multiprocessing.util.Finalize(
-            None, _close_pool, args=(weakref.ref(self),), exitpriority=100
+            None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
         )
         # Last: another thread may fork a worker at any time, which then abandons what is here.
-        _Pools.live.add(self)
+        _Live.groups.add(self)
         try:
             method = self._context.get_start_method()
             if method == "spawn":
@@ -301,7 +301,7 @@ class ProcessPool:
 
         Raises:
             OSError: If there are no descriptors or processes left.
-            ClosedLoaderError: If another thread closes the pool meanwhile.
+            ClosedLoaderError: If another thread ends them meanwhile.
         """
         self._forget(worker_id)
         try:
@@ -329,7 +329,7 @@ class ProcessPool:
 
         Raises:
             OSError: If there are no descriptors or processes left.
-            ClosedLoaderError: If another thread closes the pool meanwhile.
+            ClosedLoaderError: If another thread ends them meanwhile.
         """
         if worker_id < len(self._workers):
             self.replace(worker_id)
@@ -398,7 +398,7 @@ class ProcessPool:
         return self._workers[worker_id].receive_soon()
 
     def enable_wake(self) -> None:
-        """Make the wakes below work. Before any other thread uses the pool."""
+        """Make the wakes below work. Before any other thread uses this."""
         self._waker = Waker()
         self._waker.register(self._poll)
 
@@ -498,7 +498,7 @@ class ProcessPool:
         """Where a worker was killed by SIGKILL: how often the out-of-memory killer was at work.
 
         Returns:
-            Processes of our control group that it has ended since the pool was made; 0 if this is
+            Processes of our control group that it has ended since these were made; 0 if this is
             not known, or the worker ended otherwise.
         """
         if self.exit_code(worker_id) != -signal.SIGKILL or self._oom_kills_before is None:
@@ -521,7 +521,7 @@ class ProcessPool:
             thoroughly: Whether to measure their memory, which takes milliseconds for each.
 
         Raises:
-            ValueError: If the pool is closed.
+            ValueError: If they are ended.
         """
         return [
             self._vitals_of(worker_id, thoroughly=thoroughly)
@@ -602,18 +602,18 @@ class ProcessPool:
         self._close_shared()
 
 
-def _close_pool(reference: "weakref.ref[ProcessPool]") -> None:
-    pool = reference()
-    if pool is not None:
-        pool._is_exiting = True
+def _close_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
+    group = reference()
+    if group is not None:
+        group._is_exiting = True
         if FAULTS is not None:
             FAULTS.reach("main.exit")
-        pool.close()
+        group.close()
 
 
 def _leave_to_parent() -> None:
-    for pool in list(_Pools.live):
-        pool.leave_to_parent()
+    for group in list(_Live.groups):
+        group.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -621,6 +621,6 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 def close_inherited() -> None:
     """Close, in a forked worker, what the fork gave it of this and of other loaders."""
-    for pool in list(_Pools.live):
-        pool._abandon()
+    for group in list(_Live.groups):
+        group._abandon()
     close_inherited_slots()

@@ -151,8 +151,7 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
 
 def _take_all(engine: Any) -> int:
     if not engine.is_dynamic:  # else a thread does
-        for worker_id, data in engine._pool.wait(0):
-            engine._take(worker_id, data)
+        engine._pool.wait(0, engine)
     return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)
 
 
@@ -227,7 +226,7 @@ def test_a_closed_loader_that_is_kept_does_not_take_descriptors_from_new_workers
     first = DataLoader(Calls(large, 8), num_workers=4)
     batches = iter(first)
     next(batches)
-    pool = batches._pool
+    pool = batches._pool._workers
     numbers_before = {worker.pidfd for worker in pool._workers}
     first.close()
     held: list[int] = []
@@ -295,13 +294,14 @@ def test_close_from_another_thread_ends_a_next_that_waits() -> None:
             ended.append(type(error).__name__)
 
     entered = threading.Event()
-    poll = batches._pool.wait
+    workers = batches._pool._workers
+    poll = workers.wait
 
     def note_and_wait(timeout_s: float | None) -> Any:
         entered.set()
         return poll(timeout_s)
 
-    batches._pool.wait = note_and_wait
+    workers.wait = note_and_wait
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     told.wait_until_open()
@@ -388,7 +388,7 @@ class Forks(weakref.WeakSet):
 
 def test_another_thread_may_fork_a_worker_while_a_pool_is_made(monkeypatch) -> None:
     seen = Forks()
-    monkeypatch.setattr(processes._Pools, "live", seen)
+    monkeypatch.setattr(processes._Live, "groups", seen)
     with DataLoader(Calls(large, 8), batch_size=2, num_workers=2) as loader:
         assert [numbers(b) for b in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert seen.code == 0

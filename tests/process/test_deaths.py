@@ -226,7 +226,7 @@ def test_a_death_that_was_seen_before_the_epoch_was_left_does_not_hang_the_next_
         Calls(sample, 6), num_workers=1, collate_fn=only, persistent_workers=True, prefetch_factor=2
     )
     batches = iter(loader)
-    pool = batches._pool
+    pool = batches._pool._workers
     wait = pool.wait
 
     def wait_after_the_end(timeout_s: float | None) -> Any:
@@ -261,7 +261,7 @@ def test_a_worker_that_dies_with_messages_on_their_way_does_not_break_the_next_e
         persistent_workers=True,
     )  # fmt: skip
     batches = iter(loader)
-    pool, engine = batches._pool, batches._engine
+    pool, engine = batches._pool._workers, batches._engine
     assert next(batches) == "0 xx"
     gate.open()
     wait_for_end(pool.pid(1))

@@ -216,19 +216,19 @@ def test_the_main_process_decides_for_its_workers(method, debugging, monkeypatch
     monkeypatch.setenv("SHMLOADER_DEBUG", "0")
     batches = iter(loader)
     checks = []
-    note_answer = batches._engine._note_answer
+    answered = batches._engine.answered
 
-    def note(seq: int, epoch: int, answer: Any) -> Any:
+    def note(seq: int, epoch: int, worker_id: int, answer: Any) -> None:
         checks.append(answer.check)
-        return note_answer(seq, epoch, answer)
+        answered(seq, epoch, worker_id, answer)
 
-    batches._engine._note_answer = note
+    batches._engine.answered = note
     list(batches)
     assert checks == [(64, zlib.crc32(bytes(64)))] * 3
 
 
 def test_a_slot_whose_batch_changed_is_never_used_again(debugging, monkeypatch, slots) -> None:
-    monkeypatch.setattr("shmloader.engine.engine.checksum", lambda *_: 0x1234)
+    monkeypatch.setattr("shmloader.pools.processes.checksum", lambda *_: 0x1234)
     batches = iter(DataLoader(Calls(lambda n: n, 30), num_workers=1))
     told = []
     for _ in range(30):

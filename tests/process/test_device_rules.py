@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
-from shmloader.engine.arena import Arena
 from shmloader.errors import ClosedLoaderError, SharedMemoryError
 from shmloader.memory.slot import Slot
+from shmloader.pools.arena import Arena
 from shmloader.stages import page_locks
 from shmloader.stages.backend import Backend
 from shmloader.stages.device import DeviceStage

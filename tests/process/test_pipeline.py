@@ -18,7 +18,7 @@ import torch
 
 import shmloader
 from shmloader import PipelineBuilder, TooManyFailures, WorkerDiedError
-from tests.process.support import Bad, Gate, Slots, wait_for_end
+from tests.process.support import Bad, Gate, Slots, wait_for_end, wait_until
 
 SOON_S = 20.0
 # Said: within 1 s. What must not be waited for here takes a minute.
@@ -335,6 +335,8 @@ def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
     with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
         items = iter(pipeline)
         reached.wait_until_open()
+        (crew,) = pipeline._running.process_crews
+        wait_until(lambda: len(crew._tickets.sent) == 2)
         for _ in range(2):
             del items
             items = pipeline.get_iterator(0.1)

@@ -238,9 +238,7 @@ def answered(batches: Any) -> list[Any]:
     """Tickets in flight whose answer is here; what has come is taken note of."""
     engine = batches._engine
     for worker_id in range(len(batches._workers)):
-        data = engine._pool.receive(worker_id)
-        if data is not None:
-            engine._take(worker_id, data)
+        engine._pool.poll(worker_id, engine)
     return [ticket for ticket in engine._scheduler.tickets if ticket.answer is not None]
 
 
@@ -780,16 +778,17 @@ def test_a_worker_that_dies_while_it_leaves_the_epoch_is_replaced(kind) -> None:
     hold.turn(on=True)
     batches = iter(loader)
     assert [hashed(next(batches)) for _ in range(2)] == whole[:2]
-    send = batches._pool.send
+    workers = batches._pool._workers
+    send = workers.send
 
     def send_then_open(*args: Any) -> None:
         send(*args)
         gate.open()
 
     wait_until(lambda: not hold)
-    batches._pool.send = send_then_open
+    workers.send = send_then_open
     batches = iter(loader)
-    batches._pool.send = send
+    workers.send = send
     assert hashes(batches) == whole
     loader.close()
     gate.close()
@@ -901,7 +900,8 @@ def test_a_loader_is_closed_from_another_thread_while_a_worker_is_started(stage,
     with contextlib.nullcontext({}) if stage == "none" else staged(stage) as options:
         loader = DataLoader(held(gate, hold), num_workers=2, worker_restarts=1, **options)
         batches = iter(loader)
-        start = batches._pool._start_worker
+        workers = batches._pool._workers
+        start = workers._start_worker
         others: list[Any] = []
 
         def close() -> None:
@@ -918,14 +918,14 @@ def test_a_loader_is_closed_from_another_thread_while_a_worker_is_started(stage,
                 close()
             return worker
 
-        batches._pool._start_worker = start_worker
+        workers._start_worker = start_worker
         next(batches)
         kill(pids(batches)[1])
         with pytest.raises(ClosedLoaderError):
             next(batches)
         assert not any(psutil.pid_exists(pid) for pid in others)
-        del batches._pool._start_worker
-        del batches
+        del workers._start_worker
+        del batches, workers
     gate.close()
 
 

@@ -453,7 +453,7 @@ def test_a_worker_that_cannot_be_replaced_is_told(kind, monkeypatch) -> None:
     def refuse(self, worker_id):
         raise OSError("no process left")
 
-    monkeypatch.setattr("shmloader.workers.processes.ProcessPool.replace", refuse)
+    monkeypatch.setattr("shmloader.workers.processes.WorkerProcesses.replace", refuse)
     with pytest.raises(OSError, match="no process left"):
         numbers(kind, batches)
     with pytest.raises(ClosedLoaderError):

@@ -25,9 +25,9 @@ import torch.utils.data
 from torch.utils.data import DistributedSampler, get_worker_info
 
 import shmloader.engine.base
-import shmloader.engine.threaded
+import shmloader.engine.engine
 import shmloader.fronts.iterator
-import shmloader.workers.threads
+import shmloader.pools.threads
 from shmloader import (
     ClosedLoaderError,
     DataLoader,
@@ -356,7 +356,7 @@ def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
     for taken in range(1, 29):
         next(batches)
         assert len(sampler.threads) == 12 + taken
-        assert len(batches._engine._in_flight) == 12
+        assert len(batches._engine._scheduler.tickets) == 12
 
 
 def test_a_thread_takes_the_oldest_ticket() -> None:
@@ -688,7 +688,7 @@ def test_a_ctrl_c_while_next_waits_loses_nothing(held, ctrl_c) -> None:
     second = held(1)
     batches = iter(make(Calls(second, 8)))
     assert next(batches) == 0
-    with pytest.raises(KeyboardInterrupt), interrupt_where("_wait"):
+    with pytest.raises(KeyboardInterrupt), interrupt_where("wait"):
         next(batches)
     second.go.set()
     assert list(batches) == list(range(1, 8))
@@ -696,9 +696,9 @@ def test_a_ctrl_c_while_next_waits_loses_nothing(held, ctrl_c) -> None:
 
 FILES = {
     shmloader.engine.base.__file__,
-    shmloader.engine.threaded.__file__,
+    shmloader.engine.engine.__file__,
     shmloader.fronts.iterator.__file__,
-    shmloader.workers.threads.__file__,
+    shmloader.pools.threads.__file__,
 }
 
 
@@ -839,11 +839,17 @@ def test_several_iterators_do_not_meet() -> None:
 # Ends --------------------------------------------------------------------------------------
 
 
+def unanswered(batches: Any) -> int:
+    """Tickets that the threads have not answered."""
+    tickets = batches._engine._scheduler.tickets
+    return sum(ticket.answer is None for ticket in tickets) - len(batches._pool._post.answers)
+
+
 def test_closing_ends_the_threads_and_may_be_done_again(held) -> None:
     loader = make(100)
     first, second = iter(loader), iter(loader)
     assert [next(first), next(second), next(second)] == [0, 0, 1]
-    wait_until(lambda: all(task.answer for task in second._engine._in_flight))
+    wait_until(lambda: unanswered(second) == 0)
     assert ours() == sorted(["shmloader_0", "shmloader_1"] * 2)
     for _ in range(3):
         loader.close()
@@ -930,11 +936,10 @@ def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
 def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
     """Close while the main thread waits in a function of this name for what is held alone."""
     main = threading.main_thread().ident
-    tasks, bell = batches._engine._in_flight, batches._pool._post.bell
+    bell = batches._pool._post.bell
 
     def waits() -> bool:
-        awaited = [task for task in tasks.copy() if task.answer is None]
-        return len(awaited) == 1 and bell._silence.locked() and where in stack_of(main)
+        return unanswered(batches) == 1 and bell._silence.locked() and where in stack_of(main)
 
     def close() -> None:
         wait_until(waits)
@@ -949,11 +954,11 @@ def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
 
 
 def test_closing_from_another_thread_ends_a_next_that_waits(held, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.workers.threads, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.pools.threads, "_JOIN_S", 0.1)
     second = held(1)
     batches = iter(make(Calls(second, 8)))
     assert next(batches) == 0
-    close_meanwhile(batches, "_wait", second)
+    close_meanwhile(batches, "wait", second)
 
 
 def open_where(name: str, hold: Held) -> Any:
@@ -973,7 +978,7 @@ def test_closing_waits_for_a_sample_and_not_for_the_batch(held, on_error) -> Non
     loader = make(Calls(first, 1000), batch_size=1000, num_workers=1, on_error=on_error)
     batches = iter(loader)
     assert first.entered.wait(20)
-    with open_where("end", first):
+    with open_where("join", first):
         loader.close()
         assert ours() == []
     assert first.seen == [0]
@@ -981,7 +986,7 @@ def test_closing_waits_for_a_sample_and_not_for_the_batch(held, on_error) -> Non
 
 
 def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.workers.threads, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.pools.threads, "_JOIN_S", 0.1)
     second = held(1, make=lambda index: made.append(index) or sample(index))
     made: list[int] = []
     loader = make(Calls(second, 8))
@@ -998,7 +1003,7 @@ def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch)
     assert 1 in made
     with pytest.raises(ClosedLoaderError):
         next(batches)
-    assert not batches._engine._in_flight
+    assert not batches._engine._scheduler.tickets
 
 
 def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c) -> None:
@@ -1007,7 +1012,7 @@ def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c) -> None:
     batches = iter(loader)
     assert second.entered.wait(20)
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), interrupt_where("end"):
+    with pytest.raises(KeyboardInterrupt), interrupt_where("join"):
         loader.close()
     assert time.monotonic() - began < 4
     second.go.set()
@@ -1119,8 +1124,8 @@ ENDS = {
     is_stuck.wait()
     """,
     "stuck and closed": """
-    import shmloader.workers.threads
-    parking._PARK_S = shmloader.workers.threads._JOIN_S = 0.2
+    import shmloader.pools.threads
+    parking._PARK_S = shmloader.pools.threads._JOIN_S = 0.2
     loader, batches = taken(0, Stuck())
     is_stuck.wait()
     loader.close()
@@ -1173,7 +1178,7 @@ def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what) -> No
     batches = iter(loader)
     assert int(read(next(batches))) == 0
     if what == "ready" and not staged:
-        wait_until(lambda: all(task.answer for task in batches._engine._in_flight))
+        wait_until(lambda: unanswered(batches) == 0)
     with parking.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
         pid = os.fork()
         if pid == 0:
@@ -1328,7 +1333,7 @@ def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
 def test_with_a_stage_closing_from_another_thread_ends_a_next_that_waits(
     kind, held, monkeypatch
 ) -> None:
-    monkeypatch.setattr(shmloader.workers.threads, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.pools.threads, "_JOIN_S", 0.1)
     second = held(1, make=torch.tensor)
     batches = iter(make(Calls(second, 8), **kind.options))
     assert int(kind.read(next(batches))) == 0

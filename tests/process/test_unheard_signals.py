@@ -44,7 +44,8 @@ class Told(BaseException):
 
 
 def processes(batches) -> Unheard:
-    batches._pool._poll = unheard = Unheard(batches._pool._poll, "poll")
+    workers = batches._pool._workers
+    workers._poll = unheard = Unheard(workers._poll, "poll")
     return unheard
 
 

@@ -13,7 +13,6 @@ Guarantees:
 import asyncio
 import collections
 import contextlib
-import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
@@ -21,24 +20,22 @@ from typing import Any, cast
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
 from shmloader.fronts.pipeline.threads import EXIT_S
-from shmloader.workers.parking import Parkable, may_wait_here
+from shmloader.workers.background import BackgroundThread
 
 # How long coroutines may take to be cancelled.
 _CANCEL_S = 0.3
 
 
-class _LoopThread(Parkable):
+class _LoopThread(BackgroundThread):
     """The loop's thread. Parks between two callbacks of the loop."""
 
     parks_for_forks = False
     exit_s = EXIT_S
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__(name)
         self.loop = asyncio.new_event_loop()
         self._is_stopped = False
-        self._is_over = threading.Event()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def wake(self) -> None:
         """Have it stand still; from the thread that asks."""
@@ -54,13 +51,7 @@ class _LoopThread(Parkable):
         self._is_stopped = True
         self.loop.stop()
 
-    def join(self, deadline: float) -> None:
-        left_s = max(0.0, deadline - time.monotonic())
-        if not self.stands_for_good and self._is_over.wait(left_s):
-            self.thread.join()
-
-    def _run(self) -> None:
-        self.enter()
+    def work(self) -> None:
         try:
             asyncio.set_event_loop(self.loop)
             while not self._is_stopped:
@@ -72,8 +63,6 @@ class _LoopThread(Parkable):
         finally:
             asyncio.set_event_loop(None)
             self.loop.close()
-            self.leave()
-            self._is_over.set()
 
 
 class LoopCrew:
@@ -91,7 +80,7 @@ class LoopCrew:
         self._running: set[asyncio.Task[None]] = set()
         # Async generators at rest: each goes on when its future has a result.
         self._resting: dict[int, asyncio.Future[None]] = {}
-        self._host.thread.start()
+        self._host.start()
 
     def put(self, task: Task) -> None:
         """Have a task run, or an async generator go on. From any thread."""
@@ -177,5 +166,4 @@ class LoopCrew:
 
     def join(self, deadline: float) -> None:
         """After ``end``: wait for the thread, until ``deadline`` (``time.monotonic()``)."""
-        if may_wait_here():
-            self._host.join(deadline)
+        self._host.join(deadline - time.monotonic())

@@ -20,8 +20,8 @@ Guarantees:
 """
 
 import collections
+import contextlib
 import functools
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,6 @@ from typing import Any, Self
 
 import torch
 
-from shmloader.engine.arena import PageLocker
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
@@ -37,12 +36,15 @@ from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, call_all
 from shmloader.fronts.pipeline.plan import Pipe
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.room import Demand
+from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.pools.arena import PageLocker
+from shmloader.pools.processes import ProcessPool
+from shmloader.workers.background import BackgroundThread
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.finishing import finish
-from shmloader.workers.parking import Parkable, may_wait_here
-from shmloader.workers.processes import ProcessPool
+from shmloader.workers.parking import may_wait_here
+from shmloader.workers.processes import WorkerProcesses
 
 # How long the workers of all stages, one after the other, may take to come out of their ops before
 # they are killed.
@@ -107,19 +109,15 @@ def _do_nothing() -> None:
     """Nobody waits for tickets, nor gives them on demand."""
 
 
-class _Thread(Parkable):
+class _Thread(BackgroundThread):
     """Runs the engine."""
 
     def __init__(self, name: str, engine: Engine, tickets: _Tickets, gives_many: bool) -> None:
-        super().__init__()
+        super().__init__(name)
         self._engine = engine
         self._tickets = tickets
         self._gives_many = gives_many
         self._is_stopping = False
-        self._is_over = threading.Event()
-        # Who is the last to look at the engine, and closes it.
-        self._last: dict[str, str] = {}
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def wake(self) -> None:
         self._engine.wake()
@@ -129,39 +127,19 @@ class _Thread(Parkable):
         self._is_stopping = True
         self.wake()
 
-    def join(self, deadline: float) -> bool:
-        """Wait for its end; whether it has come, or will not."""
-        if self.stands_for_good or self.thread.ident is None:
-            return True
-        if not may_wait_here() or not self._is_over.wait(max(0.0, deadline - time.monotonic())):
-            return self._is_over.is_set()
-        self.thread.join()
-        return True
-
     def pause_or_stop(self) -> None:
         """Between two of the engine's steps: no lock is held."""
         if self._is_stopping:
             raise _Stop
         self.pause()
 
-    def _run(self) -> None:
-        self.enter()
-        try:
+    def work(self) -> None:
+        with contextlib.suppress(_Stop):
             while not self._is_stopping and self._serve_one():
                 pass
-        except _Stop:
-            pass
-        finally:
-            try:
-                if self._last.setdefault("is", "the thread") == "the closer":
-                    end(self._engine)
-            finally:
-                self.leave()
-                self._is_over.set()
 
-    def ends_all_afterwards(self) -> bool:
-        """Have the thread close the engine when it ends; not so if it has ended."""
-        return self._last.setdefault("is", "the closer") == "the closer"
+    def close_what_it_uses(self) -> None:
+        end(self._engine)
 
     def _serve_one(self) -> bool:
         """Wait for one result and bring it to its epoch; whether there may be a further one."""
@@ -240,7 +218,7 @@ class ProcessCrew:
             pipe.concurrency, 0, lent, None, free_memory(root, control_groups(root)), str(root),
             pipe.places,
         )  # fmt: skip
-        self._pool = ProcessPool(
+        workers = WorkerProcesses(
             None,
             pipe.concurrency,
             (OpItems(op), as_it_is, None, "raise"),
@@ -249,17 +227,21 @@ class ProcessCrew:
             demand,
             grace_s=_GRACE_S / sibling_count,
         )
+        self._pool = ProcessPool(
+            workers,
+            slot_bytes=uncapped_slot_bytes(),
+            slot_count=pipe.places + lent,
+            locker=locker,
+            room=Room(demand),
+        )
         self._engine = Engine(
             self._pool,
             worker_count=pipe.concurrency,
             window=pipe.places,
             lend_limit=lent,
-            slot_bytes=uncapped_slot_bytes(),
             in_order=False,
             timeout_s=0,
             is_dynamic=True,
-            locker=locker,
-            demand=demand,
         )
         self._tickets = _Tickets(pipe.places)
         self._thread = _Thread(
@@ -270,7 +252,7 @@ class ProcessCrew:
 
     def start(self) -> None:
         """Start the thread, after all workers of the pipeline."""
-        self._thread.thread.start()
+        self._thread.start()
 
     @property
     def is_broken(self) -> bool:
@@ -303,7 +285,8 @@ class ProcessCrew:
         finish(functools.partial(self._join, deadline))
 
     def _join(self, deadline: float) -> None:
-        if not self._thread.join(deadline) and self._thread.ends_all_afterwards():
+        left_s = deadline - time.monotonic()
+        if not self._thread.join(left_s) and self._thread.leave_closing():
             # We are on a thread of ours, by way of the garbage collector; or it is stuck in reading
             # a result. It looks at what we would close, but for the workers.
             if may_wait_here():

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from shmloader.engine.arena import PageLocker
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.arrival import AfterTransfer, Arrival
@@ -25,6 +24,7 @@ from shmloader.fronts.pipeline.outside import ExecutorCrew
 from shmloader.fronts.pipeline.plan import Group, Pipe, Plan, Where
 from shmloader.fronts.pipeline.processes import ProcessCrew
 from shmloader.fronts.pipeline.threads import ThreadCrew
+from shmloader.pools.arena import PageLocker
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.target import Destination
 from shmloader.workers.finishing import finish

@@ -18,7 +18,6 @@ Guarantees:
 """
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -26,13 +25,13 @@ from typing import cast
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.flow import Job
 from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
-from shmloader.workers.parking import Parkable, may_wait_here
+from shmloader.workers.background import BackgroundThread
 
 #: How long the interpreter's exit waits for a crew's threads, which may be in an op.
 EXIT_S = 0.3
 
 
-class _Thread(Parkable):
+class _Thread(BackgroundThread):
     """One of a crew's."""
 
     parks_for_forks = False
@@ -44,34 +43,15 @@ class _Thread(Parkable):
         tasks: "queue.SimpleQueue[Task | Job | None]",
         prepare: Callable[[], None] | None,
     ) -> None:
-        super().__init__()
+        super().__init__(name)
         self._tasks = tasks
         self._prepare = prepare
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self, deadline: float) -> bool:
-        if self._thread.ident is None or self.stands_for_good:
-            return True
-        # Not join() alone: interrupted, it takes the thread for one that has ended (Python 3.11).
-        if not self._is_over.wait(max(0.0, deadline - time.monotonic())):
-            return False
-        self._thread.join()
-        return True
-
-    def _run(self) -> None:
-        self.enter()
-        try:
-            if self._prepare is not None:
-                self._prepare()
-            while self._serve_one():
-                pass
-        finally:
-            self.leave()
-            self._is_over.set()
+    def work(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        while self._serve_one():
+            pass
 
     def _serve_one(self) -> bool:
         """Take a task, and go on as long as there is a next; whether there may be a further one."""
@@ -171,7 +151,5 @@ class ThreadCrew:
         Args:
             deadline: Until when, as ``time.monotonic()`` has it.
         """
-        if not may_wait_here():
-            return False
-        left = [thread for thread in self._threads if not thread.join(deadline)]
+        left = [thread for thread in self._threads if not thread.join(deadline - time.monotonic())]
         return not left

@@ -1306,3 +1306,67 @@ def test_a_worker_that_comes_back_asks_for_no_further_tickets():
         while (worker := subject.workers.next_start()) is not None:
             subject.worker_started(worker.worker_id)
         assert subject.take_wanted_tickets() == asked
+
+
+# A pool with a queue -----------------------------------------------------------------------
+
+
+def with_queue(window=4, *, in_order=True) -> Scheduler:
+    return Scheduler(2, window, 0, in_order=in_order, has_queue=True)
+
+
+def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answer():
+    subject = with_queue()
+    offered = [subject.offer([number]) for number in range(4)]
+    assert list(iter(subject.next_task, None)) == offered
+    assert {ticket.worker_id for ticket in offered} == {None}
+    assert len({ticket.slot_id for ticket in offered}) == 4
+    for seq, taker in ((1, 0), (0, 1)):
+        assert subject.answered(seq, 0, f"batch {seq}", taker=taker).worker_id == taker
+    assert [subject.take_next().seq for _ in range(2)] == [0, 1]
+    assert [worker.in_flight for worker in subject.workers] == [0, 0]
+    assert {worker.state for worker in subject.workers} == {WorkerState.READY}
+
+
+def test_with_a_queue_a_ticket_is_answered_once_and_only_if_it_was_offered():
+    subject = with_queue()
+    subject.offer([0])
+    subject.answered(0, 0, "batch", taker=1)
+    for seq, epoch in ((0, 0), (1, 0), (0, 1)):
+        with pytest.raises(InternalError, match="not in flight"):
+            subject.answered(seq, epoch, "batch", taker=1)
+
+
+def test_with_a_queue_a_given_up_epoch_is_left_at_once_and_all_its_slots_are_free():
+    subject = with_queue()
+    tickets = [subject.offer([number]) for number in range(4)]
+    assert [subject.next_task() for _ in range(3)] == tickets[:3]  # one is yet to be sent
+    subject.answered(1, 0, "batch", taker=0)
+    subject.end_epoch()
+    assert subject.is_epoch_left
+    assert subject.tickets == []
+    assert sorted(subject.slots.free_ids) == [0, 1, 2, 3]
+    assert subject.next_task() is None
+    subject.start_epoch()
+    assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_with_a_queue_batches_in_any_order_come_as_they_arrive():
+    subject = with_queue(in_order=False)
+    for number in range(4):
+        subject.offer([number])
+    for seq in (2, 0, 3):
+        subject.answered(seq, 0, "batch", taker=0)
+    assert [subject.take_next().seq for _ in range(3)] == [2, 0, 3]
+    assert subject.take_next() is None
+
+
+def test_a_closed_scheduler_keeps_neither_batches_nor_layouts():
+    subject = with_queue(in_order=False)
+    ticket = subject.offer([0])
+    subject.answered(0, 0, "batch", taker=0)
+    subject.layout_sent(1, "layout")
+    subject.close()
+    assert ticket not in subject.tickets
+    assert subject.take_next() is None
+    assert subject.workers[1].last_layout is None

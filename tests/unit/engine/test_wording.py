@@ -2,7 +2,6 @@
 
 import pytest
 
-from shmloader.engine.answers import Death
 from shmloader.engine.scheduler import Ticket
 from shmloader.engine.wording import (
     describe_change,
@@ -16,6 +15,7 @@ from shmloader.engine.wording import (
     describe_work,
     describe_worker,
 )
+from shmloader.pools.answers import Death
 from shmloader.workers.board import AtWork, Phase
 from shmloader.workers.stream import Place
 
@@ -98,7 +98,7 @@ def test_a_batch_that_changed_is_told_by_number_worker_and_slot():
 def test_a_timeout_names_time_batch_and_worker():
     ticket = Ticket(41, 3, 0, [7])
     assert describe_ticket(ticket) == "batch 41 (indices 7)"
-    assert describe_timeout(5.0, [(ticket, 812)], ["Worker 3 …", "Worker 1 …"]) == (
+    assert describe_timeout(5.0, [(ticket, 3, 812)], ["Worker 3 …", "Worker 1 …"]) == (
         "DataLoader timed out after 5 seconds. "
         "Batch 41 (indices 7) is with worker 3 (pid 812). "
         "No batch is lost: next() may be called again.\n"
@@ -108,8 +108,8 @@ def test_a_timeout_names_time_batch_and_worker():
 
 
 def test_a_timeout_names_a_thread_and_a_ticket_that_no_thread_has():
-    taken, waiting = Ticket(41, 0, 0, [7]), Ticket(42, None, 0, 8)
-    assert describe_timeout(5.0, [(taken, None), (waiting, None)], []) == (
+    taken, waiting = Ticket(41, None, 0, [7]), Ticket(42, None, 1, 8)
+    assert describe_timeout(5.0, [(taken, 0, None), (waiting, None, None)], []) == (
         "DataLoader timed out after 5 seconds. "
         "Batch 41 (indices 7) is with worker thread 0. "
         "Batch 42 (index 8) waits for a worker. "

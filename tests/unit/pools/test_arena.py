@@ -8,11 +8,11 @@ from mmap import PAGESIZE
 import pytest
 import torch
 
-from shmloader.engine.arena import Arena
 from shmloader.engine.scheduler import Ticket
-from shmloader.engine.sender import Sender
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import slot as slot_module
+from shmloader.pools.arena import Arena
+from shmloader.pools.sender import Sender
 
 MIB = 1 << 20
 BATCHES_BEFORE_TRIM = 32

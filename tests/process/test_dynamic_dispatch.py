@@ -32,7 +32,7 @@ from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_
 class AnyWorker(DataLoader):
     """A loader whose batches do not depend on the worker, as with random streams per sample."""
 
-    _any_worker_will_do = True
+    _dispatches_dynamically = True
 
 
 def make(function, length, **options):
@@ -149,7 +149,7 @@ def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
     dataset = Calls(lambda index: gate.pass_through(), 4)
     with DataLoader(dataset, num_workers=1, collate_fn=only) as loader:
         batches = iter(loader)
-        pool = batches._pool
+        pool = batches._pool._workers
         pool.enable_wake()
         pool.wake()
         began = time.monotonic()
@@ -189,9 +189,9 @@ def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
     monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
     first, second, loads, wakes = Gate(), Gate(), Loads(20), []
     for name in ("wake", "wake_soon"):
-        wake = getattr(processes.ProcessPool, name)
+        wake = getattr(processes.WorkerProcesses, name)
         monkeypatch.setattr(
-            processes.ProcessPool, name, lambda pool, wake=wake: wakes.append(1) or wake(pool)
+            processes.WorkerProcesses, name, lambda pool, wake=wake: wakes.append(1) or wake(pool)
         )
 
     def sample(index):
@@ -232,7 +232,7 @@ def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkey
     results = batches._source.running.thread.results
     wait_until(lambda: results)  # the engine's thread has nothing to do but to wait
     seen = [next(batches)]
-    pool = batches._pool
+    pool = batches._pool._workers
     assert pool._waker.is_due
     assert len(loads.begun) == 8, "the engine's thread was not woken"
     # Whoever has to wait for a batch wakes it at once.

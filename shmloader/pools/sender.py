@@ -2,8 +2,6 @@
 
 import pickle
 
-from shmloader.engine.arena import Arena
-from shmloader.engine.scheduler import DroppedSlot, Ticket
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -18,7 +16,9 @@ from shmloader.messages import (
     Task,
     pack,
 )
-from shmloader.workers.pool import Pool
+from shmloader.pools import SentTicket
+from shmloader.pools.arena import Arena
+from shmloader.workers.processes import WorkerProcesses
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.stream import Place
 
@@ -27,17 +27,17 @@ class Sender:
     """Sends tasks, each slot's descriptor before the first one that names it.
 
     Args:
-        pool: Where the workers are.
+        workers: To whom.
         arena: Where the slots are.
     """
 
-    def __init__(self, pool: Pool, arena: Arena) -> None:
-        self._pool = pool
+    def __init__(self, workers: WorkerProcesses, arena: Arena) -> None:
+        self._workers = workers
         self._arena = arena
         # Long states on their way: a socket may not have taken them yet.
         self._attached: dict[int, Slot] = {}
 
-    def send(self, ticket: Ticket, epoch: int) -> RemoteError | None:
+    def send(self, ticket: SentTicket, epoch: int) -> RemoteError | None:
         """Send a ticket to its worker.
 
         Returns:
@@ -47,7 +47,7 @@ class Sender:
             OSError: If there are no descriptors left for its slot, or no address space.
             SharedMemoryError: If there is no memory for its slot.
         """
-        worker_id, slot_id = ticket.holder, ticket.place
+        worker_id, slot_id = ticket.assigned_worker, ticket.assigned_slot
         if ticket.is_slot_new:
             self._introduce(worker_id, slot_id)
         self._arena.prepare(slot_id)
@@ -60,7 +60,7 @@ class Sender:
             # Of the user's keys, which may raise anything.
             return RemoteError.caught("while sending indices to a DataLoader worker process")
         touched_bytes = self._arena.touched_bytes(slot_id)
-        self._pool.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
+        self._workers.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
         return None
@@ -82,7 +82,7 @@ class Sender:
             slot = self._attached[worker_id] = Slot.create(len(data))
             slot.mapping[: len(data)] = data
             sent, descriptors = Attached(len(data)), (slot.fileno(),)
-        self._pool.send(worker_id, pack(ResumeStream(sent)), *descriptors)
+        self._workers.send(worker_id, pack(ResumeStream(sent)), *descriptors)
 
     def _let_go(self, worker_id: int) -> None:
         slot = self._attached.pop(worker_id, None)
@@ -105,27 +105,27 @@ class Sender:
                 f"({error.strerror}). Please increase the limit using `ulimit -n` in the "
                 "shell, or lower num_workers or prefetch_factor.",
             ) from error
-        self._pool.send(worker_id, pack(NewSlot(slot_id, slot.most_bytes)), slot.fileno())
+        self._workers.send(worker_id, pack(NewSlot(slot_id, slot.most_bytes)), slot.fileno())
 
-    def _spill(self, ticket: Ticket, body: bytes) -> Spilled:
+    def _spill(self, ticket: SentTicket, body: bytes) -> Spilled:
         """Put a long index list into the ticket's slot."""
-        slot = self._arena[ticket.place]
+        slot = self._arena[ticket.assigned_slot]
         if len(body) > slot.most_bytes:
             raise SharedMemoryError(
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
                 f"{slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size."
             )
-        self._arena.grow(ticket.place, len(body))
-        slot = self._arena.up_to(ticket.place, len(body))  # it may have been mapped anew
+        self._arena.grow(ticket.assigned_slot, len(body))
+        slot = self._arena.up_to(ticket.assigned_slot, len(body))  # it may have been mapped anew
         slot.mapping[: len(body)] = body
-        self._arena.note_use(ticket.place, len(body))
+        self._arena.note_use(ticket.assigned_slot, len(body))
         return Spilled(0, len(body))
 
-    def drop(self, dropped: DroppedSlot) -> None:
+    def drop(self, slot_id: int, worker_ids: list[int]) -> None:
         """Let go of a slot, here and in the workers that have mapped it."""
-        for worker_id in dropped.worker_ids:
-            self._pool.send(worker_id, pack(DropSlot(dropped.slot_id)))
-        self._arena.retire(dropped.slot_id)
+        for worker_id in worker_ids:
+            self._workers.send(worker_id, pack(DropSlot(slot_id)))
+        self._arena.retire(slot_id)
 
     def forget(self, worker_id: int) -> None:
         """A worker's process has ended: it takes nothing that is on its way."""

@@ -5,11 +5,10 @@
     engine's thread                                a worker thread
     ───────────────                                ───────────────
     ThreadTask ── the queue, oldest first ───────▶ samples = dataset[i] …, collate
-    task.answer ◀── set, and the bell is rung ──── an answer: the batch, or what was raised
+    the answers ◀── and the bell is rung ───────── an answer: the batch, or what was raised
 
-Nothing is copied, and nothing but the queue is shared: a task's answer is set once, by the thread
-that took the task. A task brings all that it takes to make its batch, so a thread that waits holds
-neither the dataset nor a batch.
+Nothing is copied, and nothing but the queue and the answers is shared. A task brings all that it
+takes to make its batch, so a thread that waits holds neither the dataset nor a batch.
 
 Guarantees:
     * Between two samples a thread looks at whether anybody still wants its batch, and leaves it if
@@ -26,12 +25,14 @@ library that it calls, may be held for ever in a child that is forked meanwhile,
 thread of the user's.
 """
 
+import collections
 import functools
 import os
 import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -39,14 +40,20 @@ from typing import Any
 import torch
 
 from shmloader.errors import ClosedLoaderError
+from shmloader.pools import Events, SentTicket
+from shmloader.pools.answers import Answer, Failure
+from shmloader.pools.slotless import Slotless
+from shmloader.pools.thread_task import Recipe, ThreadTask, load
 from shmloader.stats.readings import Readings, Vitals
+from shmloader.stats.record import Counts
+from shmloader.workers.background import BackgroundThread
 from shmloader.workers.bell import Bell
 from shmloader.workers.board import AtWork, Phase, stalled_here, stalled_thread
 from shmloader.workers.finishing import finish
 from shmloader.workers.gathering import Gatherer
-from shmloader.workers.parking import Parkable, is_exiting, may_wait_here
+from shmloader.workers.parking import is_exiting, may_wait_here
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.thread_task import ThreadAnswer, ThreadTask, load
+from shmloader.workers.stream import Place
 
 # How long close() waits for the threads: they may be in a sample.
 _JOIN_S = 5.0
@@ -57,6 +64,7 @@ class _Post:
 
     Attributes:
         tasks: Those to be taken; None for a thread that is to end.
+        answers: What came of them, each with the number of the thread that had it.
         bell: Rung for each answer.
         is_closed: Whether nothing is to be loaded any more.
     """
@@ -64,24 +72,25 @@ class _Post:
     def __init__(self) -> None:
         # Written in C: it may be put into by the garbage collector, whatever it interrupts.
         self.tasks: queue.SimpleQueue[ThreadTask | None] = queue.SimpleQueue()
+        self.answers: collections.deque[tuple[ThreadTask, int, Answer]] = collections.deque()
         self.bell = Bell()
         self.is_closed = False
 
 
-class _Worker(Parkable):
+class _Worker(BackgroundThread):
     """One thread."""
 
     parks_for_forks = False
 
     def __init__(self, worker_id: int, post: _Post, init_fn: Callable[[int], Any] | None) -> None:
-        super().__init__()
+        super().__init__(f"shmloader_{worker_id}")
         self._worker_id = worker_id
         self._init_fn = init_fn
         self._where = f"in DataLoader worker thread {worker_id}"
         self._post = post
         self._gatherer: Gatherer | None = None
         # Where worker_init_fn failed: the answer to each task.
-        self._init_answer: ThreadAnswer | None = None
+        self._init_answer: Failure | None = None
         # Read by others: what it is at, and since when.
         self._at_work: tuple[Phase, ThreadTask | None, float] = (
             Phase.STARTING, None, time.monotonic(),
@@ -90,14 +99,6 @@ class _Worker(Parkable):
         # What it has used.
         self._cpu_ns = 0
         self._stalled_ns: int | None = None
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread. On the user's."""
-        name = f"shmloader_{self._worker_id}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
     def drop(self) -> None:
         """Have it leave the batch that it is loading, after the sample. From any thread."""
@@ -109,20 +110,11 @@ class _Worker(Parkable):
         """At the interpreter's exit."""
         self.drop()
 
-    def end(self, timeout_s: float) -> None:
-        """Wait for the thread's end, but not where it stands still for good."""
-        thread = self._thread
-        if thread is None or thread.ident is None or self.stands_for_good:
-            return
-        # Not join() alone: interrupted, it takes the thread for one that has ended (Python 3.11).
-        if self._is_over.wait(timeout_s):
-            thread.join()
-
     def vitals(self) -> Vitals:
         """What it has used, until its last batch. From any thread."""
-        thread = self._thread
-        if thread is not None and thread.native_id is not None and not self._is_over.is_set():
-            stalled_ns = stalled_thread(thread.native_id)
+        number = self.system_id
+        if number is not None:
+            stalled_ns = stalled_thread(number)
             if stalled_ns is not None:
                 self._stalled_ns = stalled_ns
         return Vitals(None, self._cpu_ns, self._stalled_ns)
@@ -136,7 +128,8 @@ class _Worker(Parkable):
 
     # On the thread -----------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def begin(self) -> None:
+        """Have torch compute on this thread alone."""
         try:
             torch.multiprocessing._set_thread_name(threading.current_thread().name[:15])
             # As torch's workers do: there are several of us.
@@ -144,17 +137,20 @@ class _Worker(Parkable):
             torch.get_num_threads()  # at the first look, torch settles it for this thread
         finally:
             self.has_begun.ring()
-        self.enter()
+
+    def work(self) -> None:
+        """Load what is put into the queue."""
         try:
             self._prepare()
             while self._serve_one():
                 pass
         finally:
             self._stalled_ns = stalled_here()
-            self.leave()
-            if self._gatherer is not None:
-                self._gatherer.close()
-            self._is_over.set()
+
+    def depart(self) -> None:
+        """End what loads samples for it."""
+        if self._gatherer is not None:
+            self._gatherer.close()
 
     def _note(self, phase: Phase, task: ThreadTask | None = None) -> None:
         self._at_work = (phase, task, time.monotonic())
@@ -167,7 +163,7 @@ class _Worker(Parkable):
         try:
             init_fn(self._worker_id)
         except BaseException:  # noqa: BLE001 - handed on, with each task
-            self._init_answer = ThreadAnswer(error=RemoteError.caught(self._where))
+            self._init_answer = Failure(RemoteError.caught(self._where))
 
     def _serve_one(self) -> bool:
         """Take a task and answer it; whether there may be a further one."""
@@ -180,12 +176,13 @@ class _Worker(Parkable):
         # After it was noted: whoever closes drops what is noted.
         recipe, task.recipe = task.recipe, None
         if recipe is not None and not self._post.is_closed and not task.is_dropped:
-            task.worker_id = self._worker_id
             if self._gatherer is None:
                 self._gatherer = recipe.plan.make_gatherer()
-            task.answer = self._init_answer or load(task, recipe, self._where, self._gatherer)
+            answer = self._init_answer or load(task, recipe, self._where, self._gatherer)
             self._cpu_ns = time.thread_time_ns()
-            self._post.bell.ring()
+            if answer is not None:
+                self._post.answers.append((task, self._worker_id, answer))
+                self._post.bell.ring()
         return True
 
     def _take(self) -> ThreadTask | None:
@@ -196,23 +193,36 @@ class _Worker(Parkable):
                 return self._post.tasks.get()
 
 
-class ThreadPool:
-    """A fixed number of threads that load.
+class ThreadPool(Slotless):
+    """A fixed number of threads that load; see :class:`~shmloader.pools.Pool`.
 
     Args:
         worker_count: How many.
         init_fn: Called in each with its number, before its first batch.
+        recipe: How batches are made. Somebody else owns it: a stage's thread holds the pool, and
+            must not hold what may hold the iterator.
     """
 
-    def __init__(self, worker_count: int, init_fn: Callable[[int], Any] | None) -> None:
+    has_queue = True
+
+    def __init__(
+        self,
+        worker_count: int,
+        init_fn: Callable[[int], Any] | None,
+        recipe: "weakref.ref[Recipe]",
+    ) -> None:
         """Start the threads.
 
         Raises:
             RuntimeError: If no further thread can be started.
         """
-        self.worker_count = worker_count
+        self._recipe = recipe
         self._pid = os.getpid()
         self._post = _Post()
+        # Those that were sent and have not been told of.
+        self._tasks: dict[int, ThreadTask] = {}
+        self.is_waiting = False
+        self.counts = Counts()
         #: What the threads use.
         self.readings = Readings()
         self._join_s = _JOIN_S
@@ -233,11 +243,49 @@ class ThreadPool:
             self.close()
             raise
 
-    def put(self, task: ThreadTask) -> None:
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, where no thread runs."""
+        return os.getpid() != self._pid
+
+    # Tasks -------------------------------------------------------------------------------
+
+    def send(self, ticket: SentTicket, epoch: int) -> None:
         """Have a task done, after those before it."""
+        task = ThreadTask(ticket.seq, epoch, ticket.indices, self._recipe())
+        self._tasks[ticket.seq] = task
         self._post.tasks.put(task)
 
-    def wait(self, timeout_s: float | None) -> None:
+    def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - for all at once
+        """Drop what is in flight, and do not wait for it.
+
+        A thread that is in a sample of the epoch before comes when it is done with that.
+        """
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        for task in self._tasks.copy().values():
+            task.is_dropped = True
+        self._tasks.clear()
+        self._post.answers.clear()
+
+    def resume(self, worker_id: int, place: Place) -> None:
+        """Nothing to do: an iterable dataset has no threads."""
+
+    # Events ------------------------------------------------------------------------------
+
+    def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all threads
+        """Tell the answers that are here."""
+        answers, has_told = self._post.answers, False
+        while answers:
+            task, taker, answer = answers.popleft()
+            if not task.is_dropped:
+                has_told = True
+                self._tasks.pop(task.seq, None)  # unless another thread closes us
+                events.answered(task.seq, task.epoch, taker, answer)
+        return has_told
+
+    def wait(self, timeout_s: float | None, events: Events) -> bool:
         """Wait until a task has been answered since the last time, or for a time.
 
         Raises:
@@ -247,19 +295,43 @@ class ThreadPool:
             if threading.current_thread().daemon:
                 threading.Event().wait()
             raise ClosedLoaderError("the interpreter ends, and the threads stand still")
-        self._post.bell.wait(timeout_s)
+        self.is_waiting = True
+        self._post.bell.wait(None if timeout_s is None else max(0.0, timeout_s))
+        self.is_waiting = False
+        return self.poll(None, events)
+
+    def enable_wake(self) -> None:
+        """Nothing to do: ``wake`` works."""
 
     def wake(self) -> None:
         """Let ``wait`` return, now or the next time; from any thread."""
         self._post.bell.ring()
 
-    def enable_wake(self) -> None:
-        """Nothing to do: ``wake`` works."""
+    def wake_soon(self) -> None:
+        """At once: a lock is all that is let go of."""
+        self._post.bell.ring()
 
-    def check_process(self) -> None:
-        """Raise ClosedLoaderError in a forked child, where no thread runs."""
-        if os.getpid() != self._pid:
-            raise ClosedLoaderError("the iterator belongs to the process that made it")
+    def hurry(self) -> None:
+        """Nothing to do."""
+
+    # Workers -----------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> list[Any]:
+        """None."""
+        return []
+
+    def replace(self, worker_id: int) -> None:
+        """A thread does not die."""
+        raise NotImplementedError
+
+    def start(self, worker_id: int) -> None:
+        """The number of threads does not change."""
+        raise NotImplementedError
+
+    def retire(self, worker_id: int) -> None:
+        """As for :meth:`start`."""
+        raise NotImplementedError
 
     def pid(self, worker_id: int) -> None:
         """No process number."""
@@ -272,11 +344,17 @@ class ThreadPool:
         """What a thread is at, with its Python stack."""
         return self._workers[worker_id].ask()
 
-    def close(self) -> None:
+    def end_workers(self) -> None:
         """End the threads. May be called again, and from any thread."""
-        if os.getpid() != self._pid:
-            return
-        finish(self._end)
+        if not self.is_inherited:
+            finish(self._end)
+
+    def close(self) -> None:
+        """End the threads, and let go of all batches. May be called again, and from any thread."""
+        try:
+            self.end_workers()
+        finally:
+            self._drop_all()
 
     def _end(self) -> None:
         self._post.is_closed = True
@@ -290,7 +368,7 @@ class ThreadPool:
         join_s, self._join_s = self._join_s, 0.0
         deadline = time.monotonic() + join_s
         for worker in self._workers:
-            worker.end(max(0.0, deadline - time.monotonic()))
+            worker.join(deadline - time.monotonic())
         self.readings.close()
 
 

@@ -1,11 +1,12 @@
 """What may come back for a ticket: a batch, nothing, a failure of the user's code, or a death.
 
-A batch's answer carries the reader of its layout, since a worker does not repeat a layout that
-is the same as that of its last batch.
+The answer of a batch that lies in a slot carries the reader of its layout, since a worker does not
+repeat a layout that is the same as that of its last batch.
 """
 
 import pickle
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shmloader.errors import InternalError
@@ -13,6 +14,7 @@ from shmloader.interruptions import is_interruption
 from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
+from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.remote_error import RemoteError
 
 
@@ -34,60 +36,65 @@ class PickledReader:
 
 
 class Batch:
-    """A batch in its slot.
+    """A batch.
 
     Attributes:
-        reader: Builds it.
+        content: What gives the batch: in a slot, the reader of its layout; else the batch itself.
+        lends: Whether it lies in a slot, and has a part that is large enough to be lent.
         is_kept: The worker still holds memory of the slot.
         check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
-        report: What became of its samples, where that is counted: a ``SampleReport`` as written.
+        report: What became of its samples, where that is counted.
         snapshot: Of its worker's dataset, if one came with it.
         fingerprint: Of the batch, if one was taken.
         times: Its worker's clock; see :class:`~shmloader.messages.BatchDone`.
-        used_bytes: Bytes of its slot.
+        nbytes: Bytes of its slot that it takes; else of its tensors and arrays.
         looked_ns: Since when answers had been looked for, when this one was seen.
         seen_ns: When it was seen.
     """
 
     __slots__ = (
         "check",
+        "content",
         "fingerprint",
         "is_kept",
+        "lends",
         "looked_ns",
-        "reader",
+        "nbytes",
         "report",
         "seen_ns",
         "snapshot",
         "times",
-        "used_bytes",
     )
 
     def __init__(
         self,
-        reader: "Reader",
+        content: Any,
         *,
-        is_kept: bool,
+        lends: bool = False,
+        is_kept: bool = False,
         check: tuple[int, int] | None = None,
-        report: bytes | None = None,
+        report: SampleReport | None = None,
         snapshot: bytes | None = None,
         times: Any = None,
-        used_bytes: int = 0,
+        nbytes: int = 0,
         looked_ns: int = 0,
         seen_ns: int = 0,
         fingerprint: int | None = None,
     ) -> None:
-        self.fingerprint = fingerprint
-        self.times = times
-        self.used_bytes = used_bytes
-        self.looked_ns = looked_ns
-        self.seen_ns = seen_ns
-        self.reader = reader
+        self.content = content
+        self.lends = lends
         self.is_kept = is_kept
         self.check = check
         self.report = report
         self.snapshot = snapshot
+        self.times = times
+        self.nbytes = nbytes
+        self.looked_ns = looked_ns
+        self.seen_ns = seen_ns
+        self.fingerprint = fingerprint
 
 
+@dataclass(frozen=True, slots=True)
 class Failure:
     """An exception of the user's code.
 
@@ -100,26 +107,15 @@ class Failure:
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
-    __slots__ = ("error", "fingerprint", "is_final", "is_kept", "report", "snapshot")
-
-    def __init__(
-        self,
-        error: RemoteError,
-        *,
-        is_kept: bool,
-        report: bytes | None = None,
-        snapshot: bytes | None = None,
-        fingerprint: int | None = None,
-        is_final: bool = False,
-    ) -> None:
-        self.error = error
-        self.fingerprint = fingerprint
-        self.is_final = is_final
-        self.is_kept = is_kept
-        self.report = report
-        self.snapshot = snapshot
+    error: RemoteError
+    is_kept: bool = False
+    report: SampleReport | None = None
+    snapshot: bytes | None = None
+    fingerprint: int | None = None
+    is_final: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class Empty:
     """Nothing is left of a batch, all its samples having failed.
 
@@ -129,41 +125,36 @@ class Empty:
         snapshot: As for a batch.
     """
 
-    __slots__ = ("is_kept", "report", "snapshot")
-
-    def __init__(
-        self, *, is_kept: bool, report: bytes | None, snapshot: bytes | None = None
-    ) -> None:
-        self.is_kept = is_kept
-        self.report = report
-        self.snapshot = snapshot
+    report: SampleReport | None
+    is_kept: bool = False
+    snapshot: bytes | None = None
 
 
+Answer = Batch | Failure | Empty
+
+
+@dataclass(frozen=True, slots=True)
 class Death:
     """The worker died before it answered.
 
     Attributes:
         pid: Its process number.
         exit_code: Negative for a signal; None if it is not known.
-        restart_limit: Workers that might have been replaced in the epoch.
         oom_kills: Processes that the kernel has ended for want of memory, this one maybe among
             them.
+        restart_limit: Workers that might have been restarted in the epoch.
     """
 
-    __slots__ = ("exit_code", "oom_kills", "pid", "restart_limit")
-
-    def __init__(
-        self, pid: int, exit_code: int | None, oom_kills: int = 0, restart_limit: int = 0
-    ) -> None:
-        self.pid = pid
-        self.exit_code = exit_code
-        self.restart_limit = restart_limit
-        self.oom_kills = oom_kills
+    pid: int
+    exit_code: int | None
+    oom_kills: int = 0
+    restart_limit: int = 0
 
 
 Reader = FlatReader | PickledReader
 
 
+@dataclass(frozen=True, slots=True)
 class UnreadableLayout:
     """Stands for the reader of a layout that this process cannot read.
 
@@ -171,10 +162,7 @@ class UnreadableLayout:
         error: Why; the failure of all batches that have it.
     """
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: RemoteError) -> None:
-        self.error = error
+    error: RemoteError
 
 
 def make_reader(layout: object) -> Reader:

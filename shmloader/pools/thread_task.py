@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.stats.times import WorkTimes
+from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.fetch import (
@@ -41,23 +41,6 @@ class Recipe:
     arrays: ArraysHere | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadAnswer:
-    """What came of a task.
-
-    Attributes:
-        batch: The batch, if there is one.
-        error: What was raised, if anything was.
-        is_empty: Whether all samples failed and are skipped.
-        report: What became of the samples, where that is counted.
-    """
-
-    batch: Any = None
-    error: RemoteError | None = None
-    is_empty: bool = False
-    report: SampleReport | None = None
-
-
 @dataclass(eq=False, slots=True)
 class ThreadTask:
     """A ticket, as a thread gets it.
@@ -67,11 +50,6 @@ class ThreadTask:
         epoch: Number of the epoch.
         indices: What the sampler gave.
         recipe: How the batch is made; None when it is.
-        worker_id: The thread that has taken it; None until then.
-        answer: What came of it; None until then. Set by that thread.
-        offered_ns: When it was drawn.
-        times: Of its batch, by the thread's clock: set before the answer.
-        nbytes: Of its batch: tensors and arrays.
         is_dropped: Nobody wants its batch any more.
     """
 
@@ -79,12 +57,7 @@ class ThreadTask:
     epoch: int
     indices: object
     recipe: Recipe | None
-    worker_id: int | None = None
-    answer: ThreadAnswer | None = None
     is_dropped: bool = False
-    offered_ns: int = 0
-    times: WorkTimes | None = None
-    nbytes: int = 0
 
 
 class _Dropped(BaseException):
@@ -112,7 +85,7 @@ class _Samples:
 
 def load(
     task: ThreadTask, recipe: Recipe, where: str, gatherer: Gatherer | None = None
-) -> ThreadAnswer | None:
+) -> Answer | None:
     """Make a task's batch.
 
     Args:
@@ -145,17 +118,22 @@ def load(
         fetcher = ArrayFetcher(
             recipe.arrays.find_gatherer, fetcher, stopwatch.count, may_shard=plan.may_shard
         )
-    batch, error, is_empty = None, None, False
+    batch, error = None, None
     try:
         with loading(streams, task.indices) as indices:
             batch = fetcher.fetch(indices)
         stopwatch.fetched()
-        task.times, task.nbytes = stopwatch.read(), bytes_of(batch)
     except _Dropped:
         return None
     except EmptyBatchError:
-        is_empty = True
+        return Empty(_report_of(fetcher))
     except BaseException:  # noqa: BLE001 - handed on
         error = RemoteError.caught(where)
-    report = fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
-    return ThreadAnswer(batch, error, is_empty, report)
+    if error is not None:
+        return Failure(error, report=_report_of(fetcher))
+    times, nbytes = stopwatch.read(), bytes_of(batch)
+    return Batch(batch, report=_report_of(fetcher), times=times, nbytes=nbytes)
+
+
+def _report_of(fetcher: object) -> SampleReport | None:
+    return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None

@@ -1,0 +1,284 @@
+"""Pools make the batches. This page says everything that the engine asks of one.
+
+The scheduler decides, the engine has its pool act, and the pool reports what happened. A pool knows
+nothing of order, epochs that come later, restarts or users.
+
+==================  ==========================================  ===================================
+pool                workers                                     batches arrive
+==================  ==========================================  ===================================
+``ProcessPool``     processes that this process started         in slots of shared memory
+``ThreadPool``      threads of this process                     as they are
+==================  ==========================================  ===================================
+
+Every pool keeps these rules:
+
+* A task that was sent is answered exactly once, by :meth:`Events.answered` or
+  :meth:`Events.stream_ended`. There are two exceptions: the worker is lost, which is reported once
+  and after everything that it had answered; or the epoch is given up, as described below.
+* Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
+  thread. Between two calls, what happens waits in the pool.
+* An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
+  ``Failure``. A KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses
+  nothing.
+* Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`, :meth:`Pool.retire`
+  and :meth:`Pool.ask` take a bounded time. No other call waits for a worker.
+* The engine calls :meth:`Pool.start_epoch` for each worker. A pool of processes answers with
+  :meth:`Events.epoch_entered`, after all tasks of the epoch before. A pool with a queue drops those
+  tasks and reports none of them.
+* After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
+  mappings under tensors that the user holds. A worker that stays inside the user's code for long is
+  ended; a thread, which cannot be ended, is left behind and ends when it comes out.
+
+One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_workers`` and
+``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from shmloader.pools.answers import Answer, Batch, Death
+from shmloader.stats.readings import Readings
+from shmloader.stats.record import Counts
+from shmloader.workers.board import AtWork
+from shmloader.workers.stream import Beginning, Place
+
+
+class SentTicket(Protocol):
+    """What a pool sees of the scheduler's :class:`~shmloader.engine.scheduler.Ticket`."""
+
+    @property
+    def seq(self) -> int:
+        """The ticket's number in the epoch."""
+
+    @property
+    def indices(self) -> object:
+        """The indices that the sampler yielded."""
+
+    @property
+    def assigned_worker(self) -> int:
+        """The worker that gets the task. A pool with a queue does not ask."""
+
+    @property
+    def assigned_slot(self) -> int:
+        """The slot that the batch is written to. A pool without slots does not ask."""
+
+    @property
+    def is_slot_new(self) -> bool:
+        """Whether the worker has not been sent this slot's descriptor yet."""
+
+
+class Events(Protocol):
+    """Receives a pool's reports, and answers what a pool needs to know for them: the engine."""
+
+    def slot_of(self, seq: int) -> int:
+        """Return the slot of a ticket that was sent."""
+
+    def last_layout(self, worker_id: int) -> object:
+        """Return the layout that a worker sent last, or None. A restarted worker has sent none."""
+
+    def last_layouts(self) -> Iterable[object]:
+        """Return the same for all workers."""
+
+    def layout_sent(self, worker_id: int, layout: object) -> None:
+        """From now on, a worker's batches have this layout."""
+
+    def requested(self, worker_id: int) -> None:
+        """A worker is about to answer a task and may be sent one more."""
+
+    def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
+        """A task is done or has failed."""
+
+    def stream_ended(
+        self, seq: int, epoch: int, worker_id: int, beginning: Beginning, *, is_kept: bool
+    ) -> None:
+        """A worker's iterable dataset is exhausted: it has no batch for this task or a later one.
+
+        Args:
+            seq: Number of the task.
+            epoch: Epoch of the task.
+            worker_id: Number of the worker.
+            beginning: The state that the worker's next epoch begins with.
+            is_kept: Whether the worker still holds memory of the slot.
+        """
+
+    def state_part(self, worker_id: int, data: bytes) -> None:
+        """One piece of the state that a worker's next epoch begins with."""
+
+    def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
+        """The state of a worker's dataset did not fit into a slot of ``most_bytes``."""
+
+    def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
+        """A worker has finished the epoch before. ``beginning`` is the last piece of its state."""
+
+    def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
+        """A worker died and has been reaped. ``was_at`` says what it was doing."""
+
+
+class Pool(Protocol):
+    """Workers, numbered from 0, and the memory that their batches lie in.
+
+    Attributes:
+        counts: Counters of slots and workers. Any thread may read them.
+        readings: Memory and CPU time of the workers. Any thread may read them.
+        has_queue: Whether the pool has one queue, from which an idle worker takes the oldest task.
+            Otherwise the scheduler assigns each task to a worker.
+    """
+
+    counts: Counts
+    readings: Readings
+    has_queue: bool
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether :meth:`wait` waits, or was left by an exception while it waited.
+
+        In that state nothing has been taken that was not reported.
+        """
+
+    @is_waiting.setter
+    def is_waiting(self, value: bool) -> None: ...
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child of the process that has the workers."""
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether :meth:`take_returns` would return something."""
+
+    @property
+    def wants_tidying(self) -> bool:
+        """Whether it is time for :meth:`tidy`."""
+
+    # Tasks -------------------------------------------------------------------------------
+
+    def send(self, ticket: SentTicket, epoch: int) -> Answer | None:
+        """Send a ticket's task to a worker.
+
+        Returns:
+            None, or a failure that answers the task: the user's indices could not be pickled.
+
+        Raises:
+            OSError: If no descriptor or address space is left for the slot.
+            SharedMemoryError: If there is no memory for its slot.
+        """
+
+    def start_epoch(self, worker_id: int, epoch: int) -> None:
+        """Tell a worker to begin a further epoch."""
+
+    def resume(self, worker_id: int, place: Place) -> None:
+        """Tell a worker where its dataset resumes, before its first task.
+
+        Raises:
+            OSError: If there are no descriptors left for a state.
+            SharedMemoryError: If there is no memory for it.
+        """
+
+    # Events ------------------------------------------------------------------------------
+
+    def poll(self, worker_id: int | None, events: Events) -> bool:
+        """Report what a worker answered, if a message is there or about to arrive. Never sleeps.
+
+        Args:
+            worker_id: Number of the worker; None for a pool with a queue.
+            events: Receives the reports.
+
+        Returns:
+            Whether there was a message.
+        """
+
+    def wait(self, timeout_s: float | None, events: Events) -> bool:
+        """Wait until something happens, and report it.
+
+        Args:
+            timeout_s: Longest wait in seconds; None waits without a limit.
+            events: Receives the reports.
+
+        Returns:
+            Whether anything was reported. False after the timeout, after :meth:`wake`, and
+            sometimes earlier, so that signal handlers can run.
+        """
+
+    def enable_wake(self) -> None:
+        """Enable the three methods below. Called before a second thread uses the pool."""
+
+    def wake(self) -> None:
+        """Make the present or the next :meth:`wait` return. Called from any thread."""
+
+    def wake_soon(self) -> None:
+        """Do the same, but a little later where that is cheaper. Called from one thread."""
+
+    def hurry(self) -> None:
+        """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
+
+    # Batches -----------------------------------------------------------------------------
+
+    def find_change(self, slot_id: int, answer: Batch) -> str:
+        """Describe how a batch changed since its worker wrote it, or return an empty string.
+
+        Batches are checked with ``SHMLOADER_DEBUG=1`` only.
+        """
+
+    def lock(self, slot_id: int) -> None:
+        """Map a slot before :meth:`lend`, and lock its pages if a device reads them.
+
+        Raises:
+            SharedMemoryError: If the slot cannot be mapped.
+        """
+
+    def lend(self, slot_id: int, answer: Batch) -> object:
+        """Return the batch as views of its slot. :meth:`take_returns` tells of their end."""
+
+    def copy_out(self, slot_id: int, answer: Batch) -> object:
+        """Return the batch in memory of its own.
+
+        Raises:
+            SharedMemoryError: If the slot cannot be mapped.
+        """
+
+    def take_returns(self) -> Sequence[tuple[int, bool]]:
+        """Return the slots whose views are gone, each with whether it may be filled again."""
+
+    def tidy(self, free_ids: list[int]) -> None:
+        """Return memory of free slots that is not needed to the kernel."""
+
+    def poison(self, slot_id: int) -> None:
+        """Overwrite a slot that became free (``SHMLOADER_DEBUG=1``)."""
+
+    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:
+        """Unmap a slot here and in the workers that have mapped it."""
+
+    # Workers -----------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes by number; empty where workers are no processes."""
+
+    def pid(self, worker_id: int) -> int | None:
+        """Return the process id of a worker, or None where it is no process."""
+
+    def was_at(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, or was doing when it died, without its stack."""
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, with its Python stack."""
+
+    def replace(self, worker_id: int) -> None:
+        """Start a worker in place of one that died.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+            ClosedLoaderError: If another thread closes the pool meanwhile.
+        """
+
+    def start(self, worker_id: int) -> None:
+        """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""
+
+    def retire(self, worker_id: int) -> None:
+        """End an idle worker."""
+
+    def end_workers(self) -> None:
+        """End all workers but keep the memory. May be called again."""
+
+    def close(self) -> None:
+        """End all workers and free all memory. May be called again."""

@@ -1,0 +1,84 @@
+"""A pool that exists for the tests: its one worker is the thread that waits for it."""
+
+import collections
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.pools import Events, SentTicket
+from shmloader.pools.answers import Batch, Failure
+from shmloader.pools.slotless import Slotless
+from shmloader.stats.readings import Readings
+from shmloader.stats.record import Counts
+from shmloader.workers.bell import Bell
+from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.remote_error import RemoteError
+
+
+class CallingPool(Slotless):
+    """Makes a batch when somebody waits for one."""
+
+    has_queue = True
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.counts, self.readings = Counts(), Readings()
+        self.is_waiting = False
+        self._make = make
+        self._tasks: collections.deque[tuple[int, int, Any]] = collections.deque()
+        self._bell = Bell()
+        self._pid = os.getpid()
+        self._at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
+        self.processes: list[Any] = []
+
+    @property
+    def is_inherited(self) -> bool:
+        return os.getpid() != self._pid
+
+    def send(self, ticket: SentTicket, epoch: int) -> None:
+        self._tasks.append((ticket.seq, epoch, ticket.indices))
+
+    def start_epoch(self, worker_id: int, epoch: int) -> None:
+        self._tasks.clear()
+
+    def poll(self, worker_id: int | None, events: Events) -> bool:
+        if not self._tasks:
+            return False
+        seq, epoch, indices = self._tasks.popleft()
+        self._at_work = AtWork(Phase.LOADING, epoch, seq, 0.0)
+        try:
+            answer: Batch | Failure = Batch(self._make(indices))
+        except Exception:
+            answer = Failure(RemoteError.caught("on the thread that waits"))
+        self._at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
+        events.answered(seq, epoch, 0, answer)
+        return True
+
+    def wait(self, timeout_s: float | None, events: Events) -> bool:
+        self.is_waiting = True
+        if not self._tasks:
+            self._bell.wait(timeout_s)
+        self.is_waiting = False
+        return self.poll(None, events)
+
+    def wake(self) -> None:
+        self._bell.ring()
+
+    wake_soon = wake
+
+    def enable_wake(self) -> None: ...
+
+    def hurry(self) -> None: ...
+
+    def pid(self, worker_id: int) -> None: ...
+
+    def was_at(self, worker_id: int) -> AtWork:
+        return self._at_work
+
+    ask = was_at
+
+    def end_workers(self) -> None:
+        self._bell.ring()
+
+    def close(self) -> None:
+        self._tasks.clear()
+        self._bell.ring()

@@ -1,0 +1,401 @@
+"""What every pool keeps (``shmloader/pools/__init__.py``), tried on each: alone and in an engine.
+
+A pool that exists for the tests alone (``calling``) has to pass as well: so what the page says is
+enough to write one by.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from shmloader.engine.engine import Engine
+from shmloader.engine.scheduler import Scheduler
+from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.pools import Pool
+from shmloader.pools.answers import Batch, Failure
+from shmloader.pools.processes import ProcessPool
+from shmloader.pools.thread_task import Recipe
+from shmloader.pools.threads import ThreadPool
+from shmloader.workers.board import Phase
+from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.processes import WorkerProcesses
+from tests.pools.calling import CallingPool
+from tests.process.support import Bad, Calls, Gate, wait_until
+
+WINDOW, LENT = 6, 2
+PLAN = FetchPlan(is_iterable=False, auto_collation=False, drop_last=False)
+
+
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    workers = WorkerProcesses(
+        None, worker_count, (Calls(make, 1 << 20), as_it_is, None, "raise"), PLAN, base_seed=1
+    )
+    return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
+
+
+RECIPES = []
+
+
+def threads(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    RECIPES[:] = [Recipe(PLAN, Calls(make, 1 << 20), as_it_is, "raise")]
+    return ThreadPool(worker_count, None, weakref.ref(RECIPES[0]))
+
+
+def calling(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    return CallingPool(make)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of pool.
+
+    Attributes:
+        make: Makes one.
+        is_apart: Whether its workers work while nobody waits.
+        has_slots: Whether its batches come in slots.
+    """
+
+    make: Callable[[Callable[[Any], Any], int], Pool]
+    is_apart: bool = True
+    has_slots: bool = False
+
+
+KINDS = {
+    "processes": Kind(processes, has_slots=True),
+    "threads": Kind(threads),
+    "calling": Kind(calling, is_apart=False),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def apart(kind) -> Kind:
+    if not kind.is_apart:
+        pytest.skip("its worker is the thread that waits")
+    return kind
+
+
+@contextlib.contextmanager
+def opened(kind: Kind, make: Callable[[Any], Any], worker_count: int = 2) -> Iterator[Pool]:
+    pool = kind.make(make, worker_count)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        RECIPES.clear()
+
+
+class Told:
+    """Who is told, with a scheduler beside it: a window of tasks, and the answers of one epoch."""
+
+    def __init__(self, pool: Pool, worker_count: int = 2) -> None:
+        self.pool = pool
+        self.scheduler = Scheduler(
+            worker_count, WINDOW, LENT, in_order=True, has_queue=pool.has_queue
+        )
+        self.answers: dict[int, Any] = {}
+        self.entered: set[int] = set()
+        self.threads: set[int] = set()
+        self.deaths: list[tuple[int, Any, Any]] = []
+
+    def send(self, *tasks: Any) -> None:
+        for indices in tasks:
+            self.scheduler.offer(indices)
+            while (ticket := self.scheduler.next_task()) is not None:
+                assert self.pool.send(ticket, self.scheduler.epoch) is None
+
+    def take_all(self, count: int) -> None:
+        wait_until(lambda: self.pool.wait(1, self) and len(self.answers) >= count)
+
+    def slot_of(self, seq: int) -> int:
+        return self.scheduler.slot_of(seq)
+
+    def last_layout(self, worker_id: int) -> object:
+        return self.scheduler.workers[worker_id].last_layout
+
+    def last_layouts(self) -> list[object]:
+        return [worker.last_layout for worker in self.scheduler.workers]
+
+    def layout_sent(self, worker_id: int, layout: object) -> None:
+        self.scheduler.layout_sent(worker_id, layout)
+
+    def answered(self, seq: int, epoch: int, worker_id: int, answer: Any) -> None:
+        self.threads.add(threading.get_ident())
+        assert seq not in self.answers, "each task is answered once"
+        taker = worker_id if self.pool.has_queue else None
+        ticket = self.scheduler.answered(seq, epoch, answer, taker=taker)
+        assert ticket.worker_id == worker_id
+        if not ticket.is_dropped:
+            self.answers[seq] = answer
+
+    def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
+        assert not beginning
+        self.entered.add(worker_id)
+        self.scheduler.left_epoch(worker_id)
+
+    def lost(self, worker_id: int, death: Any, was_at: Any) -> None:
+        self.deaths.append((worker_id, death, was_at))
+
+    def batch(self, seq: int) -> Any:
+        return self.pool.copy_out(self.scheduler.slot_of(seq), self.answers[seq])
+
+
+def squared(index: int) -> torch.Tensor:
+    if index == 13:
+        raise Bad(index)
+    return torch.full((100,), index * index)
+
+
+# Alone -------------------------------------------------------------------------------------
+
+
+def test_each_task_is_answered_once_on_the_thread_that_waits(kind) -> None:
+    with opened(kind, squared) as pool:
+        told = Told(pool)
+        told.send(*range(WINDOW))
+        told.take_all(WINDOW)
+        assert sorted(told.answers) == list(range(WINDOW))
+        assert told.threads == {threading.get_ident()}
+        for seq in range(WINDOW):
+            assert torch.equal(told.batch(seq), squared(seq))
+        assert not pool.wait(0, told)
+
+
+def test_an_exception_of_the_dataset_is_an_answer(kind) -> None:
+    with opened(kind, squared) as pool:
+        told = Told(pool)
+        told.send(12, 13, 14)
+        told.take_all(3)
+        assert [type(told.answers[seq]) for seq in range(3)] == [Batch, Failure, Batch]
+        assert isinstance(told.answers[1].error.rebuilt(""), Bad)
+
+
+def test_polling_takes_what_is_there_without_waiting(apart) -> None:
+    gate = Gate()
+    with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
+        told = Told(pool, 1)
+        told.send(7)
+        worker_id = None if pool.has_queue else 0
+        began = time.monotonic()
+        assert not pool.poll(worker_id, told)
+        assert time.monotonic() - began < 5
+        gate.open()
+        wait_until(lambda: pool.poll(worker_id, told))
+        assert told.batch(0) == 7
+    gate.close()
+
+
+def test_a_wait_is_over_after_its_time(kind) -> None:
+    with opened(kind, squared) as pool:
+        began = time.monotonic()
+        while time.monotonic() - began < 0.2:
+            assert not pool.wait(0.2, Told(pool))
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("name", ["wake", "wake_soon"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_wake_ends_a_wait_now_or_the_next(kind, name, before) -> None:
+    with opened(kind, squared) as pool:
+        pool.enable_wake()
+        wake = threading.Thread(
+            target=lambda: (before or wait_until(lambda: pool.is_waiting), getattr(pool, name)())
+        )
+        wake.start()
+        if before:
+            wake.join()
+        began = time.monotonic()
+        assert not pool.wait(60, Told(pool))
+        assert time.monotonic() - began < 20
+        wake.join()
+
+
+def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> None:
+    with opened(kind, squared) as pool:
+        told = Told(pool)
+        told.send(*range(4))
+        told.scheduler.end_epoch()
+        for worker_id in range(2):
+            pool.start_epoch(worker_id, 1)
+        wait_until(lambda: told.scheduler.is_epoch_left or pool.wait(1, told) is None)
+        assert pool.has_queue or told.entered == {0, 1}
+        assert not told.answers  # nobody wants them
+        told.scheduler.start_epoch()
+        told.send(5, 6)
+        told.take_all(2)
+        assert [int(told.batch(seq)[0]) for seq in range(2)] == [25, 36]
+
+
+def test_what_a_worker_is_at_may_be_asked(apart) -> None:
+    gate = Gate()
+    with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
+        wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
+        told = Told(pool, 1)
+        told.send(3)
+        wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
+        found = pool.ask(0)
+        assert (found.phase, found.epoch, found.seq) == (Phase.LOADING, 0, 0)
+        assert "pass_through" in found.stack
+        pid = pool.pid(0)
+        assert pid is None or pid != os.getpid()
+        gate.open()
+        told.take_all(1)
+    gate.close()
+
+
+def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
+    main = threading.main_thread().ident
+    with opened(kind, squared) as pool:
+        told = Told(pool)
+
+        def press() -> None:
+            wait_until(lambda: pool.is_waiting)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_until(lambda: pool.wait(60, told))
+        thread.join()
+        assert pool.is_waiting
+        told.send(*range(3))
+        told.take_all(3)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_closing_ends_all_and_may_be_done_again(kind, times) -> None:
+    pool = kind.make(squared, 2)
+    told = Told(pool)
+    told.send(*range(4))
+    for _ in range(times):
+        pool.end_workers()
+    for _ in range(times):
+        pool.close()
+    RECIPES.clear()
+
+
+def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
+    gate = Gate()
+    pool = apart.make(lambda index: gate.pass_through(), 1)
+    told = Told(pool, 1)
+    told.send(*range(WINDOW))
+    wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    gate.open()  # one of them
+    closer.join(30)
+    assert not closer.is_alive()
+    RECIPES.clear()
+    gate.close()
+
+
+def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
+    with opened(kind, squared) as pool:
+        assert not pool.is_inherited
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if pool.is_inherited else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+# In an engine ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine_of(
+    kind: Kind, make: Callable[[Any], Any], worker_count: int = 2, **options: Any
+) -> Iterator[Engine]:
+    defaults = {"in_order": True, "timeout_s": 30}
+    engine = Engine(
+        kind.make(make, worker_count), worker_count=worker_count, window=WINDOW,
+        lend_limit=LENT if kind.has_slots else 0, **(defaults | options),
+    )  # fmt: skip
+    try:
+        yield engine
+    finally:
+        engine.close()
+        RECIPES.clear()
+
+
+def values(engine: Engine) -> list[int]:
+    found = []
+    with contextlib.suppress(StopIteration):
+        while True:
+            found.append(int(engine.next_batch()[0]))
+    return found
+
+
+def test_an_engine_gives_batches_in_order_epoch_after_epoch(kind) -> None:
+    with engine_of(kind, squared) as engine:
+        engine.start(iter(range(12)))
+        for epoch in range(3):
+            assert values(engine) == [index * index for index in range(epoch, 12)]
+            engine.restart(iter(range(epoch + 1, 12)))
+        assert int(engine.next_batch()[0]) == 9
+        engine.restart(iter([2]))  # and what was in flight never comes
+        assert values(engine) == [4]
+
+
+def test_an_engine_gives_each_batch_once_in_any_order(kind) -> None:
+    with engine_of(kind, squared, in_order=False) as engine:
+        engine.start(iter(range(12)))
+        assert sorted(values(engine)) == [index * index for index in range(12)]
+
+
+def test_an_engine_raises_in_a_batch_s_place_and_goes_on(kind) -> None:
+    with engine_of(kind, squared) as engine:
+        engine.start(iter(range(12, 15)))
+        assert int(engine.next_batch()[0]) == 144
+        with pytest.raises(Bad) as caught:
+            engine.next_batch()
+        assert "was loading batch 1 (index 13)" in "".join(caught.value.__notes__)
+        assert values(engine) == [196]
+
+
+def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
+    gate = Gate()
+    with engine_of(
+        apart, lambda index: gate.pass_through() or torch.tensor([index]), 1, timeout_s=0.2
+    ) as engine:
+        engine.start(iter(range(2)))
+        with pytest.raises(LoaderTimeoutError) as caught:
+            engine.next_batch()
+        assert "Batch 0 (index 0)" in str(caught.value)
+        gate.open(2)
+        assert values(engine) == [0, 1]
+    gate.close()
+
+
+def test_a_batch_outlives_its_engine(kind) -> None:
+    with engine_of(kind, lambda index: torch.full((200_000,), index)) as engine:
+        engine.start(iter(range(8)))
+        kept = [engine.next_batch() for _ in range(5)]
+    assert [set(batch.tolist()) for batch in kept] == [{index} for index in range(5)]
+
+
+def test_a_closed_engine_says_so(kind) -> None:
+    with engine_of(kind, squared) as engine:
+        engine.start(iter(range(8)))
+        engine.next_batch()
+        engine.close()
+        for _ in range(2):
+            with pytest.raises(ClosedLoaderError):
+                engine.next_batch()
