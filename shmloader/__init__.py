@@ -39,7 +39,7 @@ from shmloader.fronts.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
 from shmloader.shared import share
 from shmloader.stats import LoaderStats
-from shmloader.workers.sample_streams import sample_rng
+from shmloader.workers.sample_rng import sample_rng
 
 __version__ = "0.1.0"
 

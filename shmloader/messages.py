@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     RESUME_STREAM = 8
     BATCH_EMPTY = 9
     STATE_PART = 10
-    NEXT_WANTED = 11
+    PREFETCH_REQUEST = 11
 
 
 class Spilled(NamedTuple):
@@ -66,9 +66,9 @@ class Task(NamedTuple):
         epoch: Number of the epoch within the iterator, from 0.
         slot_id: The slot, which is the worker's until it answers.
         indices: What the sampler gave, pickled: a list of keys, or one key where there is no
-            batching; with its place in the epoch (``Placed``) if samples have random streams of
-            their own. Read apart from the message, since reading a key of the user's own may fail.
-            Or :class:`Spilled`.
+            batching; with its position in the epoch (``PositionedIndices``) if samples have random
+            number generators of their own. Unpickled apart from the message, because a key of the
+            user's own class may fail to unpickle. Or :class:`Spilled`.
         touched_bytes: Bytes from the slot's start that have pages.
     """
 
@@ -185,7 +185,7 @@ class StreamEnded(NamedTuple):
     beginning: bytes | Spilled | TooLong | None = None
 
 
-class NextWanted(NamedTuple):
+class PrefetchRequest(NamedTuple):
     """Worker → main: all but the end of the batch in work is done, so the next task may come.
 
     Where a task waits for whichever worker is idle, that would else be told by the batch, and the
@@ -215,7 +215,7 @@ class EpochStarted(NamedTuple):
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
 FromWorker = (
-    BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart | NextWanted
+    BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart | PrefetchRequest
 )
 
 _KINDS: dict[type, int] = {
@@ -230,7 +230,7 @@ _KINDS: dict[type, int] = {
     ResumeStream: int(Kind.RESUME_STREAM),
     BatchEmpty: int(Kind.BATCH_EMPTY),
     StatePart: int(Kind.STATE_PART),
-    NextWanted: int(Kind.NEXT_WANTED),
+    PrefetchRequest: int(Kind.PREFETCH_REQUEST),
 }
 _TYPES = (
     NewSlot,
@@ -244,7 +244,7 @@ _TYPES = (
     ResumeStream,
     BatchEmpty,
     StatePart,
-    NextWanted,
+    PrefetchRequest,
 )
 
 

@@ -187,8 +187,8 @@ class _Tuner:
         if self._takes_settings:
             loader = make_loader(self._make, self._name, **setting.arguments())
         else:
-            lives_on = {"persistent_workers": True} if setting.num_workers else {}
-            loader = like(self._given, **setting.arguments(), **lives_on)
+            is_persistent = {"persistent_workers": True} if setting.num_workers else {}
+            loader = like(self._given, **setting.arguments(), **is_persistent)
         with Run(loader, self._step_s) as run:
             spans = _Spans(self._most_s, best)
             # The first window is of batches that were loaded while the workers started.

@@ -26,8 +26,8 @@ ticket for each batch that it takes, and hands the tickets over by an ``inbox``;
 engine, and then the stage: it copies a batch out of its slot into page-locked memory, or has the
 device read the slot, which is free when the copy is done. What comes out, batches and exceptions,
 waits in order for the user's thread. While any loader of the process forks a worker, such threads
-stand still where they hold no lock (:mod:`shmloader.workers.parking`); a dead worker is replaced by
-the user's thread.
+stand still where they hold no lock (:mod:`shmloader.workers.fork_safety`); a dead worker is
+replaced by the user's thread.
 
 The life of a worker::
 

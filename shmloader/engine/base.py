@@ -23,12 +23,12 @@ def _do_it(function: Callable[[], None]) -> None:
     function()
 
 
-class Receipt(NamedTuple):
+class Delivery(NamedTuple):
     """Which ticket was handed over: its batch, or what was raised in the batch's place.
 
     Attributes:
         seq: The ticket's.
-        left_out: Those of which nothing was left, and that were taken since the last receipt.
+        left_out: Those of which nothing was left, and that were taken since the last delivery.
         streams: Of an iterable dataset: which streams have ended before, and which gave this.
         times: What is known of the batch's way; None where it raised.
     """
@@ -51,7 +51,7 @@ class EngineBase(abc.ABC):
             has returned: the batch is on its way to the user.
         told: The ``id`` of the exception that the last call of ``next_batch`` raised on purpose:
             after it, the next call gives what comes next. 0 if there was none.
-        receipt: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
+        delivery: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
             where it raised something else: what was to come still comes.
         counts: What becomes of slots and workers, counted; read by any thread.
         is_dynamic: Whether tickets wait in here until a worker has room for them: somebody has to
@@ -75,7 +75,7 @@ class EngineBase(abc.ABC):
         self._is_closed = False
         self.in_transit = False
         self.told = 0
-        self.receipt: Receipt | None = None
+        self.delivery: Delivery | None = None
         self.counts = Counts()
         # Since when we have been looking for answers.
         self._looked_ns = 0
@@ -175,7 +175,7 @@ class EngineBase(abc.ABC):
         """
         self.in_transit = False
         self.told = 0
-        self.receipt = None  # that of the last call is told once
+        self.delivery = None  # that of the last call is told once
         self._looked_ns = time.monotonic_ns()
         self.check_open()
         try:
@@ -220,11 +220,11 @@ class EngineBase(abc.ABC):
         finally:
             del error  # its traceback holds this frame, and would wait for the garbage collector
 
-    def _give_receipt(
+    def _set_delivery(
         self, seq: int, streams: Sequence[StreamNote] = (), times: BatchTimes | None = None
     ) -> None:
         """A ticket is handed over."""
-        self.receipt = Receipt(seq, tuple(self._left_out), streams, times)
+        self.delivery = Delivery(seq, tuple(self._left_out), streams, times)
         self._left_out.clear()
 
     @abc.abstractmethod
@@ -275,7 +275,7 @@ class EngineBase(abc.ABC):
             else:
                 # The sampler's own: it may go on.
                 self.told = id(error)
-                self.receipt = None  # it comes in place of a batch that is lost
+                self.delivery = None  # it comes in place of a batch that is lost
             raise
         self._offer_indices(indices)
         self.in_transit = was_in_transit
@@ -309,7 +309,7 @@ class EngineBase(abc.ABC):
         return None
 
     def take_stream_ends(self) -> list[StreamNote]:
-        """At the epoch's end: streams that no receipt has told the end of. On the user's thread."""
+        """Return the ends of streams that no delivery reported. Called on the user's thread."""
         return []
 
     # Ends --------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from shmloader.memory.debug import is_debugging
 from shmloader.pools import Pool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.stats.times import BatchTimes
-from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.status_page import AtWork, Phase
 from shmloader.workers.stream import Beginning
 
 _log = logging.getLogger("shmloader")
@@ -104,7 +104,7 @@ class Engine(EngineBase):
         self._pool = pool
         self.counts = pool.counts
         # How many workers another thread wants; None once the scheduler knows.
-        self._wish: int | None = None
+        self._wanted_workers: int | None = None
         self._restart_limit = worker_restarts
         self._streams: StreamBook | None = None
         if streams is not None:
@@ -370,7 +370,7 @@ class Engine(EngineBase):
         notes: Sequence[StreamNote] = ()
         if self._streams is not None:
             notes = self._streams.handed_over(ticket.seq, _note_of(ticket.assigned_worker, answer))
-        self._give_receipt(ticket.seq, notes, times)
+        self._set_delivery(ticket.seq, notes, times)
 
     def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes | None:
         if answer.times is None:
@@ -531,15 +531,15 @@ class Engine(EngineBase):
 
     def want_workers(self, count: int) -> None:
         """Have so many workers from now on. From any thread."""
-        self._wish = count
+        self._wanted_workers = count
         self.wake()
 
     def _adapt(self) -> None:
         """Have as many workers as are wanted: start some, or let some go when they are done."""
         scheduler = self._scheduler
-        if self._wish is not None:
-            wish, self._wish = self._wish, None
-            scheduler.workers_wanted(wish)
+        if self._wanted_workers is not None:
+            wanted, self._wanted_workers = self._wanted_workers, None
+            scheduler.workers_wanted(wanted)
             self._send_tasks(time.monotonic_ns())
         while (worker := scheduler.workers.next_start()) is not None and self._add_worker(
             worker.worker_id

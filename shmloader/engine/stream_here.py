@@ -7,8 +7,8 @@ from typing import Any
 from shmloader.engine.stream_states import dump_place
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.origin import has_own_state
-from shmloader.sampling.streams import dump_streams
-from shmloader.workers.sample_streams import SeededIterator
+from shmloader.sampling.rng import global_rng_state
+from shmloader.workers.sample_rng import SeededIterator
 from shmloader.workers.stream import Place, Saved, parts_of, read, save, save_dataset
 
 
@@ -113,7 +113,7 @@ class StreamHere:
 
     def _with_rng(self) -> Place:
         """The place, with the states that the next batch is drawn from."""
-        now = dump_streams() if self._draws else None
+        now = global_rng_state() if self._draws else None
         place = self._place
         if now is None or now == (place.rng_at[-1][1] if place.rng_at else place.rng):
             return place

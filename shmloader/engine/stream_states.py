@@ -4,7 +4,7 @@ A map-style dataset that has a state of its own is treated alike: it has one pla
 
 Twice for each epoch with workers: as far as their answers came (:mod:`shmloader.engine.streams`),
 from which a worker is replaced; and as far as the user was given their batches, from which the
-loader is saved. The latter is noted on the user's thread, by the receipts of what was handed over.
+loader is saved. The latter is noted on the user's thread, from the deliveries.
 
 In order, batches are handed over on a walk round the workers that passes over those whose streams
 have ended, however fast each of them is. So the places of the streams, and whose turn it is,
@@ -16,7 +16,7 @@ from reprlib import repr as _short
 from typing import Any, NamedTuple, Self
 
 from shmloader.interruptions import is_interruption
-from shmloader.sampling.streams import kept, load_streams
+from shmloader.sampling.rng import kept, set_global_rng_state
 from shmloader.workers.stream import (
     Beginning,
     Place,
@@ -228,6 +228,6 @@ def _load_place(stream: Any) -> Place:
     for each in (rng, *(each for _, each in rng_at)):
         if each is not None:
             with kept():
-                load_streams(each)  # whether it can be
+                set_global_rng_state(each)  # whether it can be
     snapshot = None if saved is None else dump_for_workers(saved)
     return Place(given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed))

@@ -1,6 +1,6 @@
 """How far the workers' streams of an iterable dataset have come, as their answers tell. Pure.
 
-A receipt tells of a stream's batch when that is handed over, and of a stream's end when all that
+A delivery tells of a stream's batch when that is handed over, and of a stream's end when all that
 comes before it in the order is handed over: so what the user's thread notes is the same however
 fast the workers are.
 """
@@ -38,7 +38,7 @@ class StreamBook:
         self._is_iterable = is_iterable
         # Answers that are not handed over yet, for each worker.
         self._waiting = [0] * len(self._places)
-        # Ends that no receipt has told yet.
+        # Ends that no delivery has told yet.
         self._ends: list[_End] = []
         self._is_left = False
         self._parts: dict[int, bytearray] = {}
@@ -67,7 +67,7 @@ class StreamBook:
             self._ends.append(_End(seq, note))
 
     def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
-        """What the receipt of a ticket says: the ends before it, and the ticket's own batch."""
+        """What the delivery of a ticket says: the ends before it, and the ticket's own batch."""
         self._waiting[note.worker_id] -= 1
         if not self._ends:
             return [note]
@@ -81,7 +81,7 @@ class StreamBook:
         return not self._waiting[end.note.worker_id]
 
     def take_ends(self) -> list[StreamNote]:
-        """At the epoch's end: the ends that no receipt has told."""
+        """At the epoch's end: the ends that no delivery has told."""
         ends, self._ends = self._ends, []
         return _in_order(ends)
 

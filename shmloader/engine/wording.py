@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import Death
-from shmloader.sampling.places import without_place
-from shmloader.workers.board import AtWork, Phase
+from shmloader.sampling.positions import without_position
+from shmloader.workers.status_page import AtWork, Phase
 from shmloader.workers.stream import Place
 
 _SIGBUS_HINT = (
@@ -54,7 +54,7 @@ def describe_end(death: Death) -> str:
 
 def describe_indices(indices: object) -> str:
     """A batch's indices in a few words: "indices 64 to 127"."""
-    indices = without_place(indices)
+    indices = without_position(indices)
     if not isinstance(indices, list | tuple):
         return f"index {reprlib.repr(indices)}"
     if len(indices) > 1 and all(isinstance(index, int) for index in indices):

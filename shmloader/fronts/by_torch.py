@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import (
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.stats.record import Record
-from shmloader.workers.stopwatch import bytes_of
+from shmloader.workers.timer import bytes_of
 
 # Containers in containers that are looked into; one may contain itself.
 _DEEPEST = 8

@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.fronts.recipe import next_batch
-from shmloader.workers.finishing import finish
+from shmloader.workers.uninterruptible import uninterruptible
 
 
 def refuse(first: int, second: int) -> NoReturn:
@@ -87,9 +87,9 @@ class CountingIterator(_BaseDataLoaderIter):
                 self._note_raised(error, began_ns)
                 return
         except BaseException as another:
-            finish(functools.partial(self._give_up, another, mark))
+            uninterruptible(functools.partial(self._give_up, another, mark))
             raise
-        finish(functools.partial(self._give_up, error, mark))
+        uninterruptible(functools.partial(self._give_up, error, mark))
 
     @abc.abstractmethod
     def _mark(self) -> Any:

@@ -57,8 +57,8 @@ from shmloader.options import (
 )
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
-from shmloader.sampling.places import PlacedStreams
 from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.positions import PositionedStreams
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
@@ -424,10 +424,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         seed: int,
         sampler: Iterable[Any] | None,
         batch_sampler: Iterable[list[Any]] | None,
-    ) -> StepPlan | PlacedStreams:
+    ) -> StepPlan | PositionedStreams:
         """What is drawn where there is a seed; called by the constructor."""
         if isinstance(self.dataset, IterableDataset):
-            return PlacedStreams(super()._index_sampler)
+            return PositionedStreams(super()._index_sampler)
         tail: Tail = "drop" if self.drop_last else "uneven"
         items = sampler if batch_sampler is None else batch_sampler
         return StepPlan(

@@ -28,7 +28,7 @@ from shmloader.fronts.recipe import (
 from shmloader.interruptions import is_interruption
 from shmloader.memory.collate import is_plain
 from shmloader.options import Options
-from shmloader.sampling.streams import dump_streams, kept, streams_set
+from shmloader.sampling.rng import global_rng_state, kept, with_global_rng_state
 from shmloader.stages.pin import pin_batch
 from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import parse_device
@@ -36,8 +36,7 @@ from shmloader.stats.record import Record
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.fetch import EmptyBatchError, FetchPlan, Together, map_style_stop
 from shmloader.workers.fingerprint import FingerprintingCollate
-from shmloader.workers.sample_streams import SampleStreams
-from shmloader.workers.stopwatch import Stopwatch, bytes_of
+from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.stream import (
     Place,
     Saved,
@@ -47,6 +46,7 @@ from shmloader.workers.stream import (
     replay,
     take_fingerprints,
 )
+from shmloader.workers.timer import Timer, bytes_of
 
 
 class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
@@ -79,12 +79,12 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
-        self._stopwatch = Stopwatch()
-        collate_fn = self._stopwatch.wrap(self._collate_fn, counts_items=plan.auto_collation)
-        self._sample_streams: SampleStreams | None = None
+        self._timer = Timer()
+        collate_fn = self._timer.wrap(self._collate_fn, counts_items=plan.auto_collation)
+        self._sample_rng: SampleRng | None = None
         self._gatherer = plan.make_gatherer()
         together = None
-        rng = dump_streams() if plan.is_iterable and plan.seed is None else None
+        rng = global_rng_state() if plan.is_iterable and plan.seed is None else None
         if plan.seed is None:
             if self._gatherer is not None:
                 together = Together(self._gatherer)
@@ -96,14 +96,12 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                     load_iterator(self._dataset_fetcher, saved)
         else:
             is_alone = plan.sets_global_streams
-            self._sample_streams = SampleStreams(
-                plan.seed, epoch=loader._plan.epoch, sets_global=is_alone
-            )
+            self._sample_rng = SampleRng(plan.seed, epoch=loader._plan.epoch, sets_global=is_alone)
             if self._gatherer is not None:
-                together = Together(self._gatherer, self._sample_streams.begin_sample)
+                together = Together(self._gatherer, self._sample_rng.begin_sample)
             with kept():
                 self._dataset_fetcher = plan.make_fetcher(
-                    *self._sample_streams.wrap(
+                    *self._sample_rng.wrap(
                         self._dataset,
                         collate_fn,
                         is_iterable=plan.is_iterable,
@@ -117,7 +115,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             self._dataset_fetcher = ArrayFetcher(
                 ArraysHere(self._dataset).find_gatherer,
                 self._dataset_fetcher,
-                self._stopwatch.count,
+                self._timer.count,
                 may_shard=plan.may_shard,
             )
         self._ticket_count = 0
@@ -164,7 +162,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         return self._progress.mark(), None if self._streams is None else self._streams.mark()
 
     def _note_times(self, batch: Any, began_ns: int) -> None:
-        work, nbytes = self._stopwatch.read(), bytes_of(batch)
+        work, nbytes = self._timer.read(), bytes_of(batch)
         self._record.loaded_here(work, began_ns, time.monotonic_ns(), nbytes, self._finishing)
 
     def _loses(self, error: BaseException) -> bool:
@@ -197,7 +195,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
         self._in_transit = True
         data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
-        self._stopwatch.fetched()
+        self._timer.fetched()
         return self._finish(data)
 
     def _note_done(self, *, has_failed: bool = False) -> None:
@@ -221,7 +219,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             raise
         self._is_drawing = False
         self._ticket_count += 1
-        self._stopwatch.begin()
+        self._timer.begin()
         return index
 
     def _finish(self, data: Any) -> Any:
@@ -252,7 +250,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             raise map_style_stop(error) from error
 
     def _load(self, index: Any) -> Any:
-        if self._sample_streams is None:
+        if self._sample_rng is None:
             return self._dataset_fetcher.fetch(index)
         with self._seeded(index) as indices:
             return self._dataset_fetcher.fetch(indices)
@@ -273,7 +271,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                         self._fingerprints,
                         only_reads=self._only_reads,
                     )
-                    left = None if rng is None else dump_streams()
+                    left = None if rng is None else global_rng_state()
         except BaseException as error:
             self._closed_because = f" since its dataset could not be resumed: {error!r}"
             self.close()
@@ -282,7 +280,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._fingerprints.reset()
         if rng is None:
             return self._load(index)
-        now = dump_streams()
+        now = global_rng_state()
         if place.skip:
             if left != now:
                 self._streams.note_rng()
@@ -291,16 +289,16 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if rng == now:
             return self._load(index)
         self._streams.note_rng()  # from the batch after this on, they are the process's
-        with streams_set(rng):
+        with with_global_rng_state(rng):
             return self._load(index)
 
     @contextlib.contextmanager
     def _seeded(self, index: Any) -> Iterator[Any]:
         """Load inside of this; gives the plain indices. The process's streams are put back."""
-        if self._sample_streams is None:
+        if self._sample_rng is None:
             yield index
         else:
-            with kept(), self._sample_streams.at(index) as indices:
+            with kept(), self._sample_rng.at(index) as indices:
                 yield indices
 
     def _fetch_good(self, watch: FailureWatch) -> Any:
@@ -349,7 +347,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
 def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:
     """Have the global generators in the states of an earlier run; the process's own come back."""
-    return contextlib.nullcontext() if rng is None else streams_set(rng)
+    return contextlib.nullcontext() if rng is None else with_global_rng_state(rng)
 
 
 def _move(batch: Any, device: torch.device | None) -> Any:

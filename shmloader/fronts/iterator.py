@@ -31,8 +31,8 @@ from shmloader.fronts.recipe import (
     warn_of_many_objects,
 )
 from shmloader.interruptions import is_interruption
+from shmloader.memory.admission import Demand, MemoryAdmission
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.options import Options, lend_limit, loop_holds, slot_share
 from shmloader.pools import Pool
@@ -218,9 +218,9 @@ class EngineIterator(CountingIterator):
         source.in_transit = False
 
     def _note_done(self) -> None:
-        receipt = self._source.receipt
-        if receipt is not None:
-            seq, left_out, streams, _ = receipt
+        delivery = self._source.delivery
+        if delivery is not None:
+            seq, left_out, streams, _ = delivery
             if self._streams is not None:
                 self._streams.note(streams)
             if self._in_order:
@@ -233,14 +233,14 @@ class EngineIterator(CountingIterator):
         streams = self._streams
         return self._progress.mark(), None if streams is None else streams.mark()
 
-    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - its receipt tells
+    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - its delivery tells
         ended_ns = time.monotonic_ns()
         source = self._source
-        receipt = source.receipt
-        if receipt is not None and receipt.times is not None:
-            self._record.handed(receipt.times, began_ns, ended_ns, source.staged)
+        delivery = source.delivery
+        if delivery is not None and delivery.times is not None:
+            self._record.handed(delivery.times, began_ns, ended_ns, source.staged)
             if self._adapter is not None:
-                busy_ns = sum(receipt.times.work[1:4])
+                busy_ns = sum(delivery.times.work[1:4])
                 self._adapt(self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns))
         else:
             self._record.waited(began_ns, ended_ns)
@@ -256,7 +256,7 @@ class EngineIterator(CountingIterator):
         record.waited(began_ns, time.monotonic_ns())
         if isinstance(error, StopIteration):
             record.end()
-        elif source.told == id(error) and source.receipt is not None:
+        elif source.told == id(error) and source.delivery is not None:
             record.failures += 1
             self._note_done()
 
@@ -335,7 +335,7 @@ class WorkerIterator(EngineIterator):
                 slot_bytes=slot_bytes,
                 slot_count=window + lent,
                 locker=locker,
-                room=Room(demand),
+                admission=MemoryAdmission(demand),
             )
         except BaseException:
             workers.close()  # a Ctrl-C may come before anybody else knows of them

@@ -17,7 +17,7 @@ from shmloader.sampling.index_arrays import array_batches
 from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.workers.array_datasets import may_be_columns
 from shmloader.workers.fetch import FetchPlan
-from shmloader.workers.sample_streams import base_seed
+from shmloader.workers.sample_rng import base_seed
 
 
 def begin_by_torch(iterator: Any, loader: Any) -> None:
@@ -48,7 +48,7 @@ def plan_and_watch(
         _snapshot_interval(loader, is_iterable=is_iterable),
         bool(loader.persistent_workers),
         loader.fetch_concurrency,
-        asks_early=loader._dispatches_dynamically,
+        requests_early=loader._dispatches_dynamically,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None

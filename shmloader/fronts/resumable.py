@@ -21,8 +21,8 @@ from shmloader.options import LastBatch
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.draws import Draws
 from shmloader.sampling.origin import Origin, describe, has_own_state, size_of_batches
-from shmloader.sampling.places import PlacedStreams
 from shmloader.sampling.plan import StepPlan, set_epoch_of
+from shmloader.sampling.positions import PositionedStreams
 from shmloader.sampling.progress import Progress, numbers_of, runs_of
 from shmloader.sampling.rollover import RolloverBatchSampler
 
@@ -60,7 +60,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _is_closed = False
 
     # Draws in place of torch's samplers, where there is a seed.
-    _plan: StepPlan | PlacedStreams | None = None
+    _plan: StepPlan | PositionedStreams | None = None
     _sample_seed: int | None = None
 
     # The newest epoch: its number, how far it has come, and what it comes of.
@@ -266,12 +266,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if streams is None or not self._saves_dataset:
             return state
         is_mid = self._epoch is not None and not self._progress.is_ended
-        lives_on = self.num_workers == 0 or self._iterator is not None
+        is_persistent = self.num_workers == 0 or self._iterator is not None
         if is_mid:
             state["streams"] = streams.dump()
             if is_iterable:
                 state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
-        elif lives_on:
+        elif is_persistent:
             ended = StreamStates.load(streams.dump(), self.num_workers)
             state["streams"] = ended.next_epoch(is_iterable=is_iterable).dump()
         return state

@@ -10,6 +10,6 @@ short          ``packer``: default collate of plain samples    ``flat``
 general        ``collate``, then ``encoder``: anything         ``codec``
 =============  ==============================================  ======================
 
-``stacking`` writes tensors side by side for both. ``room`` says whether a slot may grow, by what
-``limits`` reads of the system; ``debug`` has the checks of ``SHMLOADER_DEBUG``.
+``stacking`` writes tensors side by side for both. ``admission`` says whether a slot may grow, by
+what ``limits`` reads of the system; ``debug`` has the checks of ``SHMLOADER_DEBUG``.
 """

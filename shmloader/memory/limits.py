@@ -4,12 +4,13 @@ Reads files of ``/proc`` and of the control groups, and this process's limits. A
 missing, not to be read, or not as expected sets no limit.
 """
 
-import contextlib
 import mmap
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from shmloader.interruptions import Suppressed, is_interruption
 
 # Fields of a line of /proc/self/mountinfo before the "-", and after it.
 _MOUNT_ROOT, _MOUNT_POINT = 3, 4
@@ -161,7 +162,7 @@ def free_memory(root: Path, groups: tuple[ControlGroup, ...]) -> Free | None:
     """
     limits = [*_machine_limits(root)]
     for group in groups:
-        with contextlib.suppress(OSError, ValueError):
+        with Suppressed(OSError, ValueError):
             limits.append(_group_limit(group))
     return min(limits, key=lambda free: free.nbytes, default=None)
 
@@ -235,7 +236,9 @@ def soft_limit(kind: int) -> int | None:
     """
     try:
         soft, _ = resource.getrlimit(kind)
-    except OSError:  # a sandbox
+    except OSError as error:  # a sandbox
+        if is_interruption(error):
+            raise
         return None
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -243,7 +246,7 @@ def soft_limit(kind: int) -> int | None:
 def address_space() -> AddressSpace:
     """The address space of this process."""
     used = None
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with Suppressed(OSError, ValueError, IndexError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     return AddressSpace(soft_limit(resource.RLIMIT_AS), used)
 
@@ -251,7 +254,9 @@ def address_space() -> AddressSpace:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()
-    except OSError:
+    except OSError as error:
+        if is_interruption(error):
+            raise
         return []
 
 

@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 from shmloader.errors import SharedMemoryError
+from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import address_space, format_bytes, soft_limit
 
 #: Every storage starts at a multiple of this many bytes: a cache line, and what the widest
@@ -329,7 +330,9 @@ class Slot:
             wanted = max(least, min(wanted, _whole_pages(left, up=False)))
         try:
             self._replace(_map(self._fd, wanted))
-        except OSError:
+        except OSError as error:
+            if is_interruption(error):
+                raise
             for other in others:
                 other.unmap()
             self._remap(least)
@@ -343,27 +346,29 @@ class Slot:
         before = self.nbytes
         self.views = (None, None)
         if self._fd >= 0:
-            with contextlib.suppress(BufferError):  # somebody holds a view: there have to be two
+            with Suppressed(BufferError):  # somebody holds a view: there have to be two
                 self.mapping.close()
         try:
             self._replace(_map(self._fd, nbytes))
         except OSError as error:
             if self.mapping.closed:
                 self.nbytes = 0
-                with contextlib.suppress(OSError):
+                with Suppressed(OSError):
                     self._take(_map(self._fd, before))
+            if is_interruption(error):
+                raise
             raise SharedMemoryError(_describe_refusal(nbytes, error)) from error
 
     def shorten(self, needed_bytes: int) -> None:
         """Unmap what is far beyond what is needed, if anything is."""
         if has_excess(self.nbytes, needed_bytes):
-            with contextlib.suppress(OSError):
+            with Suppressed(OSError):
                 self._replace(_map(self._fd, max(FIRST_BYTES, _whole_pages(needed_bytes))))
 
     def _replace(self, mapping: mmap.mmap) -> None:
         before = self.mapping
         self._take(mapping)
-        with contextlib.suppress(BufferError):  # somebody holds a view, and the mapping with it
+        with Suppressed(BufferError):  # somebody holds a view, and the mapping with it
             before.close()
 
     def unmap(self) -> int:
@@ -371,7 +376,7 @@ class Slot:
         before = self.nbytes
         if before > FIRST_BYTES:
             self.views = (None, None)
-            with contextlib.suppress(OSError, BufferError):
+            with Suppressed(OSError, BufferError):
                 page = _map(self._fd, FIRST_BYTES)
                 self.mapping.close()
                 self._take(page)
@@ -397,6 +402,8 @@ class Slot:
         try:
             self.mapping.madvise(_POPULATE_WRITE, first, end - first)
         except OSError as error:
+            if is_interruption(error):
+                raise
             if error.errno in _NO_PAGES:
                 raise SharedMemoryError(f"no memory for a slot's pages: {error}") from error
             # A kernel that does not know it, or a sandbox that refuses it: one byte of each page
@@ -416,7 +423,9 @@ class Slot:
         if start < self.nbytes:
             try:
                 self.mapping.madvise(mmap.MADV_REMOVE, start, self.nbytes - start)
-            except OSError:
+            except OSError as error:
+                if is_interruption(error):
+                    raise
                 return False
         return True
 
@@ -438,7 +447,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     mapping = mmap.mmap(fd, nbytes, **MAPPING_OPTIONS)
     # A core dump of a worker would otherwise hold every slot. Where that is refused, it does.
-    with contextlib.suppress(OSError):
+    with Suppressed(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
 

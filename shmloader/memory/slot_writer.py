@@ -16,7 +16,7 @@ import torch
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
-from shmloader.memory.room import Room
+from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.slot import Slot, align, describe_most
 
 # References to the task's array when nobody but the writer holds it: the attribute, and the
@@ -33,15 +33,15 @@ class SlotWriter:
             collated have no business there.
 
     Args:
-        room: Asked before a slot's memory is touched for the first time; None: nobody is asked.
+        admission: Admits the first touch of a slot's memory; None if memory is not checked.
         slots: Gives all slots that this process has mapped. Those that are not written to may be
             unmapped where there is no address space for the one that is.
     """
 
     def __init__(
-        self, room: Room | None = None, slots: Callable[[], Iterable[Slot]] = tuple
+        self, admission: MemoryAdmission | None = None, slots: Callable[[], Iterable[Slot]] = tuple
     ) -> None:
-        self._room = room
+        self._admission = admission
         self._slots = slots
         self._slot: Slot | None = None
         self._backed = 0
@@ -142,8 +142,8 @@ class SlotWriter:
             )
         if end > slot.nbytes:
             self._map(slot, end)
-        if end > self._backed and self._room is not None:
-            self._backed = self._room.grow(slot, self._backed, end)
+        if end > self._backed and self._admission is not None:
+            self._backed = self._admission.grow(slot, self._backed, end)
         self._used = align(end)
         return start
 

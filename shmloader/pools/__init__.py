@@ -39,7 +39,7 @@ from typing import Any, Protocol
 from shmloader.pools.answers import Answer, Batch, Death
 from shmloader.stats.readings import Readings
 from shmloader.stats.record import Counts
-from shmloader.workers.board import AtWork
+from shmloader.workers.status_page import AtWork
 from shmloader.workers.stream import Beginning, Place
 
 

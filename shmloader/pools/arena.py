@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from shmloader.errors import SharedMemoryError
+from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.debug import poison
 from shmloader.memory.lease import LeaseBook
-from shmloader.memory.room import Room
 from shmloader.memory.slot import FIRST_BYTES, Slot, has_excess
 from shmloader.stats.record import Counts
 
@@ -47,15 +47,18 @@ class Arena:
     Args:
         slot_bytes: All that a batch may take of a slot.
         locker: Locks the pages of slots that are read, if a device reads them.
-        room: Asked before this process touches memory of a slot; None: nobody is asked.
+        admission: Admits the first touch of memory here; None if memory is not checked.
     """
 
     def __init__(
-        self, slot_bytes: int, locker: PageLocker | None = None, room: Room | None = None
+        self,
+        slot_bytes: int,
+        locker: PageLocker | None = None,
+        admission: MemoryAdmission | None = None,
     ) -> None:
         self._locker = locker
         self.leases = LeaseBook()
-        self._room = room
+        self._admission = admission
         self._slot_bytes = slot_bytes
         self._slots: dict[int, Slot] = {}
         self._touched: dict[int, int] = {}
@@ -114,8 +117,8 @@ class Arena:
         counts.grown += self._touched.get(slot_id, 0) > 0
         counts.largest_bytes = max(counts.largest_bytes, nbytes)
         self._count_pages(slot_id, nbytes)
-        if self._room is not None:
-            self.is_short = self._room.is_short(counts.slot_bytes, counts.largest_bytes)
+        if self._admission is not None:
+            self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
 
     def _count_pages(self, slot_id: int, nbytes: int) -> None:
         counts = self.counts
@@ -139,8 +142,8 @@ class Arena:
             SharedMemoryError: If there is no memory for it.
         """
         slot, touched = self.up_to(slot_id, end), self.touched_bytes(slot_id)
-        if end > touched and self._room is not None:
-            self._room.grow(slot, touched, end)
+        if end > touched and self._admission is not None:
+            self._admission.grow(slot, touched, end)
 
     def poison(self, slot_id: int) -> None:
         """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""
@@ -191,9 +194,9 @@ class Arena:
         """Get a slot some more pages, if memory is left, since locking it again is slow."""
         slot = self._slots[slot_id]
         end = min(nbytes + nbytes // _GROW_AHEAD, slot.nbytes)
-        if self._room is not None and end > nbytes:
+        if self._admission is not None and end > nbytes:
             with contextlib.suppress(SharedMemoryError):
-                self._room.grow(slot, nbytes, end)
+                self._admission.grow(slot, nbytes, end)
                 self._count_pages(slot_id, end)
 
     def retire(self, slot_id: int) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
 from shmloader.errors import InternalError
+from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.debug import checksum
-from shmloader.memory.room import Room
 from shmloader.messages import (
     BatchDone,
     BatchEmpty,
     BatchFailed,
     EpochStarted,
-    NextWanted,
+    PrefetchRequest,
     Spilled,
     StartEpoch,
     StatePart,
@@ -34,11 +34,11 @@ from shmloader.pools.arena import Arena, PageLocker
 from shmloader.pools.sender import Sender
 from shmloader.stats.record import Counts
 from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.board import AtWork
-from shmloader.workers.finishing import finish
 from shmloader.workers.processes import WorkerProcesses
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.status_page import AtWork
 from shmloader.workers.stream import Beginning, Place
+from shmloader.workers.uninterruptible import uninterruptible
 
 
 class ProcessPool:
@@ -54,7 +54,7 @@ class ProcessPool:
         slot_bytes: All that a batch may take of a slot.
         slot_count: The most slots there may be.
         locker: Locks the pages of slots that are lent, if a device reads them.
-        room: Asked before this process touches memory of a slot; None: nobody is asked.
+        admission: Admits the first touch of memory here; None if memory is not checked.
     """
 
     has_queue = False
@@ -66,12 +66,12 @@ class ProcessPool:
         slot_bytes: int,
         slot_count: int,
         locker: PageLocker | None = None,
-        room: Room | None = None,
+        admission: MemoryAdmission | None = None,
     ) -> None:
         self._workers = workers
         self.readings = workers.readings
         self.counts = Counts(slot_count=slot_count)
-        self.arena = Arena(slot_bytes, locker, room)
+        self.arena = Arena(slot_bytes, locker, admission)
         self.arena.counts = self.counts
         self._sender = Sender(workers, self.arena)
         # A state that did not fit is told once.
@@ -170,7 +170,7 @@ class ProcessPool:
             self._take_end(worker_id, message, events)
         elif type(message) is EpochStarted:
             events.epoch_entered(worker_id, message.beginning)
-        elif type(message) is NextWanted:
+        elif type(message) is PrefetchRequest:
             events.requested(worker_id)
         elif type(message) is StatePart:
             events.state_part(worker_id, message.data)
@@ -358,4 +358,4 @@ class ProcessPool:
             self._workers.close()
         finally:
             self._sender.close()
-            finish(self.arena.close)
+            uninterruptible(self.arena.close)

@@ -16,8 +16,8 @@ from shmloader.workers.fetch import (
 )
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.sample_streams import SampleStreams, loading, one_by_one
-from shmloader.workers.stopwatch import Stopwatch, bytes_of
+from shmloader.workers.sample_rng import SampleRng, loading, one_by_one
+from shmloader.workers.timer import Timer, bytes_of
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -98,11 +98,11 @@ def load(
         What came of it; None if it was dropped meanwhile.
     """
     plan, dataset, collate_fn = recipe.plan, recipe.dataset, recipe.collate_fn
-    stopwatch = Stopwatch()
-    collate_fn = stopwatch.wrap(collate_fn, counts_items=plan.auto_collation)
+    timer = Timer()
+    collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
     streams = None
     if plan.seed is not None:
-        streams = SampleStreams(plan.seed, sets_global=False)
+        streams = SampleRng(plan.seed, sets_global=False)
         dataset, collate_fn = streams.wrap(
             dataset,
             collate_fn,
@@ -116,13 +116,13 @@ def load(
     fetcher = plan.make_fetcher(samples, collate_fn, recipe.on_error, where, together)
     if recipe.arrays is not None:
         fetcher = ArrayFetcher(
-            recipe.arrays.find_gatherer, fetcher, stopwatch.count, may_shard=plan.may_shard
+            recipe.arrays.find_gatherer, fetcher, timer.count, may_shard=plan.may_shard
         )
     batch, error = None, None
     try:
         with loading(streams, task.indices) as indices:
             batch = fetcher.fetch(indices)
-        stopwatch.fetched()
+        timer.fetched()
     except _Dropped:
         return None
     except EmptyBatchError:
@@ -131,7 +131,7 @@ def load(
         error = RemoteError.caught(where)
     if error is not None:
         return Failure(error, report=_report_of(fetcher))
-    times, nbytes = stopwatch.read(), bytes_of(batch)
+    times, nbytes = timer.read(), bytes_of(batch)
     return Batch(batch, report=_report_of(fetcher), times=times, nbytes=nbytes)
 
 

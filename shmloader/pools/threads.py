@@ -5,7 +5,7 @@
     engine's thread                                a worker thread
     ───────────────                                ───────────────
     ThreadTask ── the queue, oldest first ───────▶ samples = dataset[i] …, collate
-    the answers ◀── and the bell is rung ───────── an answer: the batch, or what was raised
+    the answers ◀── and the wakeup is rung ───────── an answer: the batch, or what was raised
 
 Nothing is copied, and nothing but the queue and the answers is shared. A task brings all that it
 takes to make its batch, so a thread that waits holds neither the dataset nor a batch.
@@ -16,7 +16,7 @@ Guarantees:
     * A thread that stays in the user's code for longer is left behind: it ends when it comes out,
       and what it has made is dropped. It keeps neither the caller nor the interpreter.
     * At the interpreter's exit all threads are asked to stand still for good, and waited for
-      for a time (:mod:`shmloader.workers.parking`).
+      for a time (:mod:`shmloader.workers.fork_safety`).
 
 These threads do not stand still while the process forks elsewhere. They run the user's code, where
 nobody can stop them, and to wait for a slow sample would cost each start of a worker seconds; of
@@ -44,16 +44,16 @@ from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.slotless import Slotless
 from shmloader.pools.thread_task import Recipe, ThreadTask, load
-from shmloader.stats.readings import Readings, Vitals
+from shmloader.stats.readings import Readings, Usage
 from shmloader.stats.record import Counts
 from shmloader.workers.background import BackgroundThread
-from shmloader.workers.bell import Bell
-from shmloader.workers.board import AtWork, Phase, stalled_here, stalled_thread
-from shmloader.workers.finishing import finish
+from shmloader.workers.fork_safety import is_exiting, may_wait_here
 from shmloader.workers.gathering import Gatherer
-from shmloader.workers.parking import is_exiting, may_wait_here
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.status_page import AtWork, Phase, stalled_here, stalled_thread
 from shmloader.workers.stream import Place
+from shmloader.workers.uninterruptible import uninterruptible
+from shmloader.workers.wakeup import Wakeup
 
 # How long close() waits for the threads: they may be in a sample.
 _JOIN_S = 5.0
@@ -65,7 +65,7 @@ class _Post:
     Attributes:
         tasks: Those to be taken; None for a thread that is to end.
         answers: What came of them, each with the number of the thread that had it.
-        bell: Rung for each answer.
+        wakeup: Set for each answer.
         is_closed: Whether nothing is to be loaded any more.
     """
 
@@ -73,7 +73,7 @@ class _Post:
         # Written in C: it may be put into by the garbage collector, whatever it interrupts.
         self.tasks: queue.SimpleQueue[ThreadTask | None] = queue.SimpleQueue()
         self.answers: collections.deque[tuple[ThreadTask, int, Answer]] = collections.deque()
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.is_closed = False
 
 
@@ -95,7 +95,7 @@ class _Worker(BackgroundThread):
         self._at_work: tuple[Phase, ThreadTask | None, float] = (
             Phase.STARTING, None, time.monotonic(),
         )  # fmt: skip
-        self.has_begun = Bell()
+        self.has_begun = Wakeup()
         # What it has used.
         self._cpu_ns = 0
         self._stalled_ns: int | None = None
@@ -110,14 +110,14 @@ class _Worker(BackgroundThread):
         """At the interpreter's exit."""
         self.drop()
 
-    def vitals(self) -> Vitals:
+    def usage(self) -> Usage:
         """What it has used, until its last batch. From any thread."""
         number = self.system_id
         if number is not None:
             stalled_ns = stalled_thread(number)
             if stalled_ns is not None:
                 self._stalled_ns = stalled_ns
-        return Vitals(None, self._cpu_ns, self._stalled_ns)
+        return Usage(None, self._cpu_ns, self._stalled_ns)
 
     def ask(self) -> AtWork:
         """What it is at, with its stack. From any thread."""
@@ -136,7 +136,7 @@ class _Worker(BackgroundThread):
             torch.set_num_threads(1)
             torch.get_num_threads()  # at the first look, torch settles it for this thread
         finally:
-            self.has_begun.ring()
+            self.has_begun.set()
 
     def work(self) -> None:
         """Load what is put into the queue."""
@@ -182,7 +182,7 @@ class _Worker(BackgroundThread):
             self._cpu_ns = time.thread_time_ns()
             if answer is not None:
                 self._post.answers.append((task, self._worker_id, answer))
-                self._post.bell.ring()
+                self._post.wakeup.set()
         return True
 
     def _take(self) -> ThreadTask | None:
@@ -238,7 +238,7 @@ class ThreadPool(Slotless):
             # Each has told torch to compute on one thread, which takes it for the wish of all
             # threads that begin later, the user's as well.
             torch.set_num_threads(thread_count)
-            self.readings.open(functools.partial(_read_vitals, self._workers))
+            self.readings.open(functools.partial(_read_usage, self._workers))
         except BaseException:
             self.close()
             raise
@@ -296,7 +296,7 @@ class ThreadPool(Slotless):
                 threading.Event().wait()
             raise ClosedLoaderError("the interpreter ends, and the threads stand still")
         self.is_waiting = True
-        self._post.bell.wait(None if timeout_s is None else max(0.0, timeout_s))
+        self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
         return self.poll(None, events)
 
@@ -305,11 +305,11 @@ class ThreadPool(Slotless):
 
     def wake(self) -> None:
         """Let ``wait`` return, now or the next time; from any thread."""
-        self._post.bell.ring()
+        self._post.wakeup.set()
 
     def wake_soon(self) -> None:
         """At once: a lock is all that is let go of."""
-        self._post.bell.ring()
+        self._post.wakeup.set()
 
     def hurry(self) -> None:
         """Nothing to do."""
@@ -347,7 +347,7 @@ class ThreadPool(Slotless):
     def end_workers(self) -> None:
         """End the threads. May be called again, and from any thread."""
         if not self.is_inherited:
-            finish(self._end)
+            uninterruptible(self._end)
 
     def close(self) -> None:
         """End the threads, and let go of all batches. May be called again, and from any thread."""
@@ -372,8 +372,8 @@ class ThreadPool(Slotless):
         self.readings.close()
 
 
-def _read_vitals(workers: list[_Worker], _: bool) -> list[Vitals]:
-    return [worker.vitals() for worker in workers]
+def _read_usage(workers: list[_Worker], _: bool) -> list[Usage]:
+    return [worker.usage() for worker in workers]
 
 
 # What calls the user's code.

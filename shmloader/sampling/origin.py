@@ -29,8 +29,13 @@ from torch.utils.data import (
 from shmloader.probing import probe
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.interval import IntervalSampler
+from shmloader.sampling.rng import (
+    dump_generator,
+    global_rng_state,
+    load_generator,
+    with_global_rng_state,
+)
 from shmloader.sampling.rollover import RolloverBatchSampler
-from shmloader.sampling.streams import dump_generator, dump_streams, load_generator, streams_set
 
 # These draw from torch's global stream where they have no generator.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
@@ -169,7 +174,7 @@ class Origin:
         if is_begun and self._seeding:
             found["seed"] = _next_seed()
         if is_begun and self.streams:
-            found["streams"] = dump_streams(self.streams)
+            found["streams"] = global_rng_state(self.streams)
         return found
 
     def restore(self, found: dict[str, Any]) -> None:
@@ -224,7 +229,7 @@ class Origin:
             if "seed" in found and self._seeding:
                 stack.enter_context(_seeded(self._seeding, found["seed"]))
             if "streams" in found:
-                stack.enter_context(streams_set(found["streams"]))
+                stack.enter_context(with_global_rng_state(found["streams"]))
             yield
 
 

@@ -15,11 +15,11 @@ from shmloader.sampling.origin import (
     size_of_batches,
     tell_passed_over,
 )
-from shmloader.sampling.places import Placed
+from shmloader.sampling.positions import PositionedIndices
 from shmloader.sampling.progress import Progress, is_all
+from shmloader.sampling.rng import Streams
 from shmloader.sampling.steps import Cut, DrawnSteps, OrderSteps, Rest, Steps, Tail, order_of
 from shmloader.sampling.steps import step_count as count_steps
-from shmloader.sampling.streams import Streams
 
 
 class StepPlan(Sampler[list[Any]]):
@@ -46,7 +46,7 @@ class StepPlan(Sampler[list[Any]]):
             must be lists of such; 0 for any.
         may_shard: Whether what a batch sampler gives may be a list of index lists, and is looked
             at; else it is handed on as it is.
-        is_placed: Whether each step is given as a :class:`Placed`.
+        is_placed: Whether each step is given as a :class:`PositionedIndices`.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class StepPlan(Sampler[list[Any]]):
             step = self._form(items, number)
             if self._is_placed:
                 first = number * cut.global_count + cut.rank * cut.share
-                step = Placed(step, epoch, first, is_whole=self._batch_size is None)
+                step = PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
             yield step
 
     def _form(self, items: list[Any], number: int) -> Any:

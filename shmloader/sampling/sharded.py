@@ -11,8 +11,8 @@ from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.origin import are_known
 from shmloader.sampling.plan import set_epoch_of
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
+from shmloader.sampling.rng import Streams
 from shmloader.sampling.steps import Cut, DrawnSteps, step_count
-from shmloader.sampling.streams import Streams
 
 
 class ShardedSampler(EpochSampler[Any]):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.sampling.permutation import Permutation
-from shmloader.sampling.streams import Streams
+from shmloader.sampling.rng import Streams
 
 #: What becomes of items that do not fill the last global step: they are filled up from the epoch's
 #: start, left out, given as they are, or put first in the next epoch.

@@ -5,14 +5,14 @@ anywhere: on either thread, even inside of these lines.
 """
 
 import collections
-import contextlib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.engine.base import Receipt
-from shmloader.workers.bell import Bell
+from shmloader.engine.base import Delivery
+from shmloader.interruptions import Suppressed
+from shmloader.workers.wakeup import Wakeup
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Ready:
 
     Attributes:
         result: It.
-        receipt: The batch's.
+        delivery: The batch's.
         staged: The stage's part in the statistics, and when it began and ended with the batch.
     """
 
     result: Any
-    receipt: Receipt | None
+    delivery: Delivery | None
     staged: tuple[str, int, int]
 
 
@@ -37,20 +37,20 @@ class Raised:
     Attributes:
         error: It.
         is_last: Whether nothing comes after it.
-        receipt: Of the batch in whose place it is raised.
+        delivery: Of the batch in whose place it is raised.
     """
 
     error: BaseException
     is_last: bool
-    receipt: Receipt | None = None
+    delivery: Delivery | None = None
 
 
 class StageBrokenError(RuntimeError):
     """The stage can handle no further batch, so the iterator ends."""
 
 
-class Wish(enum.Enum):
-    """What the engine's thread asks for without waiting."""
+class Request(enum.Enum):
+    """A request of the engine's thread that it does not wait for."""
 
     TICKET = enum.auto()
 
@@ -61,7 +61,7 @@ class Call:
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
         self._error: BaseException | None = None
-        self.over = Bell()
+        self.over = Wakeup()
 
     def make(self) -> None:
         """Do it, on the user's thread."""
@@ -69,7 +69,7 @@ class Call:
             self._function()
         except BaseException as error:  # noqa: BLE001 - handed on to the thread that asked
             self._error = error
-        self.over.ring()
+        self.over.set()
 
     def raise_error(self) -> None:
         """Raise what it raised; once, since the traceback holds us."""
@@ -81,28 +81,28 @@ class Call:
                 del error
 
 
-Result = Ready | Raised | Wish | Call
+Result = Ready | Raised | Request | Call
 
 
 class Results:
-    """What the thread has for the user's, in order."""
+    """A queue of results, in order, from the engine's thread to the user's."""
 
     def __init__(self) -> None:
         self._items: collections.deque[Result] = collections.deque()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
 
     def put(self, item: Result) -> None:
-        """From any thread."""
+        """Append an item. Called from any thread."""
         self._items.append(item)
-        self._bell.ring()
+        self._wakeup.set()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for the bell, which rings for each item, and may ring for one taken before."""
-        self._bell.wait(timeout_s)
+        """Wait for an item. May return early, for an item that was taken before."""
+        self._wakeup.wait(timeout_s)
 
     @property
     def first(self) -> Result | None:
-        """The first one, which stays: an interruption takes nothing. None if there is none."""
+        """The first item, or None. It stays in the queue, so an interruption loses nothing."""
         items = self._items
         try:
             return items[0] if items else None
@@ -110,47 +110,51 @@ class Results:
             return None
 
     def drop_first(self) -> None:
-        """Take it away, unless all were cleared meanwhile."""
-        with contextlib.suppress(IndexError):
+        """Remove the first item, unless the queue was cleared meanwhile."""
+        with Suppressed(IndexError):
             self._items.popleft()
 
-    def ring(self) -> None:
-        """Have the one that waits look about; from any thread."""
-        self._bell.ring()
+    def set(self) -> None:
+        """Make the present or the next :meth:`wait` return. Called from any thread."""
+        self._wakeup.set()
 
     def clear(self) -> None:
-        """Take all away."""
+        """Remove all items."""
         self._items.clear()
 
     def __bool__(self) -> bool:
-        """Whether one is there."""
+        """Whether there is an item."""
         return bool(self._items)
 
 
-class Room:
-    """Places for results that are ready and not taken."""
+class Semaphore:
+    """Counts the results that may be ready and not taken.
+
+    ``threading.Semaphore`` takes a lock, which a release by the garbage collector may find held by
+    the very thread that it interrupts.
+    """
 
     def __init__(self, count: int) -> None:
         self._places = collections.deque([None] * count)
-        self._bell = Bell()
+        self._wakeup = Wakeup()
 
-    def is_there(self) -> bool:
-        """Whether one is there."""
+    def is_available(self) -> bool:
+        """Whether :meth:`acquire` would return at once."""
         return bool(self._places)
 
-    def take_now(self) -> bool:
-        """Take one, if one is there; whether it was."""
+    def try_acquire(self) -> bool:
+        """Acquire without waiting. Returns whether that was possible."""
         if not self._places:
             return False
         self._places.pop()
         return True
 
-    def take(self) -> None:
-        """Take one; waits."""
-        while not self.take_now():
-            self._bell.wait()
+    def acquire(self) -> None:
+        """Wait until it can be acquired."""
+        while not self.try_acquire():
+            self._wakeup.wait()
 
-    def give(self) -> None:
-        """Give one back; from any thread."""
+    def release(self) -> None:
+        """Release it once. Called from any thread."""
         self._places.append(None)
-        self._bell.ring()
+        self._wakeup.set()

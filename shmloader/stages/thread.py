@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
-from shmloader.engine.base import EngineBase, Receipt
+from shmloader.engine.base import Delivery, EngineBase
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError, InternalError
 from shmloader.faults import FAULTS
@@ -33,15 +33,15 @@ from shmloader.stages.exchange import (
     Call,
     Raised,
     Ready,
+    Request,
     Result,
     Results,
-    Room,
+    Semaphore,
     StageBrokenError,
-    Wish,
 )
 from shmloader.workers.background import BackgroundThread
-from shmloader.workers.finishing import finish
-from shmloader.workers.parking import may_wait_here
+from shmloader.workers.fork_safety import may_wait_here
+from shmloader.workers.uninterruptible import uninterruptible
 
 # Whose steps are shorter is back before the engine's thread, woken in a moment, has done its work.
 _STEP_NS = 1_000_000
@@ -92,11 +92,11 @@ class _Thread(BackgroundThread):
         self._stage = stage
         self._call: Call | None = None
         self.results = Results()
-        self.room = Room(stage.ahead) if stage.ahead else None
+        self.semaphore = Semaphore(stage.ahead) if stage.ahead else None
         self._stays_inside = engine.is_dynamic
         self.is_stopping = False
         # Nothing of this refers to this object: no cycle delays the end of what it holds.
-        self.inbox = Inbox(functools.partial(self.results.put, Wish.TICKET))
+        self.inbox = Inbox(functools.partial(self.results.put, Request.TICKET))
 
     def wake(self) -> None:
         self._engine.wake()
@@ -104,12 +104,12 @@ class _Thread(BackgroundThread):
     def stop(self, timeout_s: float | None) -> bool:
         """End it. Whether it has ended: not so if it takes longer, or if we must not wait."""
         self.is_stopping = True
-        self.results.ring()  # for a user's thread that waits
+        self.results.set()  # for a user's thread that waits
         call = self._call
         if call is not None:
-            call.over.ring()
-        if self.room is not None:
-            self.room.give()
+            call.over.set()
+        if self.semaphore is not None:
+            self.semaphore.release()
         self.wake()
         return self.join(timeout_s)
 
@@ -141,9 +141,9 @@ class _Thread(BackgroundThread):
         return not is_last
 
     def _take_room(self) -> None:
-        if self.room is not None and not self.room.take_now():
+        if self.semaphore is not None and not self.semaphore.try_acquire():
             with self.resting():
-                self.room.take()
+                self.semaphore.acquire()
 
     def _next_result(self) -> Ready | Raised:
         try:
@@ -155,28 +155,30 @@ class _Thread(BackgroundThread):
             return Raised(StopIteration(), is_last=True)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             is_last = self._engine.is_closed or isinstance(error, InternalError)
-            return Raised(error, is_last, self._engine.receipt)
-        receipt = self._engine.receipt
+            return Raised(error, is_last, self._engine.delivery)
+        delivery = self._engine.delivery
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
             began_ns = time.monotonic_ns()
             result = self._stage.run(batch)
-            return Ready(result, receipt, (self._stage.kind, began_ns, time.monotonic_ns()))
+            return Ready(result, delivery, (self._stage.kind, began_ns, time.monotonic_ns()))
         except StopIteration as error:
             # Else it would end the epoch, in silence.
-            return Raised(_explained(error), False, receipt)
+            return Raised(_explained(error), False, delivery)
         except BaseException as error:  # noqa: BLE001 - as above
-            return Raised(error, isinstance(error, StageBrokenError), receipt)
+            return Raised(error, isinstance(error, StageBrokenError), delivery)
         finally:
             del batch  # who keeps the exception keeps this frame, and must not keep the slot
 
     def attach(self) -> None:
         """Have the engine work for this thread from now on."""
-        if self.room is None or not self._stays_inside:
+        if self.semaphore is None or not self._stays_inside:
             self._engine.attach(self.inbox, self._pause, self._have_done)
         else:
-            self._engine.attach(self.inbox, self._pause, self._have_done, self.room.is_there)
+            self._engine.attach(
+                self.inbox, self._pause, self._have_done, self.semaphore.is_available
+            )
 
     def _pause(self) -> None:
         """Between two of the engine's steps: no lock is held."""
@@ -254,7 +256,7 @@ class Running:
         if os.getpid() != self.pid:
             self._engine.close()  # a forked child: neither the thread nor the device is its own
             return
-        finish(self._end_here)
+        uninterruptible(self._end_here)
 
     def _end_here(self) -> None:
         thread = self.thread
@@ -299,8 +301,8 @@ class StageThread:
         self.in_transit = False
         #: As :attr:`EngineBase.told`.
         self.told = 0
-        #: As :attr:`EngineBase.receipt`.
-        self.receipt: Receipt | None = None
+        #: As :attr:`EngineBase.delivery`.
+        self.delivery: Delivery | None = None
         #: Of the batch that was given last: see :class:`Ready`.
         self.staged: tuple[str, int, int] | None = None
 
@@ -336,7 +338,7 @@ class StageThread:
         """The next batch; see :meth:`EngineBase.next_batch`."""
         self.in_transit = False
         self.told = 0
-        self.receipt = None  # that of the last call is told once
+        self.delivery = None  # that of the last call is told once
         thread = self.running.thread
         if thread is None:
             self._engine.check_open()
@@ -371,11 +373,11 @@ class StageThread:
         self._engine.note_interruption(error, in_sampler=in_sampler)
         self.close()
 
-    def _serve(self, thread: _Thread, wish: Wish | Call) -> None:
+    def _serve(self, thread: _Thread, request: Request | Call) -> None:
         """Do what the thread asks for."""
         thread.results.drop_first()
-        if isinstance(wish, Call):
-            wish.make()
+        if isinstance(request, Call):
+            request.make()
         else:
             self._draw_one(thread)
 
@@ -384,12 +386,12 @@ class StageThread:
             self.in_transit = False
             self._raise_last(result.error)
         thread.results.drop_first()
-        if thread.room is not None:
-            thread.room.give()
-        if result.receipt is not None:  # else an error that came in no batch's place
+        if thread.semaphore is not None:
+            thread.semaphore.release()
+        if result.delivery is not None:  # else an error that came in no batch's place
             self._tickets_out -= 1
             self._draw_one(thread)  # which wakes the engine
-        self.receipt = result.receipt
+        self.delivery = result.delivery
         if isinstance(result, Ready):
             self.staged = result.staged
             return self._stage.hand_over(result.result)
@@ -433,13 +435,13 @@ class StageThread:
     def _raise_late(self, results: Results) -> None:
         """Raise that no batch has come in time; unless one has, while workers were asked."""
         try:
-            error = self._engine.late()
-        except (OSError, ValueError):  # the engine's thread closes what we look at
-            if not results:
+            late = self._engine.late()
+        except (OSError, ValueError) as error:  # the engine's thread closes what we look at
+            if not results or is_interruption(error):
                 raise
             return
         if not results:
-            raise error
+            raise late
 
     def _draw_one(self, thread: _Thread) -> bool:
         try:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Vitals:
+class Usage:
     """What a worker has used since it was started, with those before it in its place.
 
     Attributes:
@@ -22,13 +22,13 @@ class Vitals:
 
 
 class Readings:
-    """The vitals of an iterator's workers: asked for while they live, the last ones afterwards."""
+    """The usage of an iterator's workers: asked for while they live, the last ones afterwards."""
 
     def __init__(self) -> None:
-        self._latest: Sequence[Vitals] = ()
-        self._ask: Callable[[bool], Sequence[Vitals] | None] | None = None
+        self._latest: Sequence[Usage] = ()
+        self._ask: Callable[[bool], Sequence[Usage] | None] | None = None
 
-    def open(self, ask: Callable[[bool], Sequence[Vitals] | None]) -> None:
+    def open(self, ask: Callable[[bool], Sequence[Usage] | None]) -> None:
         """Workers live from now on.
 
         Args:
@@ -42,7 +42,7 @@ class Readings:
         if ask is not None:
             self._note(ask(False))
 
-    def read(self, *, thoroughly: bool) -> Sequence[Vitals]:
+    def read(self, *, thoroughly: bool) -> Sequence[Usage]:
         """The newest there are."""
         ask = self._ask
         if ask is not None:
@@ -51,7 +51,7 @@ class Readings:
                 self._note(latest)
         return self._latest
 
-    def _note(self, latest: Sequence[Vitals] | None) -> None:
+    def _note(self, latest: Sequence[Usage] | None) -> None:
         if latest is None:
             return
         # What was measured thoroughly holds until it is measured again.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shmloader.stats.histogram import Histogram
-from shmloader.stats.readings import Readings, Vitals
+from shmloader.stats.readings import Readings, Usage
 from shmloader.stats.times import STAGES, BatchTimes, WorkTimes
 from shmloader.stats.trace import Trace, Traced
 
@@ -125,8 +125,8 @@ class Record:
         self._counts_begun = None if counts is None else dataclasses.replace(counts)
         self._readings = readings
         begun = () if readings is None else readings.read(thoroughly=False)
-        self._vitals_begun = list(begun)
-        self._final: tuple[Counts | None, Sequence[Vitals]] | None = None
+        self._usage_begun = list(begun)
+        self._final: tuple[Counts | None, Sequence[Usage]] | None = None
         self._failed = failed
         self._failed_before = 0 if failed is None else failed.total
         self.first_ns = self.last_ns = time.monotonic_ns() if begin_ns is None else begin_ns
@@ -244,7 +244,7 @@ class Record:
         """Nothing more comes. May be called again."""
         if not self.is_over:
             self.is_over = True
-            self._final = self.counted(), self._vitals(thoroughly=False)
+            self._final = self.counted(), self._usage(thoroughly=False)
             failed, self._failed = self.failed(), None
             self.failures = failed
             self.counts = self._readings = None
@@ -265,14 +265,14 @@ class Record:
             return None
         return counts.since(self._counts_begun)
 
-    def _vitals(self, *, thoroughly: bool) -> Sequence[Vitals]:
+    def _usage(self, *, thoroughly: bool) -> Sequence[Usage]:
         readings = self._readings
         if self._final is not None:
             return self._final[1]
         return () if readings is None else readings.read(thoroughly=thoroughly)
 
     def copy(self) -> "Record":
-        """What it is now, workers' vitals included, in memory of its own."""
+        """What it is now, workers' usage included, in memory of its own."""
         made = Record(
             self.epoch,
             self.kind,
@@ -285,12 +285,12 @@ class Record:
         made.is_over = self.is_over
         made._add_sums(self)
         made._final = self.counted(), ()
-        made._take_vitals(self._vitals(thoroughly=True), self._vitals_begun)
+        made._take_usage(self._usage(thoroughly=True), self._usage_begun)
         return made
 
-    def _take_vitals(self, vitals: Sequence[Vitals], begun: Sequence[Vitals]) -> None:
-        for worker_id, now in enumerate(vitals):
-            then = begun[worker_id] if worker_id < len(begun) else Vitals()
+    def _take_usage(self, usage: Sequence[Usage], begun: Sequence[Usage]) -> None:
+        for worker_id, now in enumerate(usage):
+            then = begun[worker_id] if worker_id < len(begun) else Usage()
             sums = self.workers.setdefault(worker_id, WorkerSums())
             sums.cpu_ns += now.cpu_ns - then.cpu_ns
             if now.stalled_ns is not None:

@@ -3,7 +3,7 @@
 The helper keeps these rules for every thread of the package:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.
-  At the exit they stand still for good (:mod:`shmloader.workers.parking`).
+  At the exit they stand still for good (:mod:`shmloader.workers.fork_safety`).
 * Nothing waits for a thread that stands still for good. Nothing waits on a background thread, or
   where this process forks; the garbage collector may run a closing function in either place.
 * An end is an event and not ``Thread.join()`` alone, which, once interrupted, takes the thread for
@@ -15,7 +15,7 @@ The helper keeps these rules for every thread of the package:
 import abc
 import threading
 
-from shmloader.workers.parking import Parkable, may_wait_here
+from shmloader.workers.fork_safety import Parkable, may_wait_here
 
 
 class BackgroundThread(Parkable):

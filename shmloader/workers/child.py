@@ -25,11 +25,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
+from shmloader.memory.admission import Demand, MemoryAdmission
 from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.debug import checksum
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout, ShardLayouts
-from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
@@ -52,11 +52,9 @@ from shmloader.messages import (
     pack,
     unpack,
 )
-from shmloader.sampling.streams import dump_streams, load_streams
+from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 from shmloader.workers.allocator import give_freed_memory_back, keep_freed_memory
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
-from shmloader.workers.asking import NextTask
-from shmloader.workers.board import MEMORY_IDLE_MS, Board, Line, Phase, WorkerBoard
 from shmloader.workers.channel import receive_soon
 from shmloader.workers.fetch import (
     EmptyBatchError,
@@ -67,12 +65,14 @@ from shmloader.workers.fetch import (
 )
 from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.gathering import Gatherer
-from shmloader.workers.lifeline import Lifeline, WorkerLifeline
+from shmloader.workers.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.workers.payload import receive_payload
+from shmloader.workers.prefetch_requests import PrefetchRequester
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.sample_streams import SampleStreams, loading
+from shmloader.workers.sample_rng import SampleRng, loading
 from shmloader.workers.seeding import seed_worker
-from shmloader.workers.stopwatch import Stopwatch
+from shmloader.workers.startup_semaphore import StartupSemaphore, WorkerTurn, is_ready
+from shmloader.workers.status_page import MEMORY_IDLE_MS, Line, Phase, StatusPage, WorkerStatusPage
 from shmloader.workers.stream import (
     Beginning,
     Place,
@@ -86,7 +86,7 @@ from shmloader.workers.stream import (
     save_dataset,
     take_fingerprints,
 )
-from shmloader.workers.turns import Turns, WorkerTurn, is_ready
+from shmloader.workers.timer import Timer
 
 # Batches of which the user's code may keep memory before it gets no more of it.
 _KEPT_LIMIT = 4
@@ -94,7 +94,7 @@ _KEPT_LIMIT = 4
 # A state without a slot is sent in pieces of this length.
 _PART_BYTES = INLINE_BYTES // 2
 
-# Room for one descriptor beside a message.
+# MemoryAdmission for one descriptor beside a message.
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
@@ -107,11 +107,11 @@ class WorkerStart:
         worker_count: How many there are.
         base_seed: Its streams are seeded from this and its number.
         plan: How batches are made.
-        lifeline: Ends this process with the main process.
-        board: Where it says what it is at.
+        parent_death: Ends this process with the main process.
+        status_page: Where it says what it is at.
         demand: What the iterator may ask of memory; None: nobody asks whether it is there.
         is_debugging: Whether answers carry a checksum.
-        turns: Whose turn it is to get ready; None: everybody's.
+        startup: The start-up semaphore, held until the worker is ready; None if there is none.
         is_fresh: Whether it is an interpreter of its own, that was told how to get ready.
     """
 
@@ -119,11 +119,11 @@ class WorkerStart:
     worker_count: int
     base_seed: int
     plan: FetchPlan
-    lifeline: Lifeline | WorkerLifeline
-    board: Board | WorkerBoard
+    parent_death: ParentDeathPipe | WorkerParentDeathPipe
+    status_page: StatusPage | WorkerStatusPage
     demand: Demand | None = None
     is_debugging: bool = False
-    turns: Turns | WorkerTurn | None = None
+    startup: StartupSemaphore | WorkerTurn | None = None
     is_fresh: bool = False
 
 
@@ -153,8 +153,8 @@ def worker_main(
     if FAULTS is not None:
         FAULTS.worker_id = start.worker_id
         FAULTS.reach("worker.start")
-    start.lifeline.hold()
-    line = start.board.open_line(start.worker_id)
+    start.parent_death.hold()
+    line = start.status_page.open_line(start.worker_id)
     if close_inherited is not None:
         close_inherited()
     # A write to a closed socket must raise, whatever the user's process does of SIGPIPE.
@@ -185,14 +185,14 @@ class _Worker:
         self._line = line
         self._where = f"in DataLoader worker process {start.worker_id}"
         self._slots: dict[int, Slot] = {}
-        self._room = None if start.demand is None else Room(start.demand)
-        self._writer = SlotWriter(self._room, self._slots.values)
+        self._admission = None if start.demand is None else MemoryAdmission(start.demand)
+        self._writer = SlotWriter(self._admission, self._slots.values)
         self._dataset: Any = None
         self._collate: SlotCollate | None = None
         self._on_error: OnError = "raise"
         self._fetcher: Any = None
         # Of the fetcher's samples; None if they have none of their own.
-        self._streams: SampleStreams | None = None
+        self._streams: SampleRng | None = None
         self._gatherer: Gatherer | None = None
         self._by_value = False
         # Raised while getting ready; the answer to every task, at its place in the order.
@@ -221,11 +221,11 @@ class _Worker:
         self._last_layout = b""
         self._last_flat_layout: object = None
         self._shard_layouts = ShardLayouts()
-        self._stopwatch = Stopwatch()
+        self._timer = Timer()
         # Where tasks wait for whichever worker is idle.
-        self._next_task: NextTask | None = None
-        if start.plan.asks_early:
-            self._next_task = NextTask(channel.send, self._stopwatch)
+        self._prefetch: PrefetchRequester | None = None
+        if start.plan.requests_early:
+            self._prefetch = PrefetchRequester(channel.send, self._timer)
         self._poll = select.poll()
 
     def run(self, payload: Any) -> None:
@@ -242,7 +242,7 @@ class _Worker:
             self._note_use(has_task=received is not None)
             data, ancillary, flags, _ = received or receive(RECEIVE_BYTES, _DESCRIPTOR_SPACE)
             if not data:
-                self._line.note_vitals()
+                self._line.note_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
@@ -291,7 +291,7 @@ class _Worker:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
                 if start.is_fresh:
-                    is_ready(start.turns)
+                    is_ready(start.startup)
             self._by_value = payload.by_value
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,
@@ -337,7 +337,7 @@ class _Worker:
             self._dataset,
             self._writer,
             fetcher,
-            self._stopwatch.count,
+            self._timer.count,
             may_shard=plan.may_shard,
         )
 
@@ -352,20 +352,20 @@ class _Worker:
         """Dataset and collate function, under whose calls random streams are set if need be."""
         assert self._collate is not None
         plan, dataset = self._start.plan, self._dataset
-        collate = self._stopwatch.wrap(
+        collate = self._timer.wrap(
             cast("Callable[[Any], Any]", self._collate), counts_items=plan.auto_collation
         )
-        next_task = self._next_task
-        if next_task is not None and not plan.may_shard:  # else it is called for each shard
-            collate = next_task.before(collate)
+        prefetch = self._prefetch
+        if prefetch is not None and not plan.may_shard:  # else it is called for each shard
+            collate = prefetch.before(collate)
         if plan.seed is None:
             return dataset, collate
         is_alone = plan.sets_global_streams
-        self._streams = SampleStreams(
+        self._streams = SampleRng(
             plan.seed,
             self._start.worker_id,
             sets_global=is_alone,
-            note_last=None if next_task is None else next_task.note_last,
+            note_last=None if prefetch is None else prefetch.note_last,
         )
         # To pack a batch runs nothing that draws: setting its streams takes as long as a sample's.
         is_packed = self._collate.packer is not None and not plan.is_iterable
@@ -404,7 +404,7 @@ class _Worker:
         try:
             saved = None if place.snapshot is None else read(place.snapshot)
             if place.rng is not None:
-                load_streams(place.rng)
+                set_global_rng_state(place.rng)
             if not self._stream_ended:
                 return self._iterate_dataset(saved)
             load_dataset(self._dataset, saved)  # for the next epoch
@@ -433,7 +433,7 @@ class _Worker:
         saved = save_dataset(self._dataset)
         snapshot = None if saved is None else dump_here(saved, by_value=self._by_value)
         draws = plan.is_iterable and plan.seed is None
-        return Beginning(dump_streams() if draws else None, snapshot).dumps()
+        return Beginning(global_rng_state() if draws else None, snapshot).dumps()
 
     def _start_epoch(self, epoch: int) -> None:
         if self._start.plan.is_iterable and not self._is_ready:
@@ -460,9 +460,9 @@ class _Worker:
             return pack(StreamEnded(seq, epoch, kept=False))
         slot = self._slots[slot_id]
         writer = self._writer
-        self._stopwatch.begin()
-        if self._next_task is not None:
-            self._next_task.begin()
+        self._timer.begin()
+        if self._prefetch is not None:
+            self._prefetch.begin()
         writer.open(
             slot,
             is_offered=self._offers and not self._start.plan.auto_collation,
@@ -506,13 +506,13 @@ class _Worker:
             answer = BatchEmpty(seq, epoch, kept, report, snapshot)
         else:
             report, snapshot = self._take_report(), self._spill_state(self._snapshot)
-            if self._room is not None:
-                self._room.note_batch(writer.used_bytes)
-                if self._room.is_tight:
+            if self._admission is not None:
+                self._admission.note_batch(writer.used_bytes)
+                if self._admission.is_tight:
                     give_freed_memory_back()
             check = checksum(slot, writer.used_bytes) if self._start.is_debugging else None
             used_bytes = writer.used_bytes
-            times = tuple(self._stopwatch.read())  # plain: it pickles faster
+            times = tuple(self._timer.read())  # plain: it pickles faster
             answer = BatchDone(
                 seq,
                 epoch,
@@ -540,7 +540,7 @@ class _Worker:
         kept = self._is_kept()
         writer = self._writer
         try:
-            beginning = self._next_beginning() if self._start.plan.lives_on else None
+            beginning = self._next_beginning() if self._start.plan.is_persistent else None
         except BaseException:  # noqa: BLE001 - as above
             # Told in place of a batch. The end is told at the next task.
             error = self._spill_error(RemoteError.caught(self._where).dumps(), kept)
@@ -636,7 +636,7 @@ class _Worker:
             Its layout, pickled; None if that is the same as for the last batch.
         """
         batch = self._fetcher.fetch(indices)
-        self._stopwatch.fetched()
+        self._timer.fetched()
         if self._start.plan.is_iterable:
             self._take_snapshot()
         if type(batch) is list and self._start.plan.may_shard:

@@ -12,7 +12,7 @@ from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.plan import is_sharded
 from shmloader.workers.bad_samples import BadSample, SampleReport
 from shmloader.workers.gathering import Gatherer, Outcome
-from shmloader.workers.sample_streams import one_by_one
+from shmloader.workers.sample_rng import one_by_one
 
 #: What is done about a sample that fails; a function gets its index and its exception, and gives
 #: a sample in its place.
@@ -39,10 +39,10 @@ class FetchPlan(NamedTuple):
         seed: Of the samples' own random streams; None if they have none.
         snapshot_every: After how many batches of a worker an iterable dataset's state is taken,
             if it has one; 0: never.
-        lives_on: Whether workers have further epochs.
+        is_persistent: Whether workers have further epochs.
         concurrency: How many samples of a batch are loaded at once in a worker; None: one after
             the other, on its own thread.
-        asks_early: Whether a worker asks for its next task when it is about to be done with one.
+        requests_early: Whether a worker requests its next task shortly before it finishes one.
     """
 
     is_iterable: bool
@@ -52,9 +52,9 @@ class FetchPlan(NamedTuple):
     may_shard: bool = False
     seed: int | None = None
     snapshot_every: int = 0
-    lives_on: bool = False
+    is_persistent: bool = False
     concurrency: int | None = None
-    asks_early: bool = False
+    requests_early: bool = False
 
     @property
     def sets_global_streams(self) -> bool:

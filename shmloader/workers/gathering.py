@@ -34,7 +34,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from shmloader.workers.background import BackgroundThread
-from shmloader.workers.bell import Bell
+from shmloader.workers.wakeup import Wakeup
 
 Get = Callable[[Any], Any]
 
@@ -79,7 +79,7 @@ class _Batch:
         self._owner = threading.get_ident()
         self._left = len(outcomes)
         self._lock = threading.Lock()
-        self.over = Bell()
+        self.over = Wakeup()
 
     def work(self) -> None:
         """Load one sample after the other, until none waits."""
@@ -110,7 +110,7 @@ class _Batch:
             self._left -= 1
             is_last = self._left == 0
         if is_last:
-            self.over.ring()
+            self.over.set()
 
     def drop(self) -> None:
         """Begin no further sample."""

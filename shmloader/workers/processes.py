@@ -37,21 +37,18 @@ from typing import Any, ClassVar
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.memory.admission import Demand
 from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
-from shmloader.memory.room import Demand
 from shmloader.memory.slot import close_inherited_slots
-from shmloader.stats.readings import Readings, Vitals
-from shmloader.workers.bell import SIGNAL_S
-from shmloader.workers.board import AtWork, Board, measure_memory
+from shmloader.stats.readings import Readings, Usage
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.cores import usable_cores
 from shmloader.workers.fetch import FetchPlan
-from shmloader.workers.finishing import finish
+from shmloader.workers.fork_safety import all_parked
 from shmloader.workers.fork_server import preload
 from shmloader.workers.handle import KILL_S, WorkerHandle, end_all
-from shmloader.workers.lifeline import Lifeline
-from shmloader.workers.parking import all_parked
+from shmloader.workers.parent_death import ParentDeathPipe
 from shmloader.workers.payload import (
     PICKLE_ERRORS,
     ForkedPayload,
@@ -59,8 +56,11 @@ from shmloader.workers.payload import (
     unimportable_main_hidden,
 )
 from shmloader.workers.starting import check_descriptors, raise_what_lacks, sigint_held_back
-from shmloader.workers.turns import Turns, get_ready
+from shmloader.workers.startup_semaphore import StartupSemaphore, get_ready
+from shmloader.workers.status_page import AtWork, StatusPage, measure_memory
+from shmloader.workers.uninterruptible import uninterruptible
 from shmloader.workers.waker import Waker
+from shmloader.workers.wakeup import SIGNAL_S
 
 # How long close() waits for a worker to end by itself: it may be inside a sample.
 _GRACE_S = 1.0
@@ -74,12 +74,12 @@ _PICKLE_WARNING = (
 )
 
 
-def _read_vitals(group: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Vitals] | None:
+def _read_usage(group: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Usage] | None:
     """What its workers have used; None if it is gone, or closed meanwhile."""
     found = group()
     try:
-        return None if found is None else found.vitals(thoroughly=thoroughly)
-    except ValueError:  # the board is closed
+        return None if found is None else found.usage(thoroughly=thoroughly)
+    except ValueError:  # the status page is closed
         return None
 
 
@@ -149,12 +149,12 @@ class WorkerProcesses:
         #: What the workers use.
         self.readings = Readings()
         # Of each worker number, what those used that were replaced.
-        self._used_before: dict[int, Vitals] = {}
-        self._lifeline: Lifeline | None = None
-        self._turns: Turns | None = None
+        self._used_before: dict[int, Usage] = {}
+        self._parent_death: ParentDeathPipe | None = None
+        self._startup: StartupSemaphore | None = None
         # A fork server that imports nothing of ours.
         self._has_bare_server = False
-        self._board: Board | None = None
+        self._status_page: StatusPage | None = None
         # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped;
         # this comes first, whatever was registered when.
         self._at_exit = multiprocessing.util.Finalize(
@@ -166,16 +166,16 @@ class WorkerProcesses:
             method = self._context.get_start_method()
             if method == "spawn":
                 cores = usable_cores(Path("/" if demand is None else demand.root))
-                self._turns = Turns(cores) if worker_count > cores else None
+                self._startup = StartupSemaphore(cores) if worker_count > cores else None
             elif method == "forkserver":
                 self._has_bare_server = not preload(self._context)
                 self._ensure_server()
-            lifeline = self._lifeline = Lifeline()
-            board = self._board = Board(worker_count)
+            parent_death = self._parent_death = ParentDeathPipe()
+            status_page = self._status_page = StatusPage(worker_count)
             for worker_id in range(worker_count):
                 start = WorkerStart(
-                    worker_id, worker_count, base_seed, plan, lifeline, board, demand,
-                    is_debugging(), self._turns, is_fresh=method != "fork",
+                    worker_id, worker_count, base_seed, plan, parent_death, status_page, demand,
+                    is_debugging(), self._startup, is_fresh=method != "fork",
                 )  # fmt: skip
                 self._starts.append(start)
             payload = self._start_workers(worker_count if started is None else started, objects)
@@ -184,12 +184,12 @@ class WorkerProcesses:
             if isinstance(error, OSError):
                 raise_what_lacks(error)
             raise
-        self.readings.open(functools.partial(_read_vitals, weakref.ref(self)))
+        self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
         if not may_replace:
             payload.close()
             self._payload = None
-            lifeline.close_read()
-            board.close_for_start()
+            parent_death.close_read()
+            status_page.close_for_start()
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -248,9 +248,9 @@ class WorkerProcesses:
 
     def _start_worker(self, worker_id: int) -> WorkerHandle:
         """Start a worker; without a payload, it waits for that."""
-        assert self._board is not None
-        assert self._lifeline is not None
-        self._board.clear(worker_id)
+        assert self._status_page is not None
+        assert self._parent_death is not None
+        self._status_page.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
         closer = close_inherited if isinstance(self._payload, ForkedPayload) else None
@@ -261,7 +261,7 @@ class WorkerProcesses:
         )
         is_fresh = self._starts[worker_id].is_fresh
         if is_fresh:
-            get_ready(process, self._turns)
+            get_ready(process, self._startup)
         self._starting = ours
         try:
             if self._context.get_start_method() == "forkserver":
@@ -274,7 +274,7 @@ class WorkerProcesses:
             ):
                 check_descriptors(ours)
                 process.start()
-            self._lifeline.tie(process.pid or 0)
+            self._parent_death.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
             ours.setblocking(False)
@@ -322,7 +322,7 @@ class WorkerProcesses:
         self._by_fd.pop(old.pidfd, None)
         old.channel.close()
         old.close_pidfd()
-        self._used_before[worker_id] = self._vitals_of(worker_id, thoroughly=False)
+        self._used_before[worker_id] = self._usage_of(worker_id, thoroughly=False)
 
     def start(self, worker_id: int) -> None:
         """Start a worker that was not there yet, or was retired.
@@ -370,8 +370,8 @@ class WorkerProcesses:
         worker.outbox.clear()
         worker.hang_up()
         end_all([worker], grace_s)
-        if self._turns is not None:
-            self._turns.go_on()
+        if self._startup is not None:
+            self._startup.go_on()
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:
@@ -480,8 +480,8 @@ class WorkerProcesses:
         while (data := worker.receive()) is not None:
             yield worker_id, data
         worker.is_lost = True
-        if self._turns is not None:
-            self._turns.go_on()
+        if self._startup is not None:
+            self._startup.go_on()
         worker.outbox.clear()
         with contextlib.suppress(KeyError):
             self._poll.unregister(worker.channel)
@@ -511,10 +511,10 @@ class WorkerProcesses:
 
     def was_at(self, worker_id: int) -> AtWork:
         """What a worker is at, without asking it, or a lost one was at when it died."""
-        assert self._board is not None
-        return self._board.read(worker_id)
+        assert self._status_page is not None
+        return self._status_page.read(worker_id)
 
-    def vitals(self, *, thoroughly: bool) -> list[Vitals]:
+    def usage(self, *, thoroughly: bool) -> list[Usage]:
         """What each worker has used, with those before it in its place. From any thread.
 
         Args:
@@ -524,30 +524,30 @@ class WorkerProcesses:
             ValueError: If they are ended.
         """
         return [
-            self._vitals_of(worker_id, thoroughly=thoroughly)
+            self._usage_of(worker_id, thoroughly=thoroughly)
             for worker_id in range(len(self._workers))
         ]
 
-    def _vitals_of(self, worker_id: int, *, thoroughly: bool) -> Vitals:
-        assert self._board is not None
+    def _usage_of(self, worker_id: int, *, thoroughly: bool) -> Usage:
+        assert self._status_page is not None
         pid = self.pid(worker_id)
-        vitals = self._board.vitals(worker_id, pid)
+        usage = self._status_page.usage(worker_id, pid)
         if thoroughly and not self._workers[worker_id].is_lost:
-            vitals = dataclasses.replace(vitals, pss_bytes=measure_memory(pid) or vitals.pss_bytes)
+            usage = dataclasses.replace(usage, pss_bytes=measure_memory(pid) or usage.pss_bytes)
         before = self._used_before.get(worker_id)
         if before is None:
-            return vitals
-        stalled_ns = vitals.stalled_ns
+            return usage
+        stalled_ns = usage.stalled_ns
         if stalled_ns is not None:
             stalled_ns += before.stalled_ns or 0
         return dataclasses.replace(
-            vitals, cpu_ns=vitals.cpu_ns + before.cpu_ns, stalled_ns=stalled_ns
+            usage, cpu_ns=usage.cpu_ns + before.cpu_ns, stalled_ns=stalled_ns
         )
 
     def ask(self, worker_id: int) -> AtWork:
         """What a worker is at, with its Python stack. Takes up to a third of a second."""
-        assert self._board is not None
-        return self._board.ask(worker_id, self.pid(worker_id))
+        assert self._status_page is not None
+        return self._status_page.ask(worker_id, self.pid(worker_id))
 
     def close(self) -> None:
         """End and reap all workers. May be called again; from any thread."""
@@ -556,7 +556,7 @@ class WorkerProcesses:
         if os.getpid() != self._pid:
             self._abandon()
             return
-        finish(self._end_all)
+        uninterruptible(self._end_all)
 
     def _end_all(self) -> None:
         # In here, since an interruption before would leave the workers alone for good.
@@ -574,7 +574,7 @@ class WorkerProcesses:
 
     def _close_shared(self) -> None:
         self._waker = None
-        for part in (self._payload, self._lifeline, self._board, self._turns):
+        for part in (self._payload, self._parent_death, self._status_page, self._startup):
             if part is not None:
                 part.close()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from types import FrameType
 
-from shmloader.workers.finishing import finish
+from shmloader.workers.uninterruptible import uninterruptible
 
 # multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to whoever forks.
 # One is for the worker's pidfd.
@@ -79,7 +79,7 @@ def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             yield
         finally:
-            finish(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
+            uninterruptible(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _handler_deferred() -> Iterator[None]:
         yield
     finally:
         try:
-            finish(restore)
+            uninterruptible(restore)
         finally:
             # Not as a signal again: whoever has a wakeup descriptor was told of the first.
             for number in heard:

@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple, Self
 import cloudpickle
 
 from shmloader.sampling.origin import has_own_state
-from shmloader.sampling.streams import load_streams
+from shmloader.sampling.rng import set_global_rng_state
 from shmloader.workers.fingerprint import FingerprintingCollate, chained
 from shmloader.workers.payload import PICKLE_ERRORS, main_is_importable
-from shmloader.workers.sample_streams import SeededIterator
+from shmloader.workers.sample_rng import SeededIterator
 
 
 class Saved(NamedTuple):
@@ -223,7 +223,7 @@ def replay(
     try:
         for number in range(place.at, place.given):
             if number in rng_at:
-                load_streams(rng_at[number])
+                set_global_rng_state(rng_at[number])
             collate.reset()
             try:
                 fetcher.fetch(indices)

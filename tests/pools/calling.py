@@ -10,9 +10,9 @@ from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.slotless import Slotless
 from shmloader.stats.readings import Readings
 from shmloader.stats.record import Counts
-from shmloader.workers.bell import Bell
-from shmloader.workers.board import AtWork, Phase
 from shmloader.workers.remote_error import RemoteError
+from shmloader.workers.status_page import AtWork, Phase
+from shmloader.workers.wakeup import Wakeup
 
 
 class CallingPool(Slotless):
@@ -25,7 +25,7 @@ class CallingPool(Slotless):
         self.is_waiting = False
         self._make = make
         self._tasks: collections.deque[tuple[int, int, Any]] = collections.deque()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._pid = os.getpid()
         self._at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
         self.processes: list[Any] = []
@@ -56,12 +56,12 @@ class CallingPool(Slotless):
     def wait(self, timeout_s: float | None, events: Events) -> bool:
         self.is_waiting = True
         if not self._tasks:
-            self._bell.wait(timeout_s)
+            self._wakeup.wait(timeout_s)
         self.is_waiting = False
         return self.poll(None, events)
 
     def wake(self) -> None:
-        self._bell.ring()
+        self._wakeup.set()
 
     wake_soon = wake
 
@@ -77,8 +77,8 @@ class CallingPool(Slotless):
     ask = was_at
 
     def end_workers(self) -> None:
-        self._bell.ring()
+        self._wakeup.set()
 
     def close(self) -> None:
         self._tasks.clear()
-        self._bell.ring()
+        self._wakeup.set()

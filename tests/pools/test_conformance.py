@@ -26,9 +26,9 @@ from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.processes import ProcessPool
 from shmloader.pools.thread_task import Recipe
 from shmloader.pools.threads import ThreadPool
-from shmloader.workers.board import Phase
 from shmloader.workers.fetch import FetchPlan
 from shmloader.workers.processes import WorkerProcesses
+from shmloader.workers.status_page import Phase
 from tests.pools.calling import CallingPool
 from tests.process.support import Bad, Calls, Gate, wait_until
 
@@ -242,6 +242,33 @@ def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> N
         told.send(5, 6)
         told.take_all(2)
         assert [int(told.batch(seq)[0]) for seq in range(2)] == [25, 36]
+
+
+def test_what_is_being_made_when_an_epoch_is_given_up_is_not_told_in_the_next(apart) -> None:
+    gate = Gate()
+
+    def make(index: int) -> int:
+        if index == 3:
+            gate.pass_through()
+        return index
+
+    with opened(apart, make, 1) as pool:
+        told = Told(pool, 1)
+        told.send(3)
+        wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
+        told.scheduler.end_epoch()
+        pool.start_epoch(0, 1)
+        if not pool.has_queue:
+            gate.open()
+        wait_until(lambda: told.scheduler.is_epoch_left or pool.wait(1, told) is None)
+        told.scheduler.start_epoch()
+        told.send(7)
+        if pool.has_queue:
+            gate.open()
+        told.take_all(1)
+        assert told.batch(0) == 7
+        assert list(told.answers) == [0]
+    gate.close()
 
 
 def test_what_a_worker_is_at_may_be_asked(apart) -> None:

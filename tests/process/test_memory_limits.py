@@ -16,8 +16,8 @@ import torch
 
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, WorkerDiedError
+from shmloader.memory.admission import RESERVE_BYTES
 from shmloader.memory.limits import control_groups
-from shmloader.memory.room import RESERVE_BYTES
 from tests.made_up import MIB, System
 from tests.process.support import Calls, Gate, run_program, wait_until
 

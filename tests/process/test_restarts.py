@@ -29,7 +29,7 @@ import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.memory.debug import is_debugging
 from shmloader.stages.exchange import Call
-from shmloader.workers.board import STACK_SIGNAL, Phase
+from shmloader.workers.status_page import STACK_SIGNAL, Phase
 from tests.late import switched_on, to_host
 from tests.process.support import (
     Calls,

@@ -525,7 +525,7 @@ def test_shares_of_the_memory_are_those_of_the_steps_in_flight() -> None:
 
 
 def idle(steps: Any) -> bool:
-    from shmloader.workers.board import Phase
+    from shmloader.workers.status_page import Phase
 
     count = len(steps._workers)
     return all(steps._pool.was_at(worker).phase is Phase.IDLE for worker in range(count))

@@ -21,7 +21,7 @@ from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerD
 from shmloader.stages import exchange
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.pin import PinStage
-from shmloader.workers import parking
+from shmloader.workers import fork_safety
 from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import Calls, Gate, Program, Streams, Switch, only, stack_of, wait_until
 
@@ -577,10 +577,10 @@ def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, mo
     batches = iter(make(kind, Calls(Late(gate, 1), 8), num_workers=1))
     assert number(kind, next(batches)) == 0
     main, is_closed = threading.main_thread(), threading.Event()
-    wait = exchange.Bell.wait
+    wait = exchange.Wakeup.wait
 
-    def wait_and_sleep_on(bell, timeout_s=None):
-        wait(bell, timeout_s)
+    def wait_and_sleep_on(wakeup, timeout_s=None):
+        wait(wakeup, timeout_s)
         if threading.current_thread() is main:
             assert is_closed.wait(20)
 
@@ -590,7 +590,7 @@ def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, mo
         is_closed.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(exchange.Bell, "wait", wait_and_sleep_on)
+        patch.setattr(exchange.Wakeup, "wait", wait_and_sleep_on)
         with in_thread(close), pytest.raises(ClosedLoaderError):
             next(batches)
     assert stage_threads() == []
@@ -756,7 +756,7 @@ def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
     batches = iter(loader)
     assert number(kind, next(batches)) == 0
     # The user's own forks park nobody: here, the fork is not to meet the thread in a call.
-    with parking.all_parked():
+    with fork_safety.all_parked():
         pid = os.fork()
         if pid == 0:
             code = 1

@@ -35,7 +35,7 @@ from shmloader import (
     TooManyFailures,
     empty,
 )
-from shmloader.workers import parking
+from shmloader.workers import fork_safety
 from tests.parity.compare import assert_same
 from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import (
@@ -936,10 +936,10 @@ def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
 def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
     """Close while the main thread waits in a function of this name for what is held alone."""
     main = threading.main_thread().ident
-    bell = batches._pool._post.bell
+    wakeup = batches._pool._post.wakeup
 
     def waits() -> bool:
-        return unanswered(batches) == 1 and bell._silence.locked() and where in stack_of(main)
+        return unanswered(batches) == 1 and wakeup._unset.locked() and where in stack_of(main)
 
     def close() -> None:
         wait_until(waits)
@@ -1065,7 +1065,7 @@ LIVE = """
     import sys, threading, time
     import torch
     from shmloader import DataLoader
-    from shmloader.workers import parking
+    from shmloader.workers import fork_safety
     from tests.late import reason_to_skip, switch_on
 
     class Products:
@@ -1119,13 +1119,13 @@ ENDS = {
     atexit.register(multiprocessing.util._exit_function)
     """,
     "stuck": """
-    parking._PARK_S = 0.2
+    fork_safety._PARK_S = 0.2
     kept = taken(0, Stuck())
     is_stuck.wait()
     """,
     "stuck and closed": """
     import shmloader.pools.threads
-    parking._PARK_S = shmloader.pools.threads._JOIN_S = 0.2
+    fork_safety._PARK_S = shmloader.pools.threads._JOIN_S = 0.2
     loader, batches = taken(0, Stuck())
     is_stuck.wait()
     loader.close()
@@ -1179,7 +1179,7 @@ def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what) -> No
     assert int(read(next(batches))) == 0
     if what == "ready" and not staged:
         wait_until(lambda: unanswered(batches) == 0)
-    with parking.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
+    with fork_safety.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
         pid = os.fork()
         if pid == 0:
             code = 1

@@ -50,16 +50,16 @@ def processes(batches) -> Unheard:
 
 
 def threads(batches) -> Unheard:
-    return silence(batches._engine._pool._post.bell)
+    return silence(batches._engine._pool._post.wakeup)
 
 
 def results(batches) -> Unheard:
-    return silence(batches._source.running.thread.results._bell)
+    return silence(batches._source.running.thread.results._wakeup)
 
 
-def silence(bell) -> Unheard:
-    bell._silence.acquire(blocking=False)  # it may have rung for a batch taken before
-    bell._silence = unheard = Unheard(bell._silence, "acquire")
+def silence(wakeup) -> Unheard:
+    wakeup._unset.acquire(blocking=False)  # it may have rung for a batch taken before
+    wakeup._unset = unheard = Unheard(wakeup._unset, "acquire")
     return unheard
 
 

@@ -26,7 +26,7 @@ import shmloader
 from shmloader import DataLoader, LoaderStats
 from shmloader.stats import Stages, StageStats, WaitStats
 from shmloader.stats.verdict import Finding
-from shmloader.workers.board import stalled_here
+from shmloader.workers.status_page import stalled_here
 from tests.late import switched_on
 from tests.made_up import System
 from tests.process.support import Calls

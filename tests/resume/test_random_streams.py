@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import shmloader
-from shmloader.sampling.streams import dump_streams, load_streams
+from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 from tests.process.test_restarts import Deaths
 from tests.resume.random_streams import KINDS, LENGTH, SOURCES, Shuffled, drawing_collate
 
@@ -275,12 +275,12 @@ def test_in_process_generators_that_the_user_restores_make_every_number_exact():
     iterator = iter(loader := make())
     for _ in range(2):
         next(iterator)
-    state, streams = loader.state_dict(), dump_streams()
+    state, streams = loader.state_dict(), global_rng_state()
     expected = [read(batch) for batch in iterator]
     set_streams(99)
     loader = make()
     loader.load_state_dict(state)
-    load_streams(streams)
+    set_global_rng_state(streams)
     assert [read(batch) for batch in loader] == expected
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 import shmloader
 from shmloader.fronts.states import sealed
 from shmloader.probing import probe
-from shmloader.sampling.streams import dump_streams, load_streams
+from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
 
 def make(dataset: Any, batch_size: int | None = 2, workers: int = 1, **options: Any) -> Any:
@@ -191,11 +191,11 @@ def test_in_process_with_restored_generators_a_stream_may_be_resumed_again_and_a
     iterator, seen = iter(loader), []
     for count in (0, 1, 2, 0, 3):
         seen += [next(iterator) for _ in range(count)]
-        state, streams = loader.state_dict(), dump_streams()
+        state, streams = loader.state_dict(), global_rng_state()
         torch.manual_seed(99)
         loader = make(Buffered(), None, 0)
         loader.load_state_dict(state)
-        load_streams(streams)
+        set_global_rng_state(streams)
         iterator = iter(loader)
     assert seen + list(iterator) == whole
 

@@ -30,7 +30,7 @@ from shmloader.fronts.pipeline.flow import (
 )
 from shmloader.fronts.pipeline.ops import OpKind
 from shmloader.fronts.pipeline.plan import BELT_ROOM, SOURCE_ROOM, Group, Plan
-from shmloader.workers.bell import Bell
+from shmloader.workers.wakeup import Wakeup
 
 
 class Crew(Protocol):
@@ -106,7 +106,7 @@ class Epoch:
     ) -> None:
         # It knows who holds it: an interruption may come before it is let go of.
         self._lock = threading.RLock()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._calls = calls
         self._flow: Flow | None = _make_flow(plan, listed)
         self.is_over = False
@@ -188,7 +188,7 @@ class Epoch:
 
     def _take_ready(self, flow: Flow) -> list[Job]:
         if flow.has_news:
-            self._bell.ring()
+            self._wakeup.set()
         # Never the flow's own list: others put jobs there as soon as the lock is free.
         ready = flow.ready
         if not ready:
@@ -247,7 +247,7 @@ class Epoch:
                     f"the pipeline gave nothing within {timeout_s:g} seconds. Nothing is lost: ask "
                     "again."
                 )
-            self._bell.wait(left)
+            self._wakeup.wait(left)
 
     def _take_now(self) -> object:
         with self._lock:
@@ -299,7 +299,7 @@ class Epoch:
             self.over_because = why
         self.is_over = True
         self._flow = None
-        self._bell.ring()
+        self._wakeup.set()
 
 
 def _number(job: Job) -> int:

@@ -14,8 +14,8 @@ from shmloader.fronts.pipeline.flow import END
 from shmloader.fronts.pipeline.plan import Plan, check_timeout
 from shmloader.fronts.pipeline.running import Running
 from shmloader.interruptions import is_interruption
-from shmloader.workers.finishing import finish
-from shmloader.workers.parking import is_exiting
+from shmloader.workers.fork_safety import is_exiting
+from shmloader.workers.uninterruptible import uninterruptible
 
 
 class Pipeline:
@@ -163,7 +163,7 @@ class Pipeline:
         if epoch.loses(error):
             epoch.let_go()
             why = f"it was interrupted by {type(error).__name__} while an item was on its way"
-            finish(functools.partial(self._leave_epoch, epoch, why))
+            uninterruptible(functools.partial(self._leave_epoch, epoch, why))
 
     def _leave_epoch(self, epoch: Epoch, why: str) -> None:
         epoch.leave(why)
@@ -248,7 +248,7 @@ class PipelineIterator:
     def _leave(self) -> None:
         """Read no further. May be called again."""
         if not self._has_left:
-            finish(self._leave_now)
+            uninterruptible(self._leave_now)
 
     def _leave_now(self) -> None:
         self._pipeline._left(self._epoch)

@@ -35,16 +35,16 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, call_all
 from shmloader.fronts.pipeline.plan import Pipe
+from shmloader.memory.admission import Demand, MemoryAdmission
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.room import Demand, Room
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.processes import ProcessPool
 from shmloader.workers.background import BackgroundThread
 from shmloader.workers.fetch import FetchPlan
-from shmloader.workers.finishing import finish
-from shmloader.workers.parking import may_wait_here
+from shmloader.workers.fork_safety import may_wait_here
 from shmloader.workers.processes import WorkerProcesses
+from shmloader.workers.uninterruptible import uninterruptible
 
 # How long the workers of all stages, one after the other, may take to come out of their ops before
 # they are killed.
@@ -149,15 +149,15 @@ class _Thread(BackgroundThread):
         except _Stop:
             raise
         except BaseException as error:  # noqa: BLE001 - the consumer is told
-            receipt = engine.receipt
-            if receipt is None:
+            delivery = engine.delivery
+            if delivery is None:
                 self._lose_all(error)
                 return False
-            task = sent.pop(receipt.seq)
+            task = sent.pop(delivery.seq)
             self._go_on(task.epoch.failed(task, error))
             return not engine.is_closed
-        assert engine.receipt is not None
-        task = sent.pop(engine.receipt.seq)
+        assert engine.delivery is not None
+        task = sent.pop(engine.delivery.seq)
         results: tuple[object, ...] = () if result is None else (result,)
         if self._gives_many:
             results = tuple(result)  # type: ignore[arg-type]  # what call_all gave
@@ -232,7 +232,7 @@ class ProcessCrew:
             slot_bytes=uncapped_slot_bytes(),
             slot_count=pipe.places + lent,
             locker=locker,
-            room=Room(demand),
+            admission=MemoryAdmission(demand),
         )
         self._engine = Engine(
             self._pool,
@@ -282,7 +282,7 @@ class ProcessCrew:
             deadline: Until when to wait for the thread, as ``time.monotonic()`` has it; workers
                 have a moment more.
         """
-        finish(functools.partial(self._join, deadline))
+        uninterruptible(functools.partial(self._join, deadline))
 
     def _join(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()

@@ -27,7 +27,7 @@ from shmloader.fronts.pipeline.threads import ThreadCrew
 from shmloader.pools.arena import PageLocker
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.target import Destination
-from shmloader.workers.finishing import finish
+from shmloader.workers.uninterruptible import uninterruptible
 
 # How long an end waits for threads, which may be in an op.
 _JOIN_S = 0.4
@@ -165,7 +165,9 @@ class Running:
         if os.getpid() != self.pid:
             return  # a forked child: nothing of it runs here
         deadline = time.monotonic() + _JOIN_S
-        finish(functools.partial(self._end_crews, [], deadline, with_processes=with_processes))
+        uninterruptible(
+            functools.partial(self._end_crews, [], deadline, with_processes=with_processes)
+        )
 
     def _end_crews(self, ended: list[_Ending], deadline: float, *, with_processes: bool) -> None:
         """Tell crews to end, and wait for them; again after an interruption.
@@ -182,7 +184,7 @@ class Running:
             self._processes = {}
         with contextlib.ExitStack() as stack:  # one that is interrupted keeps none of the others
             for crew in reversed(ended):
-                stack.callback(finish, functools.partial(_join, crew, deadline))
+                stack.callback(uninterruptible, functools.partial(_join, crew, deadline))
             for crew in ended:
                 crew.end()
 

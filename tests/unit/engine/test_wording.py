@@ -16,7 +16,7 @@ from shmloader.engine.wording import (
     describe_worker,
 )
 from shmloader.pools.answers import Death
-from shmloader.workers.board import AtWork, Phase
+from shmloader.workers.status_page import AtWork, Phase
 from shmloader.workers.stream import Place
 
 

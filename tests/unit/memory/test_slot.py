@@ -30,6 +30,7 @@ from shmloader.memory.slot import (
     uncapped_slot_bytes,
     why_unsupported,
 )
+from tests.process.bytecodes import KINDS, interrupt
 
 MIB = 1 << 20
 
@@ -503,3 +504,31 @@ def test_where_the_kernel_takes_no_advice_a_slot_works_all_the_same(monkeypatch)
     assert not slot.give_back(PAGESIZE)
     assert resident_bytes(slot) == 10 * PAGESIZE
     slot.close()
+
+
+# Interruptions -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda slot: slot.reach(4 * MIB),
+        lambda slot: slot.populate(0, 2 * MIB),
+        lambda slot: slot.give_back(0),
+    ],
+    ids=["reach", "populate", "give_back"],
+)
+def test_an_interruption_is_never_taken_for_a_refusal_of_the_system(call, kind):
+    nth, outcome = 0, None
+    while outcome is None or outcome.where is not None:
+        nth += 1
+        slot = Slot.create(8 * MIB, 2 * MIB)
+        try:
+            outcome = interrupt(lambda slot=slot: call(slot), nth, kind)
+            assert outcome.where is None or outcome.has_arrived(kind), outcome.where
+            slot.reach(6 * MIB)  # and it can be used
+            slot.mapping[6 * MIB - 1 : 6 * MIB] = b"x"
+        finally:
+            slot.close()
+    assert nth > 5

@@ -18,7 +18,7 @@ MIB = 1 << 20
 BATCHES_BEFORE_TRIM = 32
 
 
-class Room:
+class Admission:
     """Notes what it is asked; memory is short, or not."""
 
     def __init__(self):
@@ -144,13 +144,13 @@ def test_what_a_failed_batch_has_touched_is_known_and_says_nothing_of_others(are
 
 
 def test_what_this_process_writes_is_asked_for_only_beyond_what_was_touched():
-    room = Room()
-    arena = Arena(MIB, room=room)
+    admission = Admission()
+    arena = Arena(MIB, admission=admission)
     arena.grow(0, 1000)
     arena.note_use(0, 1000)
     arena.grow(0, 1000)
     arena.grow(0, 1001)
-    assert room.grown == [(arena[0], 0, 1000), (arena[0], 1000, 1001)]
+    assert admission.grown == [(arena[0], 0, 1000), (arena[0], 1000, 1001)]
     arena.close()
 
 
@@ -269,14 +269,14 @@ def test_where_address_space_is_short_slots_that_nobody_looks_at_make_place(aren
 
 
 def test_where_memory_is_short_a_slot_gives_it_back_before_it_waits_for_a_batch():
-    room = Room()
-    arena = Arena(64 * MIB, room=room)
+    admission = Admission()
+    arena = Arena(64 * MIB, admission=admission)
     fill(arena, 0, 4 * MIB)
     fill(arena, 1, 6 * MIB)
-    assert room.asked == [(4 * MIB, 4 * MIB), (10 * MIB, 6 * MIB)]
+    assert admission.asked == [(4 * MIB, 4 * MIB), (10 * MIB, 6 * MIB)]
     arena.prepare(0)
     assert arena.touched_bytes(0) == 4 * MIB, "there is memory enough"
-    room.short = True
+    admission.short = True
     fill(arena, 0, 5 * MIB)
     arena.prepare(0)
     assert arena.touched_bytes(0) == resident_bytes(arena, 0) == 0
@@ -286,9 +286,9 @@ def test_where_memory_is_short_a_slot_gives_it_back_before_it_waits_for_a_batch(
 
 
 def test_locked_memory_is_not_given_back_however_short_it_is():
-    room = Room()
-    room.short = True
-    arena = Arena(64 * MIB, Locker(), room)
+    admission = Admission()
+    admission.short = True
+    arena = Arena(64 * MIB, Locker(), admission)
     fill(arena, 0, 4 * MIB)
     arena.prepare(0)
     assert resident_bytes(arena, 0) == 4 * MIB

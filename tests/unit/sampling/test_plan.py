@@ -23,8 +23,8 @@ from torch.utils.data import (
 
 from shmloader.sampling import BucketBatchSampler
 from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.rng import Streams
 from shmloader.sampling.steps import Cut, Tail, step_count
-from shmloader.sampling.streams import Streams
 
 TAILS: list[Tail] = ["pad", "drop", "uneven", "rollover"]
 

@@ -49,7 +49,9 @@ class Bench:
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
         plan = FetchPlan(is_iterable, auto_collation=True, drop_last=False)
-        self.worker = _Worker(None, WorkerStart(3, 4, 0, plan, lifeline=None, board=None), None)
+        self.worker = _Worker(
+            None, WorkerStart(3, 4, 0, plan, parent_death=None, status_page=None), None
+        )
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
         self.fetcher = self.worker._fetcher = Fetcher()
         self.seq = -1

@@ -5,14 +5,14 @@ import os
 import pytest
 
 from shmloader.memory.slot import Slot
-from shmloader.workers.board import Board
-from shmloader.workers.lifeline import Lifeline
+from shmloader.workers.parent_death import ParentDeathPipe
+from shmloader.workers.status_page import StatusPage
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Board(1), Lifeline, lambda: Slot.create(4096)],
-    ids=["board", "lifeline", "slot"],
+    [lambda: StatusPage(1), ParentDeathPipe, lambda: Slot.create(4096)],
+    ids=["status_page", "parent_death", "slot"],
 )
 def test_a_child_forked_within_close_closes_nothing_twice(make, monkeypatch):
     owner, close, codes = make(), os.close, []

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmloader.workers import board as module
-from shmloader.workers.board import Board, Phase, _frames
+from shmloader.workers import status_page as module
+from shmloader.workers.status_page import Phase, StatusPage, _frames
 
 TRACE = """Thread 0x00007f0000000001 (most recent call first):
   File "wait.py", line 5 in wait
@@ -37,15 +37,15 @@ def test_no_frames_in_nothing():
 
 
 class Child:
-    """A forked process with a line on the board, which does something until it is killed."""
+    """A forked process with a line on the status page, which does something until it is killed."""
 
-    def __init__(self, board: Board, worker_id: int, work) -> None:
+    def __init__(self, status_page: StatusPage, worker_id: int, work) -> None:
         ready, tell = os.pipe()
-        board.clear(worker_id)
+        status_page.clear(worker_id)
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                line = board.open_line(worker_id)
+                line = status_page.open_line(worker_id)
                 line.note(Phase.LOADING, 2, 41)
                 work(tell)
             finally:
@@ -60,8 +60,8 @@ class Child:
 
 
 @pytest.fixture
-def board():
-    made = Board(70)  # more lines than a page has
+def status_page():
+    made = StatusPage(70)  # more lines than a page has
     yield made
     made.close()
     made.close()
@@ -79,65 +79,65 @@ def keeps_the_interpreter(tell: int) -> None:
 
 @pytest.mark.parametrize("work", [sleeps_here, keeps_the_interpreter])
 @pytest.mark.parametrize("worker_id", [0, 69])
-def test_a_worker_tells_its_ticket_and_its_stack(board, work, worker_id):
-    child = Child(board, worker_id, work)
+def test_a_worker_tells_its_ticket_and_its_stack(status_page, work, worker_id):
+    child = Child(status_page, worker_id, work)
     try:
         for _ in range(3):
-            at_work = board.ask(worker_id, child.pid)
+            at_work = status_page.ask(worker_id, child.pid)
             assert (at_work.phase, at_work.epoch, at_work.seq) == (Phase.LOADING, 2, 41)
             assert at_work.stack.splitlines()[0].endswith(f"in {work.__name__}")
             assert not at_work.is_stopped
             assert 0 <= at_work.elapsed_s < 60
     finally:
         child.end()
-    assert board.read(worker_id).seq == 41, "what it was at is known when it is dead"
+    assert status_page.read(worker_id).seq == 41, "what it was at is known when it is dead"
 
 
-def test_what_another_worker_wrote_too_late_is_not_taken_for_this_one_s(board):
-    child = Child(board, 0, sleeps_here)
+def test_what_another_worker_wrote_too_late_is_not_taken_for_this_one_s(status_page):
+    child = Child(status_page, 0, sleeps_here)
     try:
         late = f"Current thread {threading.get_ident():#018x} (most recent call first):\n  STALE\n"
-        os.write(board._stack_write, late.encode())  # forked workers have the same identity
-        assert "STALE" not in board.ask(0, child.pid).stack
+        os.write(status_page._stack_write, late.encode())  # forked workers have the same identity
+        assert "STALE" not in status_page.ask(0, child.pid).stack
     finally:
         child.end()
 
 
-def test_the_stack_is_that_of_the_thread_that_works(board):
+def test_the_stack_is_that_of_the_thread_that_works(status_page):
     def work(tell: int) -> None:
         ready, told = os.pipe()
         threading.Thread(target=sleeps_here, args=[told], daemon=True).start()
         os.read(ready, 1)
         keeps_the_interpreter(tell)
 
-    child = Child(board, 0, work)
+    child = Child(status_page, 0, work)
     try:
-        stack = board.ask(0, child.pid).stack
+        stack = status_page.ask(0, child.pid).stack
         assert "sleeps_here" not in stack
     finally:
         child.end()
 
 
-def test_a_stopped_worker_is_said_to_be_stopped(board):
-    child = Child(board, 0, sleeps_here)
+def test_a_stopped_worker_is_said_to_be_stopped(status_page):
+    child = Child(status_page, 0, sleeps_here)
     try:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        at_work = board.ask(0, child.pid)
+        at_work = status_page.ask(0, child.pid)
         assert at_work.is_stopped
         assert (at_work.seq, at_work.stack) == (41, "")
     finally:
         child.end()
 
 
-def test_a_worker_that_has_not_begun_is_not_sent_the_signal(board):
-    board.clear(3)
+def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
+    status_page.clear(3)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.read(reading, 1)  # the signal would end it: its handler is not there yet
         os._exit(7)
-    at_work = board.ask(3, pid)
+    at_work = status_page.ask(3, pid)
     assert (at_work.phase, at_work.stack) == (Phase.STARTING, "")
     os.write(writing, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
@@ -145,32 +145,32 @@ def test_a_worker_that_has_not_begun_is_not_sent_the_signal(board):
     os.close(writing)
 
 
-def test_a_worker_that_is_gone_has_no_stack(board):
-    child = Child(board, 0, sleeps_here)
+def test_a_worker_that_is_gone_has_no_stack(status_page):
+    child = Child(status_page, 0, sleeps_here)
     child.end()
-    assert board.ask(0, child.pid).stack == ""
+    assert status_page.ask(0, child.pid).stack == ""
 
 
-def test_lines_do_not_touch_each_other(board):
-    children = [Child(board, worker_id, sleeps_here) for worker_id in (4, 5, 6)]
+def test_lines_do_not_touch_each_other(status_page):
+    children = [Child(status_page, worker_id, sleeps_here) for worker_id in (4, 5, 6)]
     try:
-        board.clear(5)
-        assert [board.read(worker_id).seq for worker_id in (4, 5, 6)] == [41, 0, 41]
-        assert board.read(5).phase is Phase.STARTING
+        status_page.clear(5)
+        assert [status_page.read(worker_id).seq for worker_id in (4, 5, 6)] == [41, 0, 41]
+        assert status_page.read(5).phase is Phase.STARTING
     finally:
         for child in children:
             child.end()
 
 
-def noted(board, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]:
+def noted(status_page, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]:
     """What a worker notes by a clock that is set, whose time is its CPU time and its memory.
 
     Args:
-        board: Where.
+        status_page: Where.
         steps: Seconds since it began, at which it is idle, and whether it has a task by then.
 
     Returns:
-        When it noted its vitals last, and its memory, and whether this is due at the end.
+        When it noted its usage last, and its memory, and whether this is due at the end.
     """
     pid = os.fork()
     if pid == 0:
@@ -179,7 +179,7 @@ def noted(board, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]
             clock = SimpleNamespace(now_ns=0)
             clock.monotonic_ns = clock.process_time_ns = lambda: clock.now_ns
             module.time, module.measure_memory = clock, lambda _: clock.now_ns
-            line = board.open_line(0)
+            line = status_page.open_line(0)
             for second, has_task in steps:
                 clock.now_ns = round(second * 1e9)
                 line.idle()
@@ -189,13 +189,13 @@ def noted(board, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in {0, 1}
-    vitals = board.vitals(0, pid)
-    memory_ns = vitals.pss_bytes
-    return vitals.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9, bool(code)
+    usage = status_page.usage(0, pid)
+    memory_ns = usage.pss_bytes
+    return usage.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9, bool(code)
 
 
 @pytest.mark.parametrize(
-    ("steps", "vitals_s"),
+    ("steps", "usage_s"),
     [
         ([(0.04, False)], 0.0),
         ([(0.06, False)], 0.06),
@@ -207,9 +207,9 @@ def noted(board, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]
         ([(0.21, True), (0.4, False)], 0.4),
     ],
 )
-def test_vitals_are_noted_where_nothing_waits_for_it_and_now_and_then(board, steps, vitals_s):
-    board.clear(0)
-    assert noted(board, *steps) == (vitals_s, None, False)
+def test_usage_are_noted_where_nothing_waits_for_it_and_now_and_then(status_page, steps, usage_s):
+    status_page.clear(0)
+    assert noted(status_page, *steps) == (usage_s, None, False)
 
 
 @pytest.mark.parametrize("has_task", [True, False])
@@ -224,8 +224,8 @@ def test_vitals_are_noted_where_nothing_waits_for_it_and_now_and_then(board, ste
     ],
 )
 def test_memory_is_measured_once_soon_and_then_rarely_unless_there_is_time(
-    board, seconds, memory_s, is_due, has_task
+    status_page, seconds, memory_s, is_due, has_task
 ):
-    board.clear(0)
+    status_page.clear(0)
     steps = [(second, has_task) for second in seconds]
-    assert noted(board, *steps)[1:] == (memory_s, is_due)
+    assert noted(status_page, *steps)[1:] == (memory_s, is_due)

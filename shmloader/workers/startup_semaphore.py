@@ -62,17 +62,17 @@ class _FirstWord(str):
         return operator.itemgetter(-1), ((*to_do, str(self)),)
 
 
-def get_ready(process: Any, turns: "Turns | None") -> None:
-    """Say what a process that is about to be started is to do first.
+def get_ready(process: Any, startup: "StartupSemaphore | None") -> None:
+    """Define what a process does first, before it is started.
 
     Args:
-        process: It. A fresh interpreter, which calls :func:`is_ready` then.
-        turns: It waits for its turn, if it is not there yet; None: it is.
+        process: The process: a fresh interpreter, which calls :func:`is_ready` later.
+        startup: The semaphore that it acquires first; None if it need not wait.
     """
     # A fork server that the user started lets Ctrl-C through.
     block = _Later(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
     to_do = [_Later(gc.disable), block]
-    read = None if turns is None else turns.admit()
+    read = None if startup is None else startup.admit()
     if read is not None:
         to_do.append(_Later(os.read, read, len(_TOKEN)))
     name = _FirstWord(process.name)
@@ -91,14 +91,14 @@ def is_ready(turn: Any) -> None:
         turn.end()
 
 
-class Turns:
-    """The main process's side. Owns the pipe; the pool owns it."""
+class StartupSemaphore:
+    """The main process's end of the semaphore. Owns the pipe; the pool owns the semaphore."""
 
     def __init__(self, at_once: int) -> None:
-        """Nobody has begun.
+        """Create the pipe.
 
         Args:
-            at_once: How many workers get ready at a time.
+            at_once: How many workers may start up at the same time.
 
         Raises:
             OSError: If there are no descriptors left.

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory import room as room_module
+from shmloader.memory import admission as admission_module
+from shmloader.memory.admission import RESERVE_BYTES, Demand, MemoryAdmission
 from shmloader.memory.limits import Free
-from shmloader.memory.room import RESERVE_BYTES, Demand, Room
 from shmloader.memory.slot import Slot
 from tests.made_up import MIB, System
 
@@ -28,7 +28,7 @@ def resident(slot: Slot) -> int:
     return os.fstat(slot.fileno()).st_blocks * 512
 
 
-def make_room(system: System, free_bytes: int, **demand) -> Room:
+def make_admission(system: System, free_bytes: int, **demand) -> MemoryAdmission:
     """A room with so much free, beyond the reserve, at the start and now."""
     free = free_bytes + RESERVE_BYTES
     system.set_available(free)
@@ -40,21 +40,21 @@ def make_room(system: System, free_bytes: int, **demand) -> Room:
         "free_at_start": Free(free, "MemAvailable"),
         **demand,
     }
-    return Room(Demand(**options, root=str(system.root)))
+    return MemoryAdmission(Demand(**options, root=str(system.root)))
 
 
 def test_what_fits_is_there_when_it_is_said_to_be(system, slot):
-    room = make_room(system, 40 * MIB)
-    assert room.grow(slot, 0, 20 * MIB) == 20 * MIB
+    admission = make_admission(system, 40 * MIB)
+    assert admission.grow(slot, 0, 20 * MIB) == 20 * MIB
     assert resident(slot) == 20 * MIB
-    assert room.grow(slot, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
+    assert admission.grow(slot, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
     assert resident(slot) == 60 * MIB
 
 
 def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, slot):
-    room = make_room(system, 50 * 10**6)
+    admission = make_admission(system, 50 * 10**6)
     with pytest.raises(SharedMemoryError) as caught:
-        room.grow(slot, 20 * 10**6, 97 * 10**6)
+        admission.grow(slot, 20 * 10**6, 97 * 10**6)
     assert str(caught.value) == (
         "a batch needs 97.0 MB or more of shared memory, 77.0 MB more than its slot has, but "
         "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs "
@@ -65,16 +65,16 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, s
 
 
 def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, slot):
-    make_room(system, 10 * MIB, worker_count=64).grow(slot, 0, 10 * MIB)
+    make_admission(system, 10 * MIB, worker_count=64).grow(slot, 0, 10 * MIB)
     with pytest.raises(SharedMemoryError, match="MemAvailable"):
-        make_room(system, 10 * MIB).grow(slot, 10 * MIB, 20 * MIB + 1)
+        make_admission(system, 10 * MIB).grow(slot, 10 * MIB, 20 * MIB + 1)
     with pytest.raises(SharedMemoryError, match="0 bytes is free"):
-        make_room(system, -1 * MIB).grow(slot, 10 * MIB, 10 * MIB + 1)
+        make_admission(system, -1 * MIB).grow(slot, 10 * MIB, 10 * MIB + 1)
 
 
 def test_without_any_limit_everything_may_be_taken(tmp_path, slot):
-    room = Room(Demand(2, 2, 2, 1000, None, str(tmp_path)))
-    assert room.grow(slot, 0, 500 * MIB) == 500 * MIB
+    admission = MemoryAdmission(Demand(2, 2, 2, 1000, None, str(tmp_path)))
+    assert admission.grow(slot, 0, 500 * MIB) == 500 * MIB
     assert resident(slot) == 0, "the writer will"
 
 
@@ -83,19 +83,19 @@ class Looks:
 
     def __init__(self, monkeypatch, *mebibytes: int) -> None:
         self.left = list(mebibytes)
-        monkeypatch.setattr(room_module, "free_memory", self)
+        monkeypatch.setattr(admission_module, "free_memory", self)
 
     def __call__(self, root, groups) -> Free:
         return Free(self.left.pop(0) * MIB + RESERVE_BYTES, "MemAvailable")
 
 
 def test_a_growth_that_others_come_before_is_undone_and_told(system, slot, monkeypatch):
-    room = make_room(system, 0)
-    room.grow(slot, 0, 0)
+    admission = make_admission(system, 0)
+    admission.grow(slot, 0, 0)
     slot.mapping[: 2 * MIB] = b"x" * (2 * MIB)
     looks = Looks(monkeypatch, 100, 90, 13)
     with pytest.raises(SharedMemoryError, match=r"31\.5 MB more .* but 30\.4 MB is free"):
-        room.grow(slot, 2 * MIB, 32 * MIB)
+        admission.grow(slot, 2 * MIB, 32 * MIB)
     assert looks.left == []
     assert resident(slot) == 2 * MIB
     assert slot.mapping[2 * MIB - 1 : 2 * MIB + 1] == b"x\0"
@@ -105,23 +105,23 @@ def test_a_step_takes_no_more_than_a_worker_s_part(system, slot, monkeypatch):
     steps = []
     monkeypatch.setattr(Slot, "populate", lambda _, start, end: steps.append(end - start))
     Looks(monkeypatch, 16, 12, 9, 7, *range(6, 0, -1), *[1] * 40)
-    make_room(system, 0, worker_count=4).grow(slot, 0, 10 * MIB - 1)
+    make_admission(system, 0, worker_count=4).grow(slot, 0, 10 * MIB - 1)
     assert steps[:4] == [4 * MIB, 3 * MIB, 9 * MIB // 4, 10 * MIB - 1 - 37 * MIB // 4]
     assert sum(steps) == 10 * MIB - 1
 
 
 def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, slot):
-    assert make_room(system, 100 * MIB).grow(slot, 0, 1) == MIB
-    assert make_room(system, 19 * MIB).grow(slot, 0, 1) == 1
+    assert make_admission(system, 100 * MIB).grow(slot, 0, 1) == MIB
+    assert make_admission(system, 19 * MIB).grow(slot, 0, 1) == 1
 
 
 def test_all_slots_are_added_up_at_the_second_batch(system, slot):
-    room = make_room(system, 60 * 10**6, prefetch_factor=2, worker_count=8)
-    room.grow(slot, 0, 10**7)
-    room.note_batch(10**7)
-    room.grow(slot, 0, 2 * 10**6)
+    admission = make_admission(system, 60 * 10**6, prefetch_factor=2, worker_count=8)
+    admission.grow(slot, 0, 10**7)
+    admission.note_batch(10**7)
+    admission.grow(slot, 0, 2 * 10**6)
     with pytest.raises(SharedMemoryError) as caught:
-        room.grow(slot, 0, 10**7)
+        admission.grow(slot, 0, 10**7)
     assert str(caught.value) == (
         "18 slots (prefetch_factor 2 * num_workers 8 + 2 in use) × 10.0 MB = 180.0 MB of shared "
         "memory, but 60.0 MB is free (MemAvailable; 16.8 MB is kept in reserve): lower "
@@ -131,34 +131,34 @@ def test_all_slots_are_added_up_at_the_second_batch(system, slot):
 
 
 def test_what_siblings_have_touched_since_the_start_does_not_count_twice(system, slot):
-    room = make_room(system, 80 * MIB)
-    room.note_batch(10 * MIB)
+    admission = make_admission(system, 80 * MIB)
+    admission.note_batch(10 * MIB)
     system.set_available(15 * MIB + RESERVE_BYTES)
-    room.grow(slot, 0, 10 * MIB)
+    admission.grow(slot, 0, 10 * MIB)
 
 
 def test_what_was_freed_since_the_start_counts(system, slot):
-    room = make_room(system, 80 * MIB, free_at_start=Free(0, "MemAvailable"))
-    room.grow(slot, 0, 10 * MIB)
-    room.note_batch(10 * MIB)
+    admission = make_admission(system, 80 * MIB, free_at_start=Free(0, "MemAvailable"))
+    admission.grow(slot, 0, 10 * MIB)
+    admission.note_batch(10 * MIB)
     system.set_available(15 * MIB + RESERVE_BYTES)
-    room.grow(slot, 0, 10 * MIB)
+    admission.grow(slot, 0, 10 * MIB)
 
 
 @pytest.mark.parametrize("first", [10, 1])
 def test_one_batch_that_is_larger_than_the_others_raises_no_alarm(system, slot, first):
-    room = make_room(system, 20 * MIB)
+    admission = make_admission(system, 20 * MIB)
     for mebibytes in (first, 1, 1, 10, 1):
-        room.grow(slot, 0, mebibytes * MIB)
-        room.note_batch(mebibytes * MIB)
+        admission.grow(slot, 0, mebibytes * MIB)
+        admission.note_batch(mebibytes * MIB)
 
 
 @pytest.mark.parametrize("batch_count", [3, None])
 def test_slots_that_may_never_be_used_raise_no_alarm(system, slot, batch_count):
-    room = make_room(system, 30 * MIB, batch_count=batch_count)
+    admission = make_admission(system, 30 * MIB, batch_count=batch_count)
     for _ in range(3):
-        room.grow(slot, 0, 10 * MIB)
-        room.note_batch(10 * MIB)
+        admission.grow(slot, 0, 10 * MIB)
+        admission.note_batch(10 * MIB)
 
 
 def test_an_epoch_of_few_batches_is_told_as_such():
@@ -175,19 +175,19 @@ def test_memory_is_short_if_it_may_not_do_for_slots_and_samples(
     system, free_mib, present_mib, is_short
 ):
     # Six slots, and as much for the samples of two workers.
-    room = make_room(system, free_mib * MIB)
-    assert room.is_short(present_mib * MIB, 10 * MIB) == is_short
+    admission = make_admission(system, free_mib * MIB)
+    assert admission.is_short(present_mib * MIB, 10 * MIB) == is_short
 
 
 def test_for_little_memory_nobody_looks_whether_it_is_short(system):
-    room = make_room(system, 0)
-    assert not room.is_short(0, 2 * MIB)
-    assert room.is_short(0, 3 * MIB)
+    admission = make_admission(system, 0)
+    assert not admission.is_short(0, 2 * MIB)
+    assert admission.is_short(0, 3 * MIB)
 
 
 def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, slot):
-    room = make_room(system, 20 * MIB)
-    room.grow(slot, 0, 10 * MIB)
-    assert not room.is_tight
-    room.grow(slot, 0, 10 * MIB + 1)
-    assert room.is_tight
+    admission = make_admission(system, 20 * MIB)
+    admission.grow(slot, 0, 10 * MIB)
+    assert not admission.is_tight
+    admission.grow(slot, 0, 10 * MIB + 1)
+    assert admission.is_tight

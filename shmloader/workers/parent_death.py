@@ -1,12 +1,11 @@
-"""Workers end with the main process, however it ends and whatever they are doing.
+"""Workers end when the main process ends, however it ends and whatever they are doing.
 
-The main process alone holds the writing end of a pipe, and never writes. When it is gone, for
-whatever reason, the kernel closes that end, and sends every worker the signal that was asked for
-there: SIGKILL, which also ends a worker that is stopped, or that is in a call which keeps the
-interpreter. The main process asks on behalf of a worker that it starts afresh, since that imports
-the user's program, and with it torch, before it comes to any line of ours. A thread of the worker's
-watches the main process as well, for where a copy of the pipe's end has leaked into a process that
-lives on.
+Only the main process holds the writing end of a pipe, and it never writes. When the main process
+ends, the kernel closes that end and sends each worker the signal that was registered there. The
+signal is SIGKILL, which also ends a stopped worker and a worker inside a call that holds the
+interpreter. For a fresh interpreter the main process registers the signal, because the worker first
+imports the user's program, and torch with it. A thread of the worker also watches the main process,
+in case a copy of the writing end has leaked into a process that keeps running.
 
 ``PR_SET_PDEATHSIG`` would not do: its signal comes when the *thread* that started the worker
 ends, and from the fork server's end where the worker was started by one.
@@ -23,21 +22,21 @@ from multiprocessing import reduction
 from typing import Any, ClassVar
 
 
-class _Lifelines:
-    """Those that this process holds."""
+class _ParentDeathPipes:
+    """The pipes that this process holds."""
 
-    live: ClassVar["weakref.WeakSet[Lifeline]"] = weakref.WeakSet()
+    live: ClassVar["weakref.WeakSet[ParentDeathPipe]"] = weakref.WeakSet()
 
 
-class Lifeline:
-    """The main process's end. The pool owns it; pickled on its way to a worker."""
+class ParentDeathPipe:
+    """The main process's end, owned by the pool. Pickling gives the worker's end."""
 
     def __init__(self) -> None:
         self._main_pid = os.getpid()
         self._read, self._write = os.pipe()
         # The reading end of a worker that is being started afresh.
         self._next_read = -1
-        _Lifelines.live.add(self)
+        _ParentDeathPipes.live.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the worker's end; multiprocessing calls this for each worker it starts."""
@@ -46,10 +45,10 @@ class Lifeline:
             self._next_read = _open_again(self._read)
         except FileNotFoundError:  # no /proc
             self._next_read = os.dup(self._read)
-        return WorkerLifeline, (self._main_pid, reduction.DupFd(self._next_read))
+        return WorkerParentDeathPipe, (self._main_pid, reduction.DupFd(self._next_read))
 
     def tie(self, pid: int) -> None:
-        """Have a worker that was started just now end with this process, before it holds on."""
+        """Make a worker that was just started end with this process, before it calls ``hold``."""
         if self._next_read >= 0:
             with contextlib.suppress(OSError):  # it has ended already
                 _ask_for_the_end(self._next_read, pid)
@@ -61,12 +60,12 @@ class Lifeline:
             os.close(fd)
 
     def hold(self) -> None:
-        """Hold on to it, in a forked worker."""
+        """End with the main process from now on. Called in a forked worker."""
         read, self._read = self._read, -1
-        WorkerLifeline(self._main_pid, read).hold()
+        WorkerParentDeathPipe(self._main_pid, read).hold()
 
     def close_read(self) -> None:
-        """Close the end that workers start with; none will."""
+        """Close the reading end. No worker may be started afterwards."""
         self._close_next_read()
         fd, self._read = self._read, -1
         if fd >= 0:
@@ -80,20 +79,20 @@ class Lifeline:
             os.close(fd)
 
     def close(self) -> None:
-        """Close both ends; may be called again. Ends every worker that still lives."""
+        """Close both ends, which ends every running worker. May be called again."""
         self.close_read()
         self.close_write()
 
 
-class WorkerLifeline:
-    """A worker's end, in one that was not forked from the main process."""
+class WorkerParentDeathPipe:
+    """The worker's end in a worker that was not forked from the main process."""
 
     def __init__(self, main_pid: int, duplicate: Any) -> None:
         self._main_pid = main_pid
         self._duplicate = duplicate
 
     def hold(self) -> None:
-        """End with the main process from now on; at once if it has ended already."""
+        """End with the main process from now on, or at once if that has ended already."""
         read = self._duplicate if isinstance(self._duplicate, int) else self._duplicate.detach()
         with contextlib.suppress(OSError):  # no /proc: the thread alone
             _ask_for_the_end(_open_again(read), os.getpid())
@@ -106,12 +105,12 @@ class WorkerLifeline:
 
 
 def _open_again(read: int) -> int:
-    """The same end, opened anew: the signal and its receiver belong to the open file."""
+    """Open the end again, because the signal and its receiver belong to the open file."""
     return os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _ask_for_the_end(read: int, pid: int) -> None:
-    """Have a process killed when the writing end is closed."""
+    """Have the kernel kill a process when the writing end is closed."""
     fcntl.fcntl(read, fcntl.F_SETOWN, pid)
     fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(read, fcntl.F_GETFL)
@@ -126,8 +125,8 @@ def _watch(pidfd: int) -> None:
 
 
 def _leave_to_parent() -> None:
-    for lifeline in list(_Lifelines.live):
-        lifeline.close_write()
+    for parent_death in list(_ParentDeathPipes.live):
+        parent_death.close_write()
 
 
 # A forked child of the user's must not keep our workers alive.

@@ -1,4 +1,4 @@
-"""How a worker asks for its next task when it is about to be done with one.
+"""Prefetch requests: a worker requests its next task shortly before it finishes one.
 
 With dynamic dispatch a task waits for an idle worker. From the last sample of a batch to the
 first of the next one, a worker would wait for its batch to be told of, and for the task: 1.0 ms
@@ -8,8 +8,8 @@ where two workers sleep in their samples (batches of 64 that take 94 ms), 0.4 ms
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.messages import NextWanted, pack
-from shmloader.workers.stopwatch import Stopwatch
+from shmloader.messages import PrefetchRequest, pack
+from shmloader.workers.timer import Timer
 
 # Shorter batches ask for nothing: their workers have two tasks at a time (engine.routing).
 _SHORT_NS = 2_000_000
@@ -19,30 +19,30 @@ _SHORT_NS = 2_000_000
 _LONG_SAMPLE_NS = 4_000_000
 
 
-class NextTask:
-    """Asks for the next task, once in a batch. Of one worker, on its thread.
+class PrefetchRequester:
+    """Requests the next task once per batch. Runs on the worker's main thread.
 
     Args:
         send: Sends a message to the main process.
-        stopwatch: Of the batch in work.
+        timer: Timer of the present batch.
     """
 
-    def __init__(self, send: Callable[[bytes], Any], stopwatch: Stopwatch) -> None:
+    def __init__(self, send: Callable[[bytes], Any], timer: Timer) -> None:
         self._send = send
-        self._stopwatch = stopwatch
+        self._timer = timer
         self._has_asked = False
 
     def begin(self) -> None:
-        """A batch is begun."""
+        """Begin a batch."""
         self._has_asked = False
 
     def note_last(self, sample_count: int) -> None:
-        """The last of so many samples begins."""
-        if self._stopwatch.elapsed_ns < sample_count * _LONG_SAMPLE_NS:
+        """Note that the last of ``sample_count`` samples begins."""
+        if self._timer.elapsed_ns < sample_count * _LONG_SAMPLE_NS:
             self._ask()
 
     def before(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A collate function that asks first, if that has not been done."""
+        """Wrap a collate function so that it sends the request first, unless it was sent."""
 
         def collate_then(samples: Any) -> Any:
             self._ask()
@@ -51,6 +51,6 @@ class NextTask:
         return collate_then
 
     def _ask(self) -> None:
-        if not self._has_asked and self._stopwatch.elapsed_ns > _SHORT_NS:
+        if not self._has_asked and self._timer.elapsed_ns > _SHORT_NS:
             self._has_asked = True
-            self._send(pack(NextWanted()))
+            self._send(pack(PrefetchRequest()))

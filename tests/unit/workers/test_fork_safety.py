@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from shmloader.workers import parking
-from shmloader.workers.parking import Parkable, all_parked, may_wait_here
+from shmloader.workers import fork_safety
+from shmloader.workers.fork_safety import Parkable, all_parked, may_wait_here
 
 
 class Counter(Parkable):
@@ -50,8 +50,8 @@ def counters():
     yield made
     for counter in made:
         counter.end()
-    assert parking._Parkables.live == set()
-    assert parking._Parkables.unwilling == set()
+    assert fork_safety._Parkables.live == set()
+    assert fork_safety._Parkables.unwilling == set()
 
 
 def test_nobody_moves_while_all_are_parked(counters) -> None:
@@ -115,7 +115,7 @@ def test_one_that_only_waits_need_not_be_waited_for() -> None:
 
 
 def test_one_that_does_not_come_to_a_pause_is_waited_for_for_a_time(monkeypatch) -> None:
-    monkeypatch.setattr(parking, "_PARK_S", 0.1)
+    monkeypatch.setattr(fork_safety, "_PARK_S", 0.1)
     stubborn = Counter(pauses=False)
     while not stubborn.count:
         time.sleep(0)
@@ -138,10 +138,10 @@ def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypat
         while loader.count == before:
             assert time.monotonic() < deadline
             time.sleep(0)
-    monkeypatch.setattr(parking._Parkables, "is_exiting", False)
-    assert not parking.is_exiting()
-    parking._stand_still_for_good()
-    assert parking.is_exiting()
+    monkeypatch.setattr(fork_safety._Parkables, "is_exiting", False)
+    assert not fork_safety.is_exiting()
+    fork_safety._stand_still_for_good()
+    assert fork_safety.is_exiting()
     assert loader.stands_for_good
     loader.release()
     loader.end()
@@ -193,7 +193,7 @@ def test_several_may_fork_at_once_while_threads_come_and_go() -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert errors == []
-    assert parking._Parkables.live == set()
+    assert fork_safety._Parkables.live == set()
 
 
 def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
@@ -202,7 +202,9 @@ def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
         if pid == 0:
             # The lock was held, and a request is out: neither is the child's.
             with all_parked():
-                is_right = parking._Parkables.live == set() and len(parking._Parkables.unwilling)
+                is_right = fork_safety._Parkables.live == set() and len(
+                    fork_safety._Parkables.unwilling
+                )
             os._exit(0 if is_right == 1 else 1)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -212,8 +214,8 @@ def test_at_the_interpreter_s_exit_they_stand_still_for_good(monkeypatch) -> Non
     counter = Counter()
     while not counter.count:
         time.sleep(0)
-    monkeypatch.setattr(parking._Parkables, "is_exiting", False)
-    parking._stand_still_for_good()
+    monkeypatch.setattr(fork_safety._Parkables, "is_exiting", False)
+    fork_safety._stand_still_for_good()
     before = counter.count
     time.sleep(0.01)
     assert counter.count == before

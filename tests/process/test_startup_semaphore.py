@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmloader.workers.turns import Turns, get_ready
+from shmloader.workers.startup_semaphore import StartupSemaphore, get_ready
 from tests.process.support import Program, run_program
 
 pytestmark = pytest.mark.timeout(90)
@@ -135,7 +135,7 @@ def test_there_is_no_collector_until_a_worker_is_ready(method, tmp_path) -> None
 
 
 def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) -> None:
-    turns = Turns(1)
+    turns = StartupSemaphore(1)
     found: list[object] = []
 
     def read() -> threading.Thread:
@@ -162,6 +162,6 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
 
 
 def test_a_worker_that_is_lost_while_another_thread_closes_needs_no_token():
-    turns = Turns(1)
+    turns = StartupSemaphore(1)
     turns.close()
     turns.go_on()

@@ -1,4 +1,4 @@
-"""Where the time of one batch goes in a worker: fetching, collating, and what comes after."""
+"""Times the making of one batch: fetching, collating and encoding."""
 
 import collections
 import time
@@ -13,8 +13,8 @@ from shmloader.stats.times import WorkTimes
 _now_ns = time.monotonic_ns
 
 
-class Stopwatch:
-    """Of one worker, process or thread, or of a loader without any. On its thread."""
+class Timer:
+    """Timer of one worker, or of a loader without workers. One thread uses it."""
 
     __slots__ = ("_began_ns", "_collate_ns", "_fetched_ns", "_sample_count")
 
@@ -22,17 +22,17 @@ class Stopwatch:
         self.begin()
 
     def begin(self) -> None:
-        """A batch is begun."""
+        """Begin a batch."""
         self._began_ns = self._fetched_ns = _now_ns()
         self._collate_ns = 0
         self._sample_count = 0
 
     def wrap(self, collate_fn: Callable[[Any], Any], *, counts_items: bool) -> Callable[[Any], Any]:
-        """The collate function, timed.
+        """Wrap a collate function so that its time is measured.
 
         Args:
-            collate_fn: It.
-            counts_items: Whether it is given a list of samples, rather than one.
+            collate_fn: The collate function.
+            counts_items: Whether its argument is a list of samples rather than one sample.
         """
 
         def timed(samples: Any) -> Any:
@@ -73,9 +73,13 @@ class Stopwatch:
 
 
 def bytes_of(batch: object) -> int:
-    """Bytes of a batch's tensors and arrays, in Python's own containers."""
+    """Count the bytes of a batch's tensors and arrays, in Python's own containers.
+
+    A container that contains itself is counted once.
+    """
     total = 0
     parts = collections.deque([batch])
+    seen: set[int] = set()
     while parts:
         part = parts.pop()
         if isinstance(part, torch.Tensor):
@@ -83,8 +87,7 @@ def bytes_of(batch: object) -> int:
                 total += part.nbytes
         elif isinstance(part, np.ndarray):
             total += part.nbytes
-        elif isinstance(part, list | tuple):
-            parts.extend(part)
-        elif isinstance(part, dict):
-            parts.extend(part.values())
+        elif isinstance(part, list | tuple | dict) and id(part) not in seen:
+            seen.add(id(part))
+            parts.extend(part.values() if isinstance(part, dict) else part)
     return total

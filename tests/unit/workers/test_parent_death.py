@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from shmloader.workers.lifeline import Lifeline
+from shmloader.workers.parent_death import ParentDeathPipe
 
 
 def sleep() -> None:
@@ -24,13 +24,13 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def start(lifeline: Lifeline, work, told: int) -> int:
+def start(parent_death: ParentDeathPipe, work, told: int) -> int:
     """Fork a worker that tells its number, then works."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        lifeline.hold()
+        parent_death.hold()
         os.write(told, os.getpid().to_bytes(4, "little"))
         work()
     finally:
@@ -40,13 +40,13 @@ def start(lifeline: Lifeline, work, told: int) -> int:
 def run_main(work, read: int, told: int, *, in_thread: bool, leaks: bool) -> None:
     """A main process with a worker; ends when it is killed."""
     os.close(read)
-    lifeline = Lifeline()
+    parent_death = ParentDeathPipe()
     if in_thread:
-        thread = threading.Thread(target=start, args=(lifeline, work, told))
+        thread = threading.Thread(target=start, args=(parent_death, work, told))
         thread.start()
         thread.join()
     else:
-        start(lifeline, work, told)
+        start(parent_death, work, told)
     if leaks and os.fork() == 0:
         signal.alarm(20)
         os.write(told, os.getpid().to_bytes(4, "little"))
@@ -93,9 +93,9 @@ def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
     os.waitpid(gone, 0)
     pid = os.fork()
     if pid == 0:
-        lifeline = Lifeline()
-        lifeline._main_pid = gone
-        lifeline.hold()
+        parent_death = ParentDeathPipe()
+        parent_death._main_pid = gone
+        parent_death.hold()
         os.write(writing, b"x")
         os._exit(0)
     os.close(writing)
@@ -105,7 +105,7 @@ def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
 
 
 def test_closing_twice_is_no_error():
-    lifeline = Lifeline()
-    lifeline.close_read()
-    lifeline.close()
-    lifeline.close()
+    parent_death = ParentDeathPipe()
+    parent_death.close_read()
+    parent_death.close()
+    parent_death.close()

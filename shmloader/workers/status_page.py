@@ -1,9 +1,9 @@
-"""What workers are at, without asking them by message: they may be stuck.
+"""The status page says what each worker is doing, although a stuck worker answers no message.
 
-One anonymous page or more, a line for each worker, which it alone writes and the main process
-reads; and a pipe into which a worker writes its Python stack when the main process sends it a
-signal. faulthandler's handler does that without the interpreter, so it also tells of a worker
-inside a call that never comes back.
+It is anonymous shared memory with one line for each worker. The worker writes its line and the main
+process reads it. Beside it there is a pipe: a worker writes its Python stack into it when the main
+process sends a signal. The signal handler is faulthandler's, which does not need the interpreter,
+so it also works for a worker inside a call that never returns.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from typing import Any
 import psutil
 
 from shmloader.memory.slot import MEMFD_NAME
-from shmloader.stats.readings import Vitals
+from shmloader.stats.readings import Usage
 
 # phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works
 _LINE = struct.Struct("=5q")
-# CPU time, time without a core (-1: not known), memory (-1: not measured): see Vitals
-_VITALS = struct.Struct("=3q")
+# CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage
+_USAGE = struct.Struct("=3q")
 # Lines do not share a cache line.
 _LINE_BYTES = 64
 
-# A worker notes its vitals so often, between two batches, where there is no task for it yet: that
-# takes 0.05 to 0.1 ms. Where there is one, more rarely.
-_VITALS_NS = 50_000_000
-_VITALS_BUSY_NS = 200_000_000
+# How often a worker notes its usage between two batches, which takes 0.05 to 0.1 ms: while it has
+# no task, and, more rarely, while it has one.
+_USAGE_NS = 50_000_000
+_USAGE_BUSY_NS = 200_000_000
 # And its memory, which takes milliseconds to measure: where it has been without a task for so long.
 MEMORY_IDLE_MS = 20
 _MEMORY_NS = 1_000_000_000
@@ -56,7 +56,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MUL
 
 
 class Phase(enum.IntEnum):
-    """What a worker is at. Before GETTING_READY it cannot be asked for its stack."""
+    """What a worker is doing. Before GETTING_READY it cannot show its stack."""
 
     STARTING = 0
     GETTING_READY = 1
@@ -86,12 +86,12 @@ class AtWork:
     is_stopped: bool = False
 
 
-class Board:
-    """The main process's end. The pool owns it; pickled on its way to a worker."""
+class StatusPage:
+    """The main process's end, owned by the pool. Pickling gives the worker's end."""
 
     def __init__(self, worker_count: int) -> None:
         nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._fd = os.memfd_create(f"{MEMFD_NAME}-board", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
         self._stack_read = self._stack_write = -1
         try:
             os.ftruncate(self._fd, nbytes)
@@ -106,39 +106,39 @@ class Board:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the worker's end; multiprocessing calls this for each worker it starts."""
-        return WorkerBoard, (
+        return WorkerStatusPage, (
             reduction.DupFd(self._fd),
             reduction.DupFd(self._stack_write),
             len(self._mapping),
         )
 
     def close_for_start(self) -> None:
-        """Close what only a worker that starts needs; none will."""
+        """Close what only new workers need. No worker may be started afterwards."""
         for name in ("_fd", "_stack_write"):
             self._close(name)
 
     def clear(self, worker_id: int) -> None:
-        """Begin a worker's line, before the worker starts."""
+        """Reset a worker's line before the worker starts."""
         offset = worker_id * _LINE_BYTES
         _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
-        _VITALS.pack_into(self._mapping, offset + _LINE.size, 0, -1, -1)
+        _USAGE.pack_into(self._mapping, offset + _LINE.size, 0, -1, -1)
 
     def open_line(self, worker_id: int) -> "Line":
-        """The line of a worker, in a forked one, which keeps what the fork gave it."""
+        """Return a worker's line. Called in a forked worker, which inherited the page."""
         mapping, self._mapping = self._mapping, mmap.mmap(-1, mmap.PAGESIZE)
         stack, self._stack_write = self._stack_write, -1
         return Line(mapping, stack, worker_id)
 
     def read(self, worker_id: int) -> AtWork:
-        """What a worker is at, or was when it died."""
+        """Return what a worker is doing, or was doing when it died."""
         phase, epoch, seq, since, _ = self._line(worker_id)
         return AtWork(Phase(phase), epoch, seq, (time.monotonic_ns() - since) / 1e9)
 
-    def vitals(self, worker_id: int, pid: int) -> Vitals:
-        """What a worker has used, as it has noted last."""
+    def usage(self, worker_id: int, pid: int) -> Usage:
+        """Return the usage that a worker noted last."""
         offset = worker_id * _LINE_BYTES + _LINE.size
-        cpu_ns, stalled_ns, pss_bytes = _VITALS.unpack_from(self._mapping, offset)
-        return Vitals(pid, cpu_ns, _known(stalled_ns), _known(pss_bytes))
+        cpu_ns, stalled_ns, pss_bytes = _USAGE.unpack_from(self._mapping, offset)
+        return Usage(pid, cpu_ns, _known(stalled_ns), _known(pss_bytes))
 
     def ask(self, worker_id: int, pid: int) -> AtWork:
         """What a living worker is at, with its stack. Takes up to a third of a second."""
@@ -212,7 +212,7 @@ class Line:
         self._mapping = mapping
         self._offset = worker_id * _LINE_BYTES
         self._thread = threading.get_ident()
-        self._idle_ns = self._vitals_ns = self._memory_ns = time.monotonic_ns()
+        self._idle_ns = self._usage_ns = self._memory_ns = time.monotonic_ns()
         self._pss_bytes = -1
         try:
             faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
@@ -242,9 +242,9 @@ class Line:
         if self._idle_ns - self._memory_ns > due_ns:
             self.note_memory()
             return
-        due_ns = _VITALS_BUSY_NS if has_task else _VITALS_NS
-        if self._idle_ns - self._vitals_ns > due_ns:
-            self.note_vitals()
+        due_ns = _USAGE_BUSY_NS if has_task else _USAGE_NS
+        if self._idle_ns - self._usage_ns > due_ns:
+            self.note_usage()
 
     @property
     def memory_is_due(self) -> bool:
@@ -255,13 +255,13 @@ class Line:
         """Measure this process's memory. Takes milliseconds."""
         self._memory_ns = self._idle_ns
         self._pss_bytes = measure_memory(os.getpid()) or -1
-        self.note_vitals()
+        self.note_usage()
 
-    def note_vitals(self) -> None:
+    def note_usage(self) -> None:
         """Say what this process has used."""
-        self._vitals_ns = self._idle_ns
+        self._usage_ns = self._idle_ns
         stalled_ns = stalled_here()
-        _VITALS.pack_into(
+        _USAGE.pack_into(
             self._mapping,
             self._offset + _LINE.size,
             time.process_time_ns(),
@@ -303,17 +303,17 @@ def measure_memory(pid: int) -> int | None:
     return None
 
 
-class WorkerBoard:
-    """The board in a worker that was not forked from the main process."""
+class WorkerStatusPage:
+    """The status page in a worker that was not forked from the main process."""
 
-    def __init__(self, board: Any, stack: Any, nbytes: int) -> None:
-        self._board = board
+    def __init__(self, status_page: Any, stack: Any, nbytes: int) -> None:
+        self._status_page = status_page
         self._stack = stack
         self._nbytes = nbytes
 
     def open_line(self, worker_id: int) -> Line:
         """The line of this worker."""
-        fd = self._board.detach()
+        fd = self._status_page.detach()
         try:
             mapping = mmap.mmap(fd, self._nbytes)
         finally:

@@ -91,7 +91,7 @@ class Demand:
         )
 
 
-class Room:
+class MemoryAdmission:
     """Says whether there is room for a slot to grow. One in each process of an iterator."""
 
     def __init__(self, demand: Demand) -> None:

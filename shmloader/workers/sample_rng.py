@@ -1,14 +1,14 @@
-"""Random streams of each sample, which depend on a loader's seed and the sample's place alone.
+"""Random numbers of each sample, which depend only on the loader's seed and the sample's position.
 
-Runs wherever samples are loaded: in a worker process, in a worker thread, in the main process.
+Runs where samples are loaded: in a worker process, in a worker thread, or in the main process.
 
 ::
 
-    Placed(indices, epoch, first) ──▶ SampleStreams.at() ──▶ indices ──▶ the fetcher
-                                                                           │ dataset[i]
-                                     a digest of (seed, epoch, position) ◀─┘
-                                       │ random, numpy.random, torch: seeded before each sample
-                                       └ sample_rng(): made from it where it is asked for
+    PositionedIndices(indices, epoch, first) ──▶ SampleRng.at() ──▶ indices ──▶ the fetcher
+                                                                                │ dataset[i]
+                                          a digest of (seed, epoch, position) ◀─┘
+                                            │ seeds random, numpy.random and torch for each sample
+                                            └ seeds sample_rng(), where that is called
 
 Every value comes out of one hash, BLAKE2b, of numbers in decimal: what for, the seed, the epoch,
 and two more (:class:`_Use` says which). So neither the number of workers, nor who loads a sample,
@@ -42,8 +42,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.probing import probe
-from shmloader.sampling.places import Placed
 from shmloader.sampling.plan import is_sharded
+from shmloader.sampling.positions import PositionedIndices
 from shmloader.workers.plain_data import only_hands_out
 
 _DIGEST_BYTES = 64
@@ -147,7 +147,7 @@ def sample_rng() -> np.random.Generator:
     return moment.rng
 
 
-class SampleStreams:
+class SampleRng:
     """Sets the streams of the samples that one fetcher loads. One thread at a time uses it.
 
     Attributes:
@@ -182,7 +182,7 @@ class SampleStreams:
             self._begin_epoch(epoch)
         self._sets_global = sets_global
         self.position = 0
-        self._placed = Placed(None, 0, 0)
+        self._placed = PositionedIndices(None, 0, 0)
         # Samples that the ticket has had, and those before the batch in work.
         self._count = 0
         self._batch_start = 0
@@ -191,7 +191,7 @@ class SampleStreams:
         self._size = -1
 
     @contextlib.contextmanager
-    def at(self, placed: Placed) -> Iterator[Any]:
+    def at(self, placed: PositionedIndices) -> Iterator[Any]:
         """Load a ticket inside of this; gives its indices."""
         self._placed = placed
         if placed.epoch != self._epoch:
@@ -314,7 +314,7 @@ def _sample_count(indices: Any) -> int:
 class _SeededSamples:
     """A map-style dataset, one sample at a time: ``__getitems__`` would draw for many."""
 
-    def __init__(self, streams: SampleStreams, dataset: Any) -> None:
+    def __init__(self, streams: SampleRng, dataset: Any) -> None:
         self._streams = streams
         self._dataset = dataset
 
@@ -348,7 +348,7 @@ def _get_by_list(dataset: Any, index: Any) -> Any:
 class _SeededStream:
     """An iterable dataset."""
 
-    def __init__(self, streams: SampleStreams, dataset: Any) -> None:
+    def __init__(self, streams: SampleRng, dataset: Any) -> None:
         self._streams = streams
         self._dataset = dataset
 
@@ -367,7 +367,7 @@ class SeededIterator:
         dataset: It.
     """
 
-    def __init__(self, streams: SampleStreams, dataset: Any) -> None:
+    def __init__(self, streams: SampleRng, dataset: Any) -> None:
         self._streams = streams
         self.dataset = dataset
         self.source: Iterator[Any] | None = None
@@ -420,6 +420,6 @@ class SeededIterator:
         return next(self.source)
 
 
-def loading(streams: SampleStreams | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
+def loading(streams: SampleRng | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
     """Load a ticket inside of this; gives its indices, whether it is placed or not."""
     return contextlib.nullcontext(indices) if streams is None else streams.at(indices)

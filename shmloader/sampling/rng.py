@@ -90,7 +90,7 @@ def load_generator(generator: torch.Generator, text: str) -> None:
 GLOBAL_STREAMS = ("torch", "numpy", "python")
 
 
-def dump_streams(names: Iterable[str] = GLOBAL_STREAMS) -> dict[str, Any]:
+def global_rng_state(names: Iterable[str] = GLOBAL_STREAMS) -> dict[str, Any]:
     """The states of global generators, as plain values; 13 KB for all of them.
 
     Args:
@@ -116,8 +116,8 @@ def _plain(number: Any) -> int | float:
     return float(number) if isinstance(number, float) else int(number)
 
 
-def load_streams(found: dict[str, Any]) -> None:
-    """Set the process's global generators to what :func:`dump_streams` gave.
+def set_global_rng_state(found: dict[str, Any]) -> None:
+    """Set the process's global generators to what :func:`global_rng_state` gave.
 
     Raises:
         ValueError: If a state cannot be read.
@@ -142,8 +142,8 @@ def load_streams(found: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def streams_set(found: dict[str, Any]) -> Iterator[None]:
+def with_global_rng_state(found: dict[str, Any]) -> Iterator[None]:
     """Have the global generators in these states; afterwards the process's own are back."""
     with kept():
-        load_streams(found)
+        set_global_rng_state(found)
         yield

@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.engine.wording import describe_indices
-from shmloader.sampling.places import Placed, PlacedStreams, without_place
 from shmloader.sampling.plan import StepPlan, set_epoch_of
+from shmloader.sampling.positions import PositionedIndices, PositionedStreams, without_position
 from shmloader.sampling.steps import Cut
 
 
@@ -105,19 +105,19 @@ def test_a_copy_of_a_plan_in_work_begins_an_epoch_of_its_own(make):
 
 
 def test_what_torch_has_for_an_iterable_dataset_comes_with_the_epoch():
-    plan = PlacedStreams([[None, None]] * 2)
+    plan = PositionedStreams([[None, None]] * 2)
     plan.epoch = 4
     begun = iter(plan)
     plan.epoch = 5
-    assert [*begun] == [Placed([None, None], 4, 0)] * 2
+    assert [*begun] == [PositionedIndices([None, None], 4, 0)] * 2
     assert len(plan) == 2
 
 
 def test_texts_and_users_see_the_indices_alone():
-    placed = Placed([4, 5, 6], 1, 12)
+    placed = PositionedIndices([4, 5, 6], 1, 12)
     assert describe_indices(placed) == describe_indices([4, 5, 6]) == "indices 4 to 6"
-    assert describe_indices(Placed("key", 1, 12, is_whole=True)) == "index 'key'"
-    assert without_place(placed) == without_place([4, 5, 6]) == [4, 5, 6]
+    assert describe_indices(PositionedIndices("key", 1, 12, is_whole=True)) == "index 'key'"
+    assert without_position(placed) == without_position([4, 5, 6]) == [4, 5, 6]
 
 
 class Counting(SequentialSampler):
