@@ -25,7 +25,7 @@ from shmloader import (
 )
 from shmloader.engine import routing
 from shmloader.stages import thread as stages_thread
-from shmloader.workers import asking, processes, waker
+from shmloader.workers import prefetch_requests, processes, waker
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
@@ -627,8 +627,8 @@ def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
 @pytest.fixture
 def all_are_long(monkeypatch) -> None:
     """Workers ask for their next task however short a batch is, and however long a sample."""
-    monkeypatch.setattr(asking, "_SHORT_NS", -1)
-    monkeypatch.setattr(asking, "_LONG_SAMPLE_NS", 10**12)
+    monkeypatch.setattr(prefetch_requests, "_SHORT_NS", -1)
+    monkeypatch.setattr(prefetch_requests, "_LONG_SAMPLE_NS", 10**12)
 
 
 @pytest.mark.usefixtures("all_are_long")
@@ -672,7 +672,7 @@ def test_a_worker_asks_for_its_next_task_before_it_is_done(options) -> None:
 def test_nothing_is_asked_for_before_a_sample_that_may_be_slow(
     batch_size, sample_ns, monkeypatch
 ) -> None:
-    monkeypatch.setattr(asking, "_LONG_SAMPLE_NS", sample_ns)
+    monkeypatch.setattr(prefetch_requests, "_LONG_SAMPLE_NS", sample_ns)
     gate, loads = Gate(), Loads(8)
 
     def sample(index):
