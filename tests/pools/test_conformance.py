@@ -140,6 +140,7 @@ class Told:
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Any) -> None:
         self.threads.add(threading.get_ident())
         assert seq not in self.answers, "each task is answered once"
+        assert not self.pool.is_waiting, "what is interrupted from now on may be lost"
         taker = worker_id if self.pool.has_queue else None
         ticket = self.scheduler.answered(seq, epoch, answer, taker=taker)
         assert ticket.worker_id == worker_id
