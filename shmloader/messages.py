@@ -113,6 +113,7 @@ class BatchDone(NamedTuple):
     Attributes:
         seq: As in the task.
         epoch: As in the task.
+        slot_id: As in the task.
         layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`, which
             may hold keys that only the worker can read, and so is not read with the message;
             or :class:`Spilled`; or None: the same as that of this worker's last batch.
@@ -130,6 +131,7 @@ class BatchDone(NamedTuple):
 
     seq: int
     epoch: int
+    slot_id: int
     layout: bytes | Spilled | None
     used_bytes: int
     kept: bool
@@ -152,6 +154,7 @@ class BatchFailed(NamedTuple):
 
     seq: int
     epoch: int
+    slot_id: int
     error: bytes | Spilled
     kept: bool
     touched_bytes: int = 0
@@ -166,6 +169,7 @@ class BatchEmpty(NamedTuple):
 
     seq: int
     epoch: int
+    slot_id: int
     kept: bool
     report: bytes | Spilled | None
     snapshot: bytes | Spilled | TooLong | None = None
@@ -180,6 +184,7 @@ class StreamEnded(NamedTuple):
 
     seq: int
     epoch: int
+    slot_id: int
     kept: bool
     touched_bytes: int = 0
     beginning: bytes | Spilled | TooLong | None = None

@@ -10,7 +10,7 @@ The way of one batch::
                                      ── Task(seq, epoch, slot, indices) ──▶  samples = dataset[i] …
                                                                collate straight into the slot
                                                                describe it by a layout
-                                     ◀── BatchDone(seq, layout) ───────────
+                                     ◀── BatchDone(seq, slot, layout) ─────
                                      slot FULL; when seq is next:
                                      small fields are copied out;
                                      large ones are views of the

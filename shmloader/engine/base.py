@@ -220,13 +220,6 @@ class EngineBase(abc.ABC):
         finally:
             del error  # its traceback holds this frame, and would wait for the garbage collector
 
-    def _set_delivery(
-        self, seq: int, streams: Sequence[StreamNote] = (), times: BatchTimes | None = None
-    ) -> None:
-        """A ticket is handed over."""
-        self.delivery = Delivery(seq, tuple(self._left_out), streams, times)
-        self._left_out.clear()
-
     @abc.abstractmethod
     def _next_batch(self) -> object:
         """The same, with ``in_transit`` and ``told`` kept up to date."""
@@ -327,10 +320,9 @@ class EngineBase(abc.ABC):
         """Whether it was closed: by the user, a worker's death, or too many failures."""
         return self._is_closed
 
+    @abc.abstractmethod
     def check_open(self) -> None:
-        """Raise ClosedLoaderError if it is closed."""
-        if self._is_closed:
-            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
+        """Raise ClosedLoaderError if it is closed, or in a forked child."""
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
         """Close, and raise.

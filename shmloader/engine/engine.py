@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
-from shmloader.engine.base import EngineBase
+from shmloader.engine.base import Delivery, EngineBase
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
@@ -310,7 +310,7 @@ class Engine(EngineBase):
         answer = ticket.answer
         if not isinstance(answer, Batch | Failure | Empty):
             return False
-        worker_id, error = ticket.assigned_worker, None
+        worker_id, error = ticket.worker_id, None
         if answer.report is not None:
             batch = f"batch {ticket.seq}"
             error = watch.note(answer.report, batch, worker_id, self._pool.pid(worker_id))
@@ -329,7 +329,7 @@ class Engine(EngineBase):
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
-        if self._pool.has_returns:
+        if self._pool.ended_leases:
             self._collect_returns()
         answer = ticket.answer
         if not isinstance(answer, Batch):
@@ -348,7 +348,7 @@ class Engine(EngineBase):
 
     def _raise_instead(self, ticket: Ticket, answer: object) -> NoReturn:
         """Raise what came in place of a batch; and offer one more ticket, if there are more."""
-        pid = self._pool.pid(ticket.assigned_worker)
+        pid = self._pool.pid(ticket.worker_id)
         if isinstance(answer, Failure):
             # No local name for the error: its traceback holds this frame.
             self._settle(ticket, is_kept=answer.is_kept)
@@ -360,7 +360,7 @@ class Engine(EngineBase):
             self._raise_told(answer.error.rebuilt(note))
         if isinstance(answer, Death):
             self._settle(ticket, is_kept=False)
-            self._fail(WorkerDiedError(describe_death(ticket.assigned_worker, answer, ticket)))
+            self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
     def _note_delivery(
@@ -369,14 +369,15 @@ class Engine(EngineBase):
         """A ticket is handed over: as a batch, or as what is raised in its place."""
         notes: Sequence[StreamNote] = ()
         if self._streams is not None:
-            notes = self._streams.handed_over(ticket.seq, _note_of(ticket.assigned_worker, answer))
-        self._set_delivery(ticket.seq, notes, times)
+            notes = self._streams.handed_over(ticket.seq, _note_of(ticket.worker_id, answer))
+        self.delivery = Delivery(ticket.seq, tuple(self._left_out), notes, times)
+        self._left_out.clear()
 
     def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes | None:
         if answer.times is None:
             return None
         return BatchTimes(
-            ticket.assigned_worker,
+            ticket.worker_id,
             ticket.offered_ns,
             ticket.sent_ns,
             answer.times,
@@ -388,7 +389,7 @@ class Engine(EngineBase):
         )
 
     def _build(self, ticket: Ticket, answer: Batch) -> object:
-        slot_id = ticket.assigned_slot
+        slot_id = ticket.slot_id
         if answer.check is not None:
             self._check(ticket, answer)
         if answer.lends and self._scheduler.may_lend:
@@ -409,21 +410,22 @@ class Engine(EngineBase):
     def _check(self, ticket: Ticket, answer: Batch) -> None:
         """Whether a batch lies in its slot as its worker left it (``SHMLOADER_DEBUG=1``)."""
         try:
-            change = self._pool.find_change(ticket.assigned_slot, answer)
+            change = self._pool.find_change(ticket.slot_id, answer)
         except SharedMemoryError:
             self._settle(ticket, is_kept=answer.is_kept)
             raise
         if change:
             # Whoever writes there may go on to do so.
             self._settle(ticket, is_kept=True)
-            pid = self._pool.pid(ticket.assigned_worker)
+            pid = self._pool.pid(ticket.worker_id)
             raise InternalError(describe_change(ticket, pid, change))
 
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
         """A ticket's slot is done with, nothing of it is lent."""
         state = RETIRED if is_kept else FREE
         self._scheduler.delivered(ticket, state)
-        self._drop_slots()
+        if is_kept:
+            self._drop_slots()
 
     def _collect_returns(self) -> None:
         for slot_id, is_clean in self._pool.take_returns():
@@ -462,7 +464,7 @@ class Engine(EngineBase):
             self._fail(error)
         if refused is not None:
             # Told at its place in the order, as a failure of the dataset is.
-            self.answered(ticket.seq, self._scheduler.epoch, ticket.assigned_worker, refused)
+            self.answered(ticket.seq, self._scheduler.epoch, ticket.worker_id, refused)
 
     # Answers in --------------------------------------------------------------------------
 
@@ -576,10 +578,6 @@ class Engine(EngineBase):
 
     # What the pool tells: see :class:`shmloader.pools.Events` --------------------------------
 
-    def slot_of(self, seq: int) -> int:
-        """The slot of a ticket that was sent."""
-        return self._scheduler.slot_of(seq)
-
     def last_layout(self, worker_id: int) -> object:
         """The last layout of a worker's batches."""
         return self._scheduler.workers[worker_id].last_layout
@@ -657,7 +655,8 @@ class Engine(EngineBase):
         """Raise ClosedLoaderError if it is closed, or in a forked child."""
         if self._pool.is_inherited:
             raise ClosedLoaderError("the iterator belongs to the process that made it")
-        super().check_open()
+        if self._is_closed:
+            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
 
     def close(self) -> None:
         """End the workers and let go of all memory. May be called again, and from any thread."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 
-from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.wording import describe_late_start, describe_timeout, describe_work
 from shmloader.errors import LoaderTimeoutError
 from shmloader.pools import Pool
@@ -54,7 +54,7 @@ def _late(
             if at_work.phase is Phase.LOADING and at_work.epoch == epoch:
                 takers[at_work.seq] = worker_id
     holders = [
-        takers.get(ticket.seq) if ticket.worker_id is None else ticket.worker_id
+        takers.get(ticket.seq) if ticket.worker_id == UNASSIGNED else ticket.worker_id
         for ticket in awaited
     ]
     waiting = [

@@ -34,6 +34,9 @@ from shmloader.engine.slots import FREE, FULL, RETIRED, SlotState, SlotTable
 from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
+# The worker or the slot of a ticket that has none yet.
+UNASSIGNED = -1
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -41,8 +44,8 @@ class Ticket:
 
     Attributes:
         seq: Its number in the epoch.
-        worker_id: The worker it was assigned to, or None until then.
-        slot_id: The slot its batch goes to, or None until it is assigned.
+        worker_id: The worker it was assigned to, or UNASSIGNED until then.
+        slot_id: The slot its batch goes to, or UNASSIGNED until then.
         indices: What the sampler gave.
         offered_ns: When it was offered, by the engine's clock.
         answer: What came back; None until then. The scheduler does not look at it.
@@ -54,8 +57,8 @@ class Ticket:
     """
 
     seq: int
-    worker_id: int | None
-    slot_id: int | None
+    worker_id: int
+    slot_id: int
     indices: object
     offered_ns: int = 0
     answer: object = None
@@ -64,18 +67,6 @@ class Ticket:
     kill_count: int = 0
     sent_ns: int = 0
     is_slot_new: bool = False
-
-    @property
-    def assigned_worker(self) -> int:
-        """The worker it was assigned to. Asserts that there is one."""
-        assert self.worker_id is not None
-        return self.worker_id
-
-    @property
-    def assigned_slot(self) -> int:
-        """The slot it was assigned. Asserts that there is one."""
-        assert self.slot_id is not None
-        return self.slot_id
 
 
 class DroppedSlot(NamedTuple):
@@ -88,10 +79,6 @@ class DroppedSlot(NamedTuple):
 
     slot_id: int
     worker_ids: list[int]
-
-
-# In place of a worker's number, where it is not known who will take a ticket.
-_ANY = -1
 
 
 def _after_use(is_kept: bool) -> SlotState:
@@ -183,7 +170,7 @@ class Scheduler:
             return ticket
         if self._has_queue:
             ticket = self._add(indices, now_ns)
-            ticket.slot_id = self._take_slot(_ANY)
+            ticket.slot_id = self._take_slot(UNASSIGNED)
             self._unsent.append(ticket)
             return ticket
         worker = self._router.pick(self.workers)
@@ -196,7 +183,7 @@ class Scheduler:
     def _add(self, indices: object, now_ns: int) -> Ticket:
         seq = self._next_seq
         self._next_seq = seq + 1
-        ticket = self._tickets[seq] = Ticket(seq, None, None, indices, now_ns)
+        ticket = self._tickets[seq] = Ticket(seq, UNASSIGNED, UNASSIGNED, indices, now_ns)
         return ticket
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
@@ -228,10 +215,7 @@ class Scheduler:
         ticket.sent_ns = now_ns
         if self._has_queue:
             return ticket
-        slot_id, mapped_slots = (
-            ticket.assigned_slot,
-            self.workers[ticket.assigned_worker].mapped_slots,
-        )
+        slot_id, mapped_slots = ticket.slot_id, self.workers[ticket.worker_id].mapped_slots
         ticket.is_slot_new = slot_id not in mapped_slots
         mapped_slots.add(slot_id)
         return ticket
@@ -286,7 +270,7 @@ class Scheduler:
         if taker is not None:
             ticket.worker_id = taker
             self.workers[taker].in_flight += 1
-        worker = self.workers[ticket.assigned_worker]
+        worker = self.workers[ticket.worker_id]
         if self.is_dynamic and worker.last_answer_ns:  # to its first answer a worker gets ready
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
@@ -315,11 +299,11 @@ class Scheduler:
         worker.has_requested = False
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
-            self.slots.move(ticket.assigned_slot, _after_use(is_kept))
+            self.slots.move(ticket.slot_id, _after_use(is_kept))
             return
         ticket.is_kept = is_kept
         ticket.answer = answer
-        self.slots.move(ticket.assigned_slot, FULL)
+        self.slots.move(ticket.slot_id, FULL)
         if not self._in_order:
             self._arrived.append(ticket)
 
@@ -331,7 +315,7 @@ class Scheduler:
         """
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
-        worker = self.workers[ticket.assigned_worker]
+        worker = self.workers[ticket.worker_id]
         self._note_alive(worker, now_ns)
         self._answer(ticket, worker, None, is_kept=is_kept)
         if not worker.has_stream:
@@ -347,10 +331,6 @@ class Scheduler:
         """How many tickets should be drawn now, besides those in place of delivered ones."""
         count, self._wanted_tickets = self._wanted_tickets, 0
         return count
-
-    def slot_of(self, seq: int) -> int:
-        """The slot of a ticket that a worker has."""
-        return self._tickets[seq].assigned_slot
 
     def slot_returned(self, slot_id: int, *, clean: bool) -> None:
         """A lease has died.
@@ -417,8 +397,8 @@ class Scheduler:
     def _take_back(self, ticket: Ticket, worker: Worker) -> None:
         """A lost worker had not begun a ticket, which waits for another one now."""
         worker.in_flight -= 1
-        self.slots.move(ticket.assigned_slot, FREE)
-        ticket.worker_id = ticket.slot_id = None
+        self.slots.move(ticket.slot_id, FREE)
+        ticket.worker_id = ticket.slot_id = UNASSIGNED
         younger = [other for other in self._waiting if other.seq > ticket.seq]
         older = [other for other in self._waiting if other.seq < ticket.seq]
         self._waiting = collections.deque([*older, ticket, *younger])
@@ -525,7 +505,7 @@ class Scheduler:
 
     def delivered(self, ticket: Ticket, state: SlotState) -> None:
         """A ticket's batch has been built: its slot is LENT, FREE or RETIRED now."""
-        self.slots.move(ticket.assigned_slot, state)
+        self.slots.move(ticket.slot_id, state)
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -545,7 +525,7 @@ class Scheduler:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self.slots.move(ticket.assigned_slot, _after_use(ticket.is_kept))
+                self.slots.move(ticket.slot_id, _after_use(ticket.is_kept))
         self._arrived.clear()
         self.workers.let_all_stay()
         self._wanted_tickets = 0
@@ -556,9 +536,9 @@ class Scheduler:
     def _forget(self, ticket: Ticket) -> None:
         """A ticket that no worker was sent is not wanted any more."""
         del self._tickets[ticket.seq]
-        if ticket.slot_id is not None:
+        if ticket.slot_id != UNASSIGNED:
             self.slots.move(ticket.slot_id, FREE)
-        if ticket.worker_id is not None:
+        if ticket.worker_id != UNASSIGNED:
             self.workers[ticket.worker_id].in_flight -= 1
 
     def left_epoch(self, worker_id: int) -> None:
@@ -581,7 +561,7 @@ class Scheduler:
         """
         for ticket in self.tickets:
             ticket.is_dropped = True
-            self._answer(ticket, self.workers[ticket.assigned_worker], None)
+            self._answer(ticket, self.workers[ticket.worker_id], None)
         self.epoch += 1
         self._restarts_left = self._restart_limit
         self._next_seq = self._next_delivery = 0
@@ -600,6 +580,6 @@ class Scheduler:
     def _in_work(self, seq: int, epoch: int) -> Ticket:
         """The ticket of an answer."""
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is None or ticket.answer is not None or ticket.slot_id is None:
+        if ticket is None or ticket.answer is not None or ticket.slot_id == UNASSIGNED:
             raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
         return ticket

@@ -32,7 +32,7 @@ def describe_worker(worker_id: int, pid: int | None) -> str:
 
 def describe_loading(ticket: Ticket, pid: int | None) -> str:
     """For an exception's note: which worker raised it, and where."""
-    who = describe_worker(ticket.worker_id or 0, pid)
+    who = describe_worker(max(ticket.worker_id, 0), pid)
     return f"W{who[1:]} was loading {describe_ticket(ticket)}."
 
 

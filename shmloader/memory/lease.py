@@ -13,7 +13,7 @@ import collections
 import ctypes
 import os
 import weakref
-from typing import Any
+from typing import Any, Final
 
 from shmloader.memory.slot import Slot
 
@@ -58,10 +58,13 @@ class LeaseBook:
 
     Only the engine's thread calls the methods. Where a lease dies is anybody's guess (any
     thread, even inside the garbage collector), hence its callback only appends to a deque.
+
+    Attributes:
+        dead: Slots whose lease has died, and that :meth:`collect` has not returned yet.
     """
 
     def __init__(self) -> None:
-        self._dead: collections.deque[int] = collections.deque()
+        self.dead: Final[collections.deque[int]] = collections.deque()
         self._references: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def open(
@@ -78,7 +81,7 @@ class LeaseBook:
             The lease. The caller keeps no reference to it.
         """
         lease = slot.array()
-        dead = self._dead
+        dead = self.dead
         reference = weakref.ref(lease, lambda _: dead.append(slot_id))
         self._references[slot_id] = (reference, _Forks.count if is_clean else _NEVER)
         return lease
@@ -91,13 +94,8 @@ class LeaseBook:
             was lent so, or since this process was forked meanwhile and the child may look at it.
         """
         returned = []
-        while self._dead:
-            slot_id = self._dead.popleft()
+        while self.dead:
+            slot_id = self.dead.popleft()
             _, forks = self._references.pop(slot_id)
             returned.append((slot_id, forks == _Forks.count))
         return returned
-
-    @property
-    def has_returns(self) -> bool:
-        """Whether :meth:`collect` would return anything."""
-        return bool(self._dead)

@@ -33,7 +33,7 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any, Protocol
 
 from shmloader.pools.answers import Answer, Batch, Death
@@ -55,11 +55,11 @@ class SentTicket(Protocol):
         """The indices that the sampler yielded."""
 
     @property
-    def assigned_worker(self) -> int:
+    def worker_id(self) -> int:
         """The worker that gets the task. A pool with a queue does not ask."""
 
     @property
-    def assigned_slot(self) -> int:
+    def slot_id(self) -> int:
         """The slot that the batch is written to. A pool without slots does not ask."""
 
     @property
@@ -69,9 +69,6 @@ class SentTicket(Protocol):
 
 class Events(Protocol):
     """Receives a pool's reports, and answers what a pool needs to know for them: the engine."""
-
-    def slot_of(self, seq: int) -> int:
-        """Return the slot of a ticket that was sent."""
 
     def last_layout(self, worker_id: int) -> object:
         """Return the layout that a worker sent last, or None. A restarted worker has sent none."""
@@ -122,11 +119,13 @@ class Pool(Protocol):
         readings: Memory and CPU time of the workers. Any thread may read them.
         has_queue: Whether the pool has one queue, from which an idle worker takes the oldest task.
             Otherwise the scheduler assigns each task to a worker.
+        ended_leases: Not empty when :meth:`take_returns` would return something.
     """
 
     counts: Counts
     readings: Readings
     has_queue: bool
+    ended_leases: Sized
 
     @property
     def is_waiting(self) -> bool:
@@ -141,10 +140,6 @@ class Pool(Protocol):
     @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child of the process that has the workers."""
-
-    @property
-    def has_returns(self) -> bool:
-        """Whether :meth:`take_returns` would return something."""
 
     @property
     def wants_tidying(self) -> bool:

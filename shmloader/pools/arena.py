@@ -14,8 +14,9 @@ from shmloader.memory.lease import LeaseBook
 from shmloader.memory.slot import FIRST_BYTES, Slot, has_excess
 from shmloader.stats.record import Counts
 
-# Looked at once in so many batches, and a batch's need is forgotten at this rate.
-_TRIM_EVERY = 32
+# Slots that hold too much are looked for once in so many batches. At each look, the need of the
+# batches before counts for this share of what it did.
+TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
 # A slot that is locked a second time gets 1/8 more pages than its batch needs.
@@ -63,7 +64,8 @@ class Arena:
         self._slots: dict[int, Slot] = {}
         self._touched: dict[int, int] = {}
         self._recent_bytes = 0.0
-        self._batches = 0
+        #: Batches since the last :meth:`trim`.
+        self.batches = 0
         #: Whether slots give their pages back when they are free: there may not be enough memory
         #: for all that a plain loop needs, and for samples.
         self.is_short = False
@@ -105,7 +107,7 @@ class Arena:
         if used_bytes > self._touched.get(slot_id, 0):
             self._grow_to(slot_id, used_bytes)
         self._recent_bytes = max(self._recent_bytes, used_bytes)
-        self._batches += 1
+        self.batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
         """A batch that failed has taken so many bytes of a slot, which says nothing of others."""
@@ -151,14 +153,9 @@ class Arena:
             with contextlib.suppress(SharedMemoryError):  # it cannot be mapped, so nobody sees it
                 poison(self[slot_id], self.touched_bytes(slot_id))
 
-    @property
-    def wants_trim(self) -> bool:
-        """Whether it is time to look for slots that hold too much."""
-        return self._batches >= _TRIM_EVERY
-
     def trim(self, free_ids: list[int]) -> None:
         """Give back what free slots hold far above what recent batches needed."""
-        self._batches = 0
+        self.batches = 0
         keep = int(self._recent_bytes)
         self._recent_bytes *= _RECENT_DECAY
         for slot_id in free_ids:

@@ -1,6 +1,6 @@
 """The pool whose workers are processes of this machine, and whose batches come in slots."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from multiprocessing.process import BaseProcess
 
 from shmloader.errors import InternalError
@@ -30,7 +30,7 @@ from shmloader.pools.answers import (
     UnreadableLayout,
     read_layout,
 )
-from shmloader.pools.arena import Arena, PageLocker
+from shmloader.pools.arena import TRIM_EVERY, Arena, PageLocker
 from shmloader.pools.sender import Sender
 from shmloader.stats.record import Counts
 from shmloader.workers.bad_samples import SampleReport
@@ -73,6 +73,7 @@ class ProcessPool:
         self.counts = Counts(slot_count=slot_count)
         self.arena = Arena(slot_bytes, locker, admission)
         self.arena.counts = self.counts
+        self.ended_leases: Sized = self.arena.leases.dead
         self._sender = Sender(workers, self.arena)
         # A state that did not fit is told once.
         self._has_lost_state = False
@@ -159,7 +160,8 @@ class ProcessPool:
     def _take(self, worker_id: int, data: bytes, events: Events) -> None:
         """Tell what a worker's message says."""
         message = unpack(data)
-        self._sender.arrived(worker_id)
+        if self._sender.attached:
+            self._sender.arrived(worker_id)
         if type(message) is BatchDone:
             self._take_batch(worker_id, message, events)
         elif type(message) is BatchFailed:
@@ -178,8 +180,8 @@ class ProcessPool:
             raise InternalError(f"a worker sent {message!r}")
 
     def _take_batch(self, worker_id: int, message: BatchDone, events: Events) -> None:
-        seq, epoch, layout, used_bytes, is_kept, expected, sent, saved, times, taken = message
-        slot_id = events.slot_of(seq)
+        seq, epoch, slot_id, layout, used_bytes, is_kept = message[:6]
+        expected, sent, saved, times, taken = message[6:]
         report = None if sent is None else self._report(slot_id, sent)
         self.arena.note_use(slot_id, used_bytes)
         if layout is not None:
@@ -206,7 +208,7 @@ class ProcessPool:
         events.answered(seq, epoch, worker_id, answer)
 
     def _take_failure(self, worker_id: int, message: BatchFailed, events: Events) -> None:
-        slot_id = events.slot_of(message.seq)
+        slot_id = message.slot_id
         data = message.error
         if not isinstance(data, bytes):
             data = self._spilled(slot_id, data)
@@ -222,7 +224,7 @@ class ProcessPool:
         events.answered(message.seq, message.epoch, worker_id, failure)
 
     def _take_empty(self, worker_id: int, message: BatchEmpty, events: Events) -> None:
-        slot_id = events.slot_of(message.seq)
+        slot_id = message.slot_id
         empty = Empty(
             self._report(slot_id, message.report),
             is_kept=message.kept,
@@ -231,12 +233,11 @@ class ProcessPool:
         events.answered(message.seq, message.epoch, worker_id, empty)
 
     def _take_end(self, worker_id: int, message: StreamEnded, events: Events) -> None:
-        seq = message.seq
-        slot_id = events.slot_of(seq)
+        slot_id = message.slot_id
         self.arena.note_failed_use(slot_id, message.touched_bytes)
         # Before the slot is free.
         beginning = Beginning.loads(self._state(worker_id, slot_id, message.beginning, events))
-        events.stream_ended(seq, message.epoch, worker_id, beginning, is_kept=message.kept)
+        events.stream_ended(message.seq, message.epoch, worker_id, beginning, is_kept=message.kept)
 
     def _report(self, slot_id: int, sent: bytes | Spilled | None) -> SampleReport | None:
         if sent is None:
@@ -289,11 +290,6 @@ class ProcessPool:
         """The batch, with nothing of its slot."""
         return answer.content.read(self.arena[slot_id], None)
 
-    @property
-    def has_returns(self) -> bool:
-        """Whether views of slots are gone."""
-        return self.arena.leases.has_returns
-
     def take_returns(self) -> Sequence[tuple[int, bool]]:
         """Slots whose views are gone, and whether nobody else may still look at them."""
         return self.arena.leases.collect()
@@ -301,14 +297,15 @@ class ProcessPool:
     @property
     def wants_tidying(self) -> bool:
         """Whether memory is short, or it is time to look for slots that hold too much."""
-        return self.arena.is_short or self.arena.wants_trim
+        arena = self.arena
+        return arena.is_short or arena.batches >= TRIM_EVERY
 
     def tidy(self, free_ids: list[int]) -> None:
         """Give back what free slots hold and will not need."""
         if self.arena.is_short:
             for slot_id in free_ids:
                 self.arena.prepare(slot_id)
-        if self.arena.wants_trim:
+        if self.arena.batches >= TRIM_EVERY:
             self.arena.trim(free_ids)
 
     def poison(self, slot_id: int) -> None:

@@ -34,8 +34,8 @@ class Sender:
     def __init__(self, workers: WorkerProcesses, arena: Arena) -> None:
         self._workers = workers
         self._arena = arena
-        # Long states on their way: a socket may not have taken them yet.
-        self._attached: dict[int, Slot] = {}
+        #: Slots of long states on their way, by worker: a socket may not have taken them yet.
+        self.attached: dict[int, Slot] = {}
 
     def send(self, ticket: SentTicket, epoch: int) -> RemoteError | None:
         """Send a ticket to its worker.
@@ -47,7 +47,7 @@ class Sender:
             OSError: If there are no descriptors left for its slot, or no address space.
             SharedMemoryError: If there is no memory for its slot.
         """
-        worker_id, slot_id = ticket.assigned_worker, ticket.assigned_slot
+        worker_id, slot_id = ticket.worker_id, ticket.slot_id
         if ticket.is_slot_new:
             self._introduce(worker_id, slot_id)
         self._arena.prepare(slot_id)
@@ -79,19 +79,19 @@ class Sender:
         descriptors: tuple[int, ...] = ()
         if len(data) > INLINE_BYTES // 2:
             self._let_go(worker_id)
-            slot = self._attached[worker_id] = Slot.create(len(data))
+            slot = self.attached[worker_id] = Slot.create(len(data))
             slot.mapping[: len(data)] = data
             sent, descriptors = Attached(len(data)), (slot.fileno(),)
         self._workers.send(worker_id, pack(ResumeStream(sent)), *descriptors)
 
     def _let_go(self, worker_id: int) -> None:
-        slot = self._attached.pop(worker_id, None)
+        slot = self.attached.pop(worker_id, None)
         if slot is not None:
             slot.close()
 
     def close(self) -> None:
         """Let go of what is on its way. May be called again."""
-        for worker_id in list(self._attached):
+        for worker_id in list(self.attached):
             self._let_go(worker_id)
 
     def _introduce(self, worker_id: int, slot_id: int) -> None:
@@ -109,16 +109,16 @@ class Sender:
 
     def _spill(self, ticket: SentTicket, body: bytes) -> Spilled:
         """Put a long index list into the ticket's slot."""
-        slot = self._arena[ticket.assigned_slot]
+        slot = self._arena[ticket.slot_id]
         if len(body) > slot.most_bytes:
             raise SharedMemoryError(
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
                 f"{slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size."
             )
-        self._arena.grow(ticket.assigned_slot, len(body))
-        slot = self._arena.up_to(ticket.assigned_slot, len(body))  # it may have been mapped anew
+        self._arena.grow(ticket.slot_id, len(body))
+        slot = self._arena.up_to(ticket.slot_id, len(body))  # it may have been mapped anew
         slot.mapping[: len(body)] = body
-        self._arena.note_use(ticket.assigned_slot, len(body))
+        self._arena.note_use(ticket.slot_id, len(body))
         return Spilled(0, len(body))
 
     def drop(self, slot_id: int, worker_ids: list[int]) -> None:
@@ -133,5 +133,4 @@ class Sender:
 
     def arrived(self, worker_id: int) -> None:
         """A worker has answered, and so has all that was sent before."""
-        if self._attached:
-            self._let_go(worker_id)
+        self._let_go(worker_id)

@@ -1,6 +1,6 @@
 """The part of a pool that concerns slots, for pools that have none."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from shmloader.pools.answers import Batch
 
@@ -11,7 +11,8 @@ class Slotless:
     The scheduler's slots are mere places in the window then.
     """
 
-    has_returns = wants_tidying = False
+    ended_leases: Sized = ()
+    wants_tidying = False
 
     def copy_out(self, slot_id: int, answer: Batch) -> object:  # noqa: ARG002 - no slots
         """Return the batch as its worker made it."""

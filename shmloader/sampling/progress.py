@@ -48,10 +48,12 @@ class Progress:
 
     def done_until(self, seq: int) -> None:
         """All tickets up to the one that was drawn as number ``seq`` are done."""
+        if not self._before and not self._ahead:
+            self.position = self._start + seq + 1
+            return
         number = self._number(seq)
-        if self._ahead:
-            for passed in range(self.position, number):
-                self._take(passed)
+        for passed in range(self.position, number):
+            self._take(passed)
         self._go_on_at(number + 1)
 
     def _go_on_at(self, position: int) -> None:

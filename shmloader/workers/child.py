@@ -457,7 +457,7 @@ class _Worker:
         """Load a batch; returns the packed answer."""
         seq, epoch, slot_id, indices, touched_bytes = task
         if self._stream_ended:
-            return pack(StreamEnded(seq, epoch, kept=False))
+            return pack(StreamEnded(seq, epoch, slot_id, kept=False))
         slot = self._slots[slot_id]
         writer = self._writer
         self._timer.begin()
@@ -482,7 +482,7 @@ class _Worker:
             except StopIteration:
                 if self._start.plan.is_iterable:
                     self._stream_ended = True
-                    return self._answer_end(seq, epoch)
+                    return self._answer_end(task)
                 error = RemoteError.caught(self._where).dumps()
             except BaseException:  # noqa: BLE001 - as above
                 error = RemoteError.caught(self._where).dumps()
@@ -493,6 +493,7 @@ class _Worker:
             answer: BatchDone | BatchFailed | BatchEmpty = BatchFailed(
                 seq,
                 epoch,
+                slot_id,
                 sent,
                 kept,
                 writer.touched_bytes,
@@ -503,7 +504,7 @@ class _Worker:
             )
         elif is_empty:
             report, snapshot = self._take_report(), self._spill_state(self._snapshot)
-            answer = BatchEmpty(seq, epoch, kept, report, snapshot)
+            answer = BatchEmpty(seq, epoch, slot_id, kept, report, snapshot)
         else:
             report, snapshot = self._take_report(), self._spill_state(self._snapshot)
             if self._admission is not None:
@@ -516,6 +517,7 @@ class _Worker:
             answer = BatchDone(
                 seq,
                 epoch,
+                slot_id,
                 layout,
                 used_bytes,
                 kept,
@@ -536,7 +538,8 @@ class _Worker:
         slot.reach(end, others=self._slots.values())
         return slot.mapping[sent.offset : end]
 
-    def _answer_end(self, seq: int, epoch: int) -> bytes:
+    def _answer_end(self, task: Task) -> bytes:
+        seq, epoch, slot_id = task.seq, task.epoch, task.slot_id
         kept = self._is_kept()
         writer = self._writer
         try:
@@ -544,11 +547,11 @@ class _Worker:
         except BaseException:  # noqa: BLE001 - as above
             # Told in place of a batch. The end is told at the next task.
             error = self._spill_error(RemoteError.caught(self._where).dumps(), kept)
-            failed = BatchFailed(seq, epoch, error, kept, writer.touched_bytes)
+            failed = BatchFailed(seq, epoch, slot_id, error, kept, writer.touched_bytes)
             writer.close()
             return pack(failed)
         sent = self._spill_state(beginning)
-        ended = StreamEnded(seq, epoch, kept, writer.touched_bytes, sent)
+        ended = StreamEnded(seq, epoch, slot_id, kept, writer.touched_bytes, sent)
         writer.close()
         return pack(ended)
 

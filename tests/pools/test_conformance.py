@@ -111,6 +111,7 @@ class Told:
         self.scheduler = Scheduler(
             worker_count, WINDOW, LENT, in_order=True, has_queue=pool.has_queue
         )
+        self.slot_ids: dict[int, int] = {}
         self.answers: dict[int, Any] = {}
         self.entered: set[int] = set()
         self.threads: set[int] = set()
@@ -120,13 +121,11 @@ class Told:
         for indices in tasks:
             self.scheduler.offer(indices)
             while (ticket := self.scheduler.next_task()) is not None:
+                self.slot_ids[ticket.seq] = ticket.slot_id
                 assert self.pool.send(ticket, self.scheduler.epoch) is None
 
     def take_all(self, count: int) -> None:
         wait_until(lambda: self.pool.wait(1, self) and len(self.answers) >= count)
-
-    def slot_of(self, seq: int) -> int:
-        return self.scheduler.slot_of(seq)
 
     def last_layout(self, worker_id: int) -> object:
         return self.scheduler.workers[worker_id].last_layout
@@ -156,7 +155,7 @@ class Told:
         self.deaths.append((worker_id, death, was_at))
 
     def batch(self, seq: int) -> Any:
-        return self.pool.copy_out(self.scheduler.slot_of(seq), self.answers[seq])
+        return self.pool.copy_out(self.slot_ids[seq], self.answers[seq])
 
 
 def squared(index: int) -> torch.Tensor:

@@ -40,32 +40,32 @@ MESSAGES = [
     Task(10**12, 7, 5, {"any": ("key", None)}),
     Task(1, 0, 2, Spilled(0, 10**6), touched_bytes=10**6),
     StartEpoch(4),
-    BatchDone(1, 2, None, 0, kept=False),
-    BatchDone(1, 2, pickle.dumps(FLAT), 640, kept=True),
-    BatchDone(1, 2, pickle.dumps(PICKLED), 640, kept=False),
-    BatchDone(1, 2, Spilled(128, 50_000), 640, kept=False),
-    BatchDone(1, 2, None, 640, kept=False, checksum=0xFFFFFFFF),
-    BatchFailed(1, 2, Spilled(64, 20_000), kept=False, touched_bytes=20_064),
-    BatchDone(1, 2, None, 640, kept=False, report=b"report"),
-    BatchFailed(1, 2, b"error", kept=True),
-    BatchFailed(1, 2, Spilled(64, 20_000), kept=False),
-    BatchFailed(1, 2, b"error", kept=False, report=Spilled(64, 20_000)),
-    BatchEmpty(1, 2, kept=True, report=b"report"),
-    BatchEmpty(1, 2, kept=False, report=Spilled(0, 20_000)),
-    StreamEnded(1, 2, True),
-    StreamEnded(1, 2, False, touched_bytes=640, beginning=Spilled(0, 640)),
+    BatchDone(1, 2, 3, None, 0, kept=False),
+    BatchDone(1, 2, 3, pickle.dumps(FLAT), 640, kept=True),
+    BatchDone(1, 2, 3, pickle.dumps(PICKLED), 640, kept=False),
+    BatchDone(1, 2, 3, Spilled(128, 50_000), 640, kept=False),
+    BatchDone(1, 2, 3, None, 640, kept=False, checksum=0xFFFFFFFF),
+    BatchFailed(1, 2, 3, Spilled(64, 20_000), kept=False, touched_bytes=20_064),
+    BatchDone(1, 2, 3, None, 640, kept=False, report=b"report"),
+    BatchFailed(1, 2, 3, b"error", kept=True),
+    BatchFailed(1, 2, 3, Spilled(64, 20_000), kept=False),
+    BatchFailed(1, 2, 3, b"error", kept=False, report=Spilled(64, 20_000)),
+    BatchEmpty(1, 2, 3, kept=True, report=b"report"),
+    BatchEmpty(1, 2, 3, kept=False, report=Spilled(0, 20_000)),
+    StreamEnded(1, 2, 3, True),
+    StreamEnded(1, 2, 3, False, touched_bytes=640, beginning=Spilled(0, 640)),
     EpochStarted(4),
     EpochStarted(4, b"the rest of a state"),
     StatePart(b"a piece of one"),
     PrefetchRequest(),
     ResumeStream(b"place"),
     ResumeStream(Attached(10**9)),
-    BatchDone(1, 2, None, 640, kept=False, fingerprint=0xFFFFFFFF),
-    BatchFailed(1, 2, b"error", kept=False, snapshot=Spilled(64, 20_000)),
-    BatchEmpty(1, 2, kept=True, report=b"report", snapshot=b"state"),
-    BatchDone(1, 2, None, 640, kept=False, snapshot=b"state"),
-    BatchDone(1, 2, None, 640, kept=False, snapshot=Spilled(64, 20_000)),
-    BatchDone(1, 2, None, 640, kept=False, snapshot=TooLong(10**9)),
+    BatchDone(1, 2, 3, None, 640, kept=False, fingerprint=0xFFFFFFFF),
+    BatchFailed(1, 2, 3, b"error", kept=False, snapshot=Spilled(64, 20_000)),
+    BatchEmpty(1, 2, 3, kept=True, report=b"report", snapshot=b"state"),
+    BatchDone(1, 2, 3, None, 640, kept=False, snapshot=b"state"),
+    BatchDone(1, 2, 3, None, 640, kept=False, snapshot=Spilled(64, 20_000)),
+    BatchDone(1, 2, 3, None, 640, kept=False, snapshot=TooLong(10**9)),
 ]
 
 
@@ -91,7 +91,7 @@ def test_on_the_wire_is_a_plain_tuple_with_its_kind_first():
 def test_usual_messages_are_small():
     indices = list(range(10_000, 10_256))
     assert len(pack(Task(1000, 3, 17, indices))) < 1024
-    assert len(pack(BatchDone(1000, 3, None, 1 << 30, kept=False))) < 64
+    assert len(pack(BatchDone(1000, 3, 5, None, 1 << 30, kept=False))) < 64
 
 
 def test_a_message_with_the_longest_body_is_received_whole():
@@ -100,12 +100,11 @@ def test_a_message_with_the_longest_body_is_received_whole():
     message = pack(Task(0, 0, 0, bytes(padding)))
     assert len(message) == INLINE_BYTES
     report = bytes(INLINE_BYTES // 4)
-    assert (
-        len(pack(BatchFailed(10**9, 10**9, bytes(INLINE_BYTES // 2), kept=True, report=report)))
-        < INLINE_BYTES
-    )
+    error = bytes(INLINE_BYTES // 2)
+    failed = BatchFailed(10**9, 10**9, 10**9, error, kept=True, report=report)
+    assert len(pack(failed)) < INLINE_BYTES
     done = BatchDone(
-        10**9, 10**9, bytes(INLINE_BYTES // 2), 1 << 37, kept=True, checksum=1 << 31,
+        10**9, 10**9, 10**9, bytes(INLINE_BYTES // 2), 1 << 37, kept=True, checksum=1 << 31,
         snapshot=bytes(INLINE_BYTES // 4),
     )  # fmt: skip
     assert len(pack(done)) < INLINE_BYTES

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shmloader.engine.scheduler import DroppedSlot, Scheduler, Ticket
+from shmloader.engine.scheduler import UNASSIGNED, DroppedSlot, Scheduler, Ticket
 from shmloader.engine.slots import SlotState
 from shmloader.engine.workers import WorkerState
 from shmloader.errors import InternalError
@@ -38,8 +38,8 @@ class Known:
     """A ticket as the model sees it."""
 
     seq: int
-    worker_id: int | None
-    slot_id: int | None
+    worker_id: int
+    slot_id: int
     state: str = WAITING
     answer: Answer | None = None
     kills: int = 0
@@ -143,10 +143,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _note_offered(self, ticket: Ticket | None, indices: object):
         if self.is_dynamic:
-            assert (ticket.seq, ticket.worker_id, ticket.slot_id) == (self.offered, None, None)
+            assert (ticket.seq, ticket.worker_id, ticket.slot_id) == (
+                self.offered,
+                UNASSIGNED,
+                UNASSIGNED,
+            )
             assert ticket.indices is indices
             self.offered += 1
-            known = self.tickets[ticket.seq] = Known(ticket.seq, None, None)
+            known = self.tickets[ticket.seq] = Known(ticket.seq, UNASSIGNED, UNASSIGNED)
             self.waiting.append(known)
             self._send_tasks()
             return
@@ -184,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _send_tasks(self):
         """What the engine does after each event: send what there is to be sent."""
         while (ticket := self.scheduler.next_task()) is not None:
-            if self.tickets[ticket.seq].worker_id is None:
+            if self.tickets[ticket.seq].worker_id == UNASSIGNED:
                 self._note_assigned(ticket)
             known, worker_id = self.tickets[ticket.seq], ticket.worker_id
             assert (worker_id, ticket.slot_id) == (known.worker_id, known.slot_id)
@@ -434,7 +438,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for known in [known for known in wanted if known is not at_work]:
                 wanted.remove(known)
                 queue.remove(known)
-                known.worker_id = known.slot_id = None
+                known.worker_id = known.slot_id = UNASSIGNED
                 known.is_sent = False
                 self.waiting.append(known)
             self.waiting.sort(key=lambda known: known.seq)
@@ -517,7 +521,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived.clear()
         self.waiting.clear()
         for known in list(self.tickets.values()):
-            if known.state == ANSWERED or known.worker_id is None:
+            if known.state == ANSWERED or known.worker_id == UNASSIGNED:
                 del self.tickets[known.seq]
             else:
                 known.state = ABANDONED
@@ -615,7 +619,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.is_dynamic:
             while trial.next_task() is not None:
                 pass
-            assert self.scheduler.has_room == (ticket.worker_id is not None)
+            assert self.scheduler.has_room == (ticket.worker_id != UNASSIGNED)
 
     @invariant()
     def i5_no_ticket_waits_for_a_worker_that_has_room(self):
@@ -645,12 +649,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.delivered == sorted(self.delivered), "I7: out of order"
 
     @invariant()
-    def slot_of_names_the_slot_of_each_ticket(self):
+    def each_ticket_names_its_slot(self):
+        slot_ids = {ticket.seq: ticket.slot_id for ticket in self.scheduler.tickets}
         for known in self.tickets.values():
-            if known.worker_id is None:
+            if known.worker_id == UNASSIGNED:
                 assert known in self.waiting
-                continue
-            assert self.scheduler.slot_of(known.seq) == known.slot_id
+            assert slot_ids[known.seq] == known.slot_id
 
     def teardown(self):
         """Let everything end: all that was wanted comes, and all slots come back."""
@@ -1319,7 +1323,7 @@ def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answ
     subject = with_queue()
     offered = [subject.offer([number]) for number in range(4)]
     assert list(iter(subject.next_task, None)) == offered
-    assert {ticket.worker_id for ticket in offered} == {None}
+    assert {ticket.worker_id for ticket in offered} == {UNASSIGNED}
     assert len({ticket.slot_id for ticket in offered}) == 4
     for seq, taker in ((1, 0), (0, 1)):
         assert subject.answered(seq, 0, f"batch {seq}", taker=taker).worker_id == taker

@@ -66,12 +66,12 @@ HOLDERS = {
 def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hold):
     holder = hold(lend(book, slot))
     gc.collect()
-    assert not book.has_returns, "the slot came back while it can be read"
+    assert not book.dead, "the slot came back while it can be read"
     assert book.collect() == []
     del holder
-    assert book.has_returns
+    assert book.dead
     assert book.collect() == [(SLOT_ID, True)]
-    assert not book.has_returns
+    assert not book.dead
     assert book.collect() == [], "the slot came back twice"
 
 
@@ -100,7 +100,7 @@ def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
     gc.disable()
     try:
         del cycle
-        assert not book.has_returns
+        assert not book.dead
         gc.collect()
         assert book.collect() == [(SLOT_ID, True)]
     finally:

@@ -11,11 +11,10 @@ import torch
 from shmloader.engine.scheduler import Ticket
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import slot as slot_module
-from shmloader.pools.arena import Arena
+from shmloader.pools.arena import TRIM_EVERY, Arena
 from shmloader.pools.sender import Sender
 
 MIB = 1 << 20
-BATCHES_BEFORE_TRIM = 32
 
 
 class Admission:
@@ -75,13 +74,13 @@ def test_use_is_counted_by_the_largest_batch_of_each_slot(arena):
 
 
 def test_a_trim_is_due_once_in_so_many_batches(arena):
-    for _ in range(BATCHES_BEFORE_TRIM - 1):
+    for _ in range(TRIM_EVERY - 1):
         arena.note_use(0, 1)
-    assert not arena.wants_trim
+    assert arena.batches < TRIM_EVERY
     arena.note_use(0, 1)
-    assert arena.wants_trim
+    assert arena.batches >= TRIM_EVERY
     arena.trim([0])
-    assert not arena.wants_trim
+    assert arena.batches < TRIM_EVERY
 
 
 def test_slots_that_hold_what_batches_need_are_left_alone(arena):
