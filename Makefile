@@ -19,13 +19,14 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-integration check bench bench-peers gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration check bench bench-peers gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
-	@echo "make test    run the tests, but for:"
+	@echo "make test    the tests that take little time: some of each kind (4 minutes)"
+	@echo "make test-full  all others (20 minutes), but for:"
 	@echo "make test-integration  the examples, torchrun, and each benchmark at its smallest size"
-	@echo "make test-all  both, with every cell of tests/resume; hours"
+	@echo "make test-all  all three, with every cell of tests/resume; hours"
 	@echo "make check   ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make bench-peers  compare with other loaders; ROWS=AB for some workloads (benchmarks/peers.py)"
@@ -42,7 +43,12 @@ demo: $(STAMP)-examples
 	@$(BIN)/python examples/train_digits.py $(ARGS)
 
 test: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=4 --ignore=tests/integration $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=4 --ignore=tests/integration -m 'not slow' \
+		--durations=15 $(ARGS)
+
+test-full: $(STAMP)-test
+	@$(BIN)/python -m pytest --numprocesses=4 --ignore=tests/integration -m slow \
+		--durations=15 $(ARGS)
 
 test-integration: $(STAMP)-test
 	@$(BIN)/python -m pytest --numprocesses=4 tests/integration $(ARGS)

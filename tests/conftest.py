@@ -53,6 +53,24 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``slow`` what ``sampled(n)`` leaves out: all but n cells, spread over the function's.
+
+    Runs before pytest deselects by ``-m``. Which cells are left depends on nothing but their order.
+    """
+    cells: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cells.values():
+        (count,) = found[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        kept = {number * len(found) // count for number in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the late device now if a test needs it: the time of each test is limited."""
     needed = any("late" in getattr(item, "fixturenames", ()) for item in session.items)

@@ -25,6 +25,7 @@ def nothing_remains() -> None:
     """In place of the check after each test: trials are processes of their own."""
 
 
+@pytest.mark.slow
 def test_the_sample_covers_all_pairs() -> None:
     every = {pair for cell in all_cells() for pair in pairs_of(cell)}
     sample = list(pairwise(all_cells(), COST))
@@ -32,6 +33,7 @@ def test_the_sample_covers_all_pairs() -> None:
     assert {cell.method for cell in sample} == {"fork", "spawn", "forkserver"}
 
 
+@pytest.mark.slow
 def test_cells_run_and_are_judged() -> None:
     names = [
         "sigkill@task-fork-plain",
@@ -43,6 +45,7 @@ def test_cells_run_and_are_judged() -> None:
     assert [verdict.problems for verdict in verdicts] == [[], [], []]
 
 
+@pytest.mark.slow
 def test_after_a_few_kills_at_random_times_nothing_is_amiss() -> None:
     chaos = Chaos(seed=5, kills=12)
     chaos.run(jobs=2)
@@ -89,6 +92,7 @@ def test_a_soak_fails_on_a_slope_and_on_nothing_else() -> None:
     assert too_steep(times, steps) == []
 
 
+@pytest.mark.slow
 def test_a_short_soak_finds_nothing() -> None:
     command = [sys.executable, "-m", "tests.faults.soak", "--minutes=0.05", "--seed=4"]
     done = subprocess.run(
@@ -109,6 +113,7 @@ def test_an_id_names_its_cell() -> None:
             cell_of(name)
 
 
+@pytest.mark.slow
 def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> None:
     expected = {
         "no limit, seed": "works",

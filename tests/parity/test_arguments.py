@@ -161,6 +161,7 @@ def words(options: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v!r}" if len(repr(v)) < 20 else k for k, v in options.items()) or "none"
 
 
+@pytest.mark.sampled(31)
 @pytest.mark.parametrize("options", REFUSED, ids=words)
 def test_wrong_arguments_are_refused_in_torchs_words(options: dict[str, Any]) -> None:
     ours, theirs = both_outcomes(lambda cls: cls(**{"dataset": MAP, **options}))

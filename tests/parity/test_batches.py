@@ -82,6 +82,7 @@ def naming(
 # ---------------------------------------------------------------- a custom collate's batches
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cases", dozens(WHOLE))
 def test_a_batch_can_be(cases: list[str]) -> None:
     """One sample makes a batch, which the collate_fn returns as it is."""
@@ -105,6 +106,7 @@ def test_in_process_a_batch_can_be(case: str) -> None:
     assert run_both(lambda: {"dataset": Made(WHOLE[case], 5), "collate_fn": only}, epochs=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case", ["nested containers", "a dataclass", "an object", "a nested tensor"]
 )
@@ -183,6 +185,7 @@ def views(n: int, size: int) -> tuple[torch.Tensor, ...]:
 # ---------------------------------------------------------------- default_collate
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 2}], ids=["in-process", "two"])
 @pytest.mark.parametrize("cases", dozens(SAMPLES))
 def test_default_collate_makes_the_same_of(cases: list[str], way: dict[str, Any]) -> None:
@@ -200,6 +203,7 @@ def test_default_collate_makes_the_same_of(cases: list[str], way: dict[str, Any]
     assert len(batches) == 3 * len(cases)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", IN_PROCESS_ONLY)
 def test_samples_that_torch_collates_in_process_only(case: str) -> None:
     """In a worker ours gives what torch gives in-process, or torch's type of error."""
@@ -219,6 +223,7 @@ def test_samples_that_torch_collates_in_process_only(case: str) -> None:
             assert_same(step.value, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 1}], ids=["in-process", "one"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_default_collate_refuses_in_torchs_words(case: str, way: dict[str, Any]) -> None:
@@ -238,6 +243,7 @@ def test_default_collate_refuses_in_torchs_words(case: str, way: dict[str, Any])
         assert torchs.text.splitlines()[-1] in mine.text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", REFUSED_IN_OTHER_WORDS)
 def test_ragged_samples_are_a_runtime_error(case: str) -> None:
     def drive(loader: Any) -> list[Failure]:
@@ -287,6 +293,7 @@ def collate_parts(samples: list[Any]) -> list[Any]:
     return [xs, xs[:, 1], default_collate(samples), large, large[0], large.numpy().sum()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("collate", [collate_by_default, collate_parts])
 @pytest.mark.parametrize(
     "way",
@@ -325,6 +332,7 @@ def test_a_type_added_to_torchs_collate_map_is_collated_by_its_function(workers:
 # ---------------------------------------------------------------- default_convert
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 1}], ids=["in-process", "one"])
 @pytest.mark.parametrize("cases", dozens(CONVERTED))
 def test_default_convert_makes_the_same_of(cases: list[str], way: dict[str, Any]) -> None:
@@ -339,6 +347,7 @@ def test_default_convert_makes_the_same_of(cases: list[str], way: dict[str, Any]
 # ---------------------------------------------------------------- sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_batches_may_change_in_size_by_much(workers: int) -> None:
     sizes = [256, 12_500_000, 256, 1, 300_000, 0, 5_000_000, 256]

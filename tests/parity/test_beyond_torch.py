@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_lambdas_closures_and_local_classes_reach_workers_started_by(method: str) -> None:
     offset = [100.0]
@@ -73,6 +74,7 @@ def test_a_result_of_a_local_class_comes_back_from_a_forkserver_worker() -> None
     assert [step.event for step in steps] == ["iter", "batch", "batch", "batch", "end"]
 
 
+@pytest.mark.slow
 def test_classes_of_a_main_program_without_a_file_reach_spawned_workers() -> None:
     """As in a notebook: __main__ has no file that a worker could import."""
     program = """

@@ -111,6 +111,7 @@ def tensors_of(size: int) -> TensorDataset:
     return TensorDataset(torch.arange(size) * 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_size", [4, None])
 @pytest.mark.parametrize("way", ["in-process", "two workers"])
 @pytest.mark.parametrize("case", MAPS)
@@ -125,6 +126,7 @@ def test_getitems_is_asked_for_a_batch_and_only_then() -> None:
     assert batches[0] == [0, "getitem"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 2, 5])
@@ -168,6 +170,7 @@ def test_changes_made_in_main_reach_the_workers_of_the_next_epoch() -> None:
     assert persistent[6:] == list(range(6))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_sample_changes_in_its_dataset_stays_where_it_is(way: str) -> None:
     class Remembering(Dataset):
@@ -192,6 +195,7 @@ def test_what_a_sample_changes_in_its_dataset_stays_where_it_is(way: str) -> Non
     assert bool(theirs[1]) == (way == "in-process")
 
 
+@pytest.mark.slow
 def test_the_collate_fn_and_the_dataset_are_copied_for_each_epoch() -> None:
     """A stateful collate_fn counts anew in each epoch's workers, and on in persistent ones."""
 
@@ -231,12 +235,14 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", STREAMS)
 def test_an_iterable_dataset_can_be(case: str, way: str) -> None:
     run_both(lambda: {"dataset": STREAMS[case](), "batch_size": 2, **WAYS[way]})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "options",
@@ -247,6 +253,7 @@ def test_an_iterable_dataset_with(options: dict[str, Any], way: str) -> None:
     run_both(lambda: {"dataset": Uneven([9, 3, 6]), **options, **WAYS[way]}, epochs=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_endless_stream_can_be_left(way: str) -> None:
     batches = run_both(
@@ -271,6 +278,7 @@ LEN_CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("says", "batch_size", "way"), LEN_CASES)
 def test_a_stream_longer_than_its_len_warns_in_torchs_words(
     says: int, batch_size: int | None, way: str
@@ -316,6 +324,7 @@ def content(batches: list[Any]) -> Counter[str]:
     return Counter(repr(batch) for batch in batches)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "way", ["one worker", "two workers", "three workers, one batch ahead", "two persistent workers"]
 )

@@ -73,6 +73,7 @@ ERRORS: dict[str, Callable[[int], BaseException]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ERRORS)
 def test_a_failing_sample_raises_its_error_in_its_place(case: str) -> None:
     """The epoch goes on with the next batch; the failing one is lost."""
@@ -87,6 +88,7 @@ def test_a_failing_sample_raises_its_error_in_its_place(case: str) -> None:
     assert batches == [[0, 1], [4, 5], [6, 7], [10, 11]] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("at", [(0,), (11,), (0, 1, 2, 3), tuple(range(12))], ids=str)
 def test_every_way_of_working_goes_on_after_an_error(at: tuple[int, ...], way: str) -> None:
@@ -156,6 +158,7 @@ def test_an_error_that_one_string_cannot_rebuild_arrives_all_the_same() -> None:
             assert torchs.value.text.splitlines()[0] in mine.value.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WORKERS)
 def test_an_exception_in_the_collate_fn(way: str) -> None:
     batches = run_both(
@@ -164,6 +167,7 @@ def test_an_exception_in_the_collate_fn(way: str) -> None:
     assert batches == [[0, 1], [2, 3], [6, 7], [8]] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WORKERS)
 def test_an_exception_in_the_worker_init_fn(way: str) -> None:
     """It is raised in place of that worker's first batch; the worker then fails or works on."""
@@ -191,6 +195,7 @@ def test_the_text_of_an_exception_in_the_worker_init_fn() -> None:
     assert "OwnError: worker 1 will not start" in failure.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_in_a_streams_next(way: str) -> None:
     """A generator is over after an exception; torch then ends that worker's part."""
@@ -199,6 +204,7 @@ def test_an_exception_in_a_streams_next(way: str) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stream_that_fails_once_goes_on(way: str) -> None:
     run_both(lambda: {"dataset": Moody(), "batch_size": 2, **WAYS[way]}, epochs=2)

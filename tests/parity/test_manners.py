@@ -104,6 +104,7 @@ def test_a_subclass_may_set_attributes_before_and_override_methods(way: str) -> 
     assert theirs.value == [[[0, 2], [4, 6], [8]] * 2, 2, 300, 2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "clone",
@@ -161,6 +162,7 @@ def test_the_iterator_has_what_others_read() -> None:
 # ---------------------------------------------------------------- where it runs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loader_can_be_iterated_in_another_thread(way: str) -> None:
     def drive(loader: Any) -> list[Any]:
@@ -203,6 +205,7 @@ def test_threads_can_iterate_one_loader_at_once() -> None:
         assert_same(result, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_thread_that_begins_an_epoch_is_not_disturbed_by_one_that_begins_another(
     num_workers: int,
@@ -326,6 +329,7 @@ def test_grad_mode_and_threads_of_the_consumer_do_not_matter() -> None:
 # ---------------------------------------------------------------- start methods
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("as_object", [False, True], ids=["by name", "by object"])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_start_method_is_given(method: str, as_object: bool) -> None:
@@ -343,6 +347,7 @@ def test_a_start_method_is_given(method: str, as_object: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_makes_the_same_batches() -> None:
     """One worker, one start: importing torch takes seconds."""
     assert run_both(
@@ -356,6 +361,7 @@ def test_a_spawned_worker_makes_the_same_batches() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["a dataclass", "two views of one storage", "a tensor subclass"])
 def test_a_forkserver_worker_sends(case: str) -> None:
     assert run_both(
@@ -394,6 +400,7 @@ def images(size: int = 40, side: int = 96) -> dict[str, Any]:
     return {"dataset": Made(sample, size), "batch_size": 16, "num_workers": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [8, 40, 400])
 def test_all_batches_may_be_kept(size: int) -> None:
     theirs = run_torch(lambda: images(size, 48), list)
@@ -405,6 +412,7 @@ def test_all_batches_may_be_kept(size: int) -> None:
     assert len(set(spans)) == len(spans)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_kept_from_an_epoch_stay_through_the_next(persistent: bool) -> None:
     def drive(loader: Any) -> list[Any]:
@@ -439,6 +447,7 @@ KEEP: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", KEEP)
 def test_kept_when_the_loader_is_gone(case: str) -> None:
     def drive(loader: Any) -> list[Any]:
@@ -493,6 +502,7 @@ def test_writing_into_a_batch_changes_no_other() -> None:
     assert_same(run_ours(lambda: images(100), drive), run_torch(lambda: images(100), drive))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("field", ["image", "small", "label"])
 def test_saving_a_tensor_saves_its_own_bytes_only(field: str) -> None:
     def drive(loader: Any) -> list[Any]:
@@ -546,6 +556,7 @@ def answer(queue: Any, answers: Any) -> None:
     answers.put(float(queue.get().double().sum()))
 
 
+@pytest.mark.slow
 def test_training_with_the_batches_gives_the_same_weights() -> None:
     def drive(loader: Any) -> list[Any]:
         model = torch.nn.Linear(64, 10)
@@ -651,6 +662,7 @@ TOUCHY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", TOUCHY)
 def test_an_attribute_that_raises_is_one_that_is_not_there(kind, workers) -> None:

@@ -138,12 +138,14 @@ SAMPLERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [IN_PROCESS, TWO], ids=["in-process", "two workers"])
 @pytest.mark.parametrize("case", SAMPLERS)
 def test_batches_come_in_torchs_order_with(case: str, way: dict[str, Any]) -> None:
     assert run_both(lambda: {**SAMPLERS[case](), **way})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", MAIN)
 def test_every_way_of_working_gives_torchs_order_with(case: str, way: str) -> None:
@@ -153,6 +155,7 @@ def test_every_way_of_working_gives_torchs_order_with(case: str, way: str) -> No
     assert order[: len(order) // 2] != order[len(order) // 2 :], "both epochs gave one order"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_endless_sampler_can_be_left_and_started_again(way: str) -> None:
     batches = run_both(lambda: over(sampler=Forever(), **WAYS[way]), epochs=3, take=[9, 4, 7])
@@ -163,6 +166,7 @@ def next_epoch(loader: Any, epoch: int) -> None:
     loader.sampler.set_epoch(epoch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["in-process", "two workers", "two persistent workers"])
 @pytest.mark.parametrize(
     "options",
@@ -176,6 +180,7 @@ def test_a_distributed_sampler_gives_its_ranks_part(way: str, options: dict[str,
     assert len(run_both(make, epochs=3, before_epoch=next_epoch)) == 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["in-process", "two workers", "two persistent workers"])
 def test_the_size_of_a_weighted_sampler_may_pass_one_multinomial_draw(way: str) -> None:
     run_both(
@@ -183,6 +188,7 @@ def test_the_size_of_a_weighted_sampler_may_pass_one_multinomial_draw(way: str) 
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_epoch_left_in_the_middle_does_not_reach_into_the_next(way: str) -> None:
     batches = run_both(
@@ -191,6 +197,7 @@ def test_an_epoch_left_in_the_middle_does_not_reach_into_the_next(way: str) -> N
     assert len(batches) == 2 + 6 + 0 + 1 + 5 + 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["in-process", "two workers"])
 def test_two_iterators_of_one_loader_do_not_touch_each_other(way: str) -> None:
     def make() -> dict[str, Any]:
@@ -204,6 +211,7 @@ def test_two_iterators_of_one_loader_do_not_touch_each_other(way: str) -> None:
     assert_same(ours, theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["in-process", "two workers"])
 def test_iterators_at_different_paces_give_what_they_would_alone(way: str) -> None:
     def make() -> dict[str, Any]:
@@ -224,6 +232,7 @@ def test_iterators_at_different_paces_give_what_they_would_alone(way: str) -> No
     assert_same(ours, theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["in-process", "two workers"])
 def test_loops_over_one_loader_can_be_nested(way: str) -> None:
     def make() -> dict[str, Any]:
@@ -251,6 +260,7 @@ def test_two_loaders_side_by_side_draw_as_torchs_do() -> None:
 # ---------------------------------------------------------------- ends
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["in-process", "two workers", "two persistent workers"])
 def test_an_exhausted_iterator_stays_exhausted(way: str) -> None:
     def drive(loader: Any) -> None:
@@ -298,6 +308,7 @@ def test_a_plain_loader_makes_a_new_iterator_each_time(way: str) -> None:
     run_ours(lambda: over(**WAYS[way]), drive)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["in-process", "two workers", "two persistent workers"])
 def test_the_iterator_counts_its_batches(way: str) -> None:
     def drive(loader: Any) -> list[int]:
@@ -357,6 +368,7 @@ def test_len_of_the_iterator_is_torchs(way: str) -> None:
     assert ours == run_torch(lambda: over(**WAYS[way]), drive)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["in-process", "two workers", "two persistent workers"])
 def test_a_growing_dataset_is_seen_as_torch_sees_it(way: str) -> None:
     """Persistent workers keep their first copy, so that the new samples fail there."""
@@ -375,6 +387,7 @@ def test_a_growing_dataset_is_seen_as_torch_sees_it(way: str) -> None:
 # ---------------------------------------------------------------- samplers that fail
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("good", [0, 3, 9])
 @pytest.mark.parametrize("way", ["in-process", "two workers"])
 def test_a_failing_sampler_raises_its_own_error(way: str, good: int) -> None:

@@ -55,6 +55,7 @@ def dice(**kwargs: Any) -> dict[str, Any]:
     return {"dataset": Dice(), "batch_size": 3, **kwargs}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_draw_from_the_same_streams(way: str) -> None:
     batches = run_both(lambda: dice(shuffle=True, **WAYS[way]))
@@ -64,27 +65,32 @@ def test_samples_draw_from_the_same_streams(way: str) -> None:
         assert len(set(draws)) == 34, "persistent workers were seeded twice"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_collate_fn_draws_from_the_same_streams(way: str) -> None:
     assert run_both(lambda: dice(collate_fn=dice_collate, **WAYS[way]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_unbatched_samples_draw_from_the_same_streams(way: str) -> None:
     assert run_both(lambda: dice(batch_size=None, **WAYS[way]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_iterable_datasets_draw_from_the_same_streams(way: str) -> None:
     assert run_both(lambda: {"dataset": DiceStream(), "batch_size": 2, **WAYS[way]})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("init", [seed_numpy, draw_some])
 @pytest.mark.parametrize("way", WORKERS)
 def test_a_worker_init_fn_may_seed_or_draw(way: str, init: Callable[[int], None]) -> None:
     assert run_both(lambda: dice(worker_init_fn=init, **WAYS[way]), epochs=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_generator_seeds_the_workers(way: str) -> None:
     def make(seed: int) -> dict[str, Any]:
@@ -123,12 +129,14 @@ def only_torchs(samples: list[dict[str, Any]]) -> list[Any]:
     return [(s["index"], s["worker"], s["seed"], s["torch"], s["permutation"]) for s in samples]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WORKERS)
 def test_an_epoch_left_in_the_middle_leaves_the_streams_where_torch_does(way: str) -> None:
     """Persistent workers have then drawn for all the batches that were under way."""
     assert run_both(lambda: dice(shuffle=True, **WAYS[way]), epochs=4, take=[1, 3, None, 0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WORKERS)
 def test_the_worker_that_makes_a_batch_is_the_same(way: str) -> None:
     batches = run_both(lambda: dice(**WAYS[way]))
@@ -138,6 +146,7 @@ def test_the_worker_that_makes_a_batch_is_the_same(way: str) -> None:
     assert all(len(set(maker)) == 1 for maker in makers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_start_method_changes_no_stream(method: str) -> None:
     def make(method: str) -> dict[str, Any]:
@@ -157,6 +166,7 @@ def test_the_start_method_changes_no_stream(method: str) -> None:
 # ---------------------------------------------------------------- get_worker_info
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_worker_info_in_a_map_style_dataset(way: str) -> None:
     kwargs = {"batch_size": 2, "collate_fn": as_is, **WAYS[way]}
@@ -169,6 +179,7 @@ def test_worker_info_in_a_map_style_dataset(way: str) -> None:
         assert batches[0][0]["dataset type"] == "Whoami"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_worker_info_in_an_iterable_dataset(way: str) -> None:
     kwargs = {"batch_size": 2, "collate_fn": as_is, **WAYS[way]}
@@ -184,6 +195,7 @@ def test_worker_info_in_a_collate_fn(way: str) -> None:
     assert run_both(lambda: dice(collate_fn=collate_with_info, **WAYS[way]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dataset", [Whoami, WhoamiStream])
 @pytest.mark.parametrize("way", WORKERS)
 def test_a_worker_init_fn_reaches_its_workers_dataset(way: str, dataset: Any) -> None:
@@ -199,6 +211,7 @@ def test_a_worker_init_fn_reaches_its_workers_dataset(way: str, dataset: Any) ->
     assert all(sample["marked_by"] == 100 + sample["id"] for (sample,) in batches)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_main_process_never_has_a_worker_info(way: str) -> None:
     def drive(loader: Any) -> None:
@@ -245,6 +258,7 @@ def inspect_process(_index: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WORKERS)
 def test_the_worker_process_is_set_up_as_torchs(way: str) -> None:
     batches = run_both(

@@ -397,6 +397,7 @@ def test_an_engine_raises_in_a_batch_s_place_and_goes_on(kind) -> None:
         assert values(engine) == [196]
 
 
+@pytest.mark.sampled(2)
 def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
     gate = Gate()
     with engine_of(

@@ -142,6 +142,7 @@ DATASETS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", DATASETS)
 def test_it_is_gathered_and_the_same_as_torch_s(name, slot):
     dataset = DATASETS[name]
@@ -238,6 +239,7 @@ def test_rows_that_torch_makes_something_else_of_are_no_columns(rows):
     assert find_columns(rows) is None
 
 
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize(
     "indices", [[0, LENGTH], [-1, 0], [-LENGTH - 1], [2**70], [True, 0], [], [1.0], ["a"], (1, 2)]
 )
@@ -318,6 +320,7 @@ def test_large_rows_are_streamed_and_the_same(slot):
     assert torch.equal(batch, rows[indices])
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 5, 23, 30])
 @pytest.mark.parametrize("has_generator", [False, True])
@@ -368,6 +371,7 @@ def test_samplers_of_other_kinds_have_no_plan_of_arrays():
     assert list(array_batches(more)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -530,6 +534,7 @@ def test_neither_the_rows_nor_a_batch_that_was_gathered_are_kept_from_being_resi
     assert rows.resize_(400)[:12].tolist() == list(range(12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:, 0, 0]], ids=["arrays", "scalars"])
 def test_without_workers_numpy_s_rows_come_to_the_default_device(rows):
     def second(loader_class: Any) -> torch.Tensor:

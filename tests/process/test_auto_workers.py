@@ -50,6 +50,7 @@ def workers_alive() -> int:
     return len(multiprocessing.active_children())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": True}])
 def test_batches_are_the_same_whatever_the_number(expected, options) -> None:
     before = workers_alive()

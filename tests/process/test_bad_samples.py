@@ -71,6 +71,7 @@ def listed(loader: DataLoader) -> list[Any]:
 # ---------------------------------------------------------------- skipping
 
 
+@pytest.mark.sampled(6)
 @BOTH
 @pytest.mark.parametrize(
     ("bad", "batches"),
@@ -101,6 +102,7 @@ def test_a_batch_of_tensors_comes_without_what_failed_in_shared_memory():
     assert all(torch.equal(batch, batch[:, :1].expand(-1, 50_000)) for batch in kept)
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned_skip_and_replace():
     options = {"multiprocessing_context": "spawn"}
     # A function that pickles by value.
@@ -313,6 +315,7 @@ def test_what_collate_raises_is_raised(workers):
     assert listed(loader) == [1, 5]
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("who", ["collate", "on_error"])
 def test_a_stop_out_of_the_users_functions_does_not_end_the_epoch(workers, who):
@@ -325,6 +328,7 @@ def test_a_stop_out_of_the_users_functions_does_not_end_the_epoch(workers, who):
     assert all("StopIteration" in str(step) for step in seen)
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("on_error", ["skip", lambda index, error: 0])
 def test_what_the_iterator_of_an_iterable_dataset_raises_is_raised(workers, on_error):
@@ -344,6 +348,7 @@ def test_a_good_iterable_dataset_ends_well(workers):
     assert list(loader) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_what_is_no_exception_is_raised(kind):
     loader = load(failing(5, make=kind))
@@ -417,6 +422,7 @@ def test_the_list_is_kept_over_epochs_and_after_close(workers, persistent):
     assert listed(loader) == [3, 8] * 3
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_the_newest_100_are_listed_and_all_are_counted(workers):
     loader = load(Numbers(400, *range(1, 400)), workers, batch_size=150)
@@ -435,6 +441,7 @@ def test_an_epoch_left_early_counts_what_was_handed_over():
     loader.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "other", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
@@ -548,6 +555,7 @@ def known_here_only() -> Exception:
     return error
 
 
+@pytest.mark.sampled(6)
 @BOTH
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
@@ -632,6 +640,7 @@ def test_the_first_failure_of_an_epoch_is_logged_and_no_other(caplog):
 # ---------------------------------------------------------------- too many
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("on_error", ["skip", lambda index, error: -1])
 def test_more_failures_than_max_failures_end_the_iterator(workers, on_error):
@@ -654,6 +663,7 @@ def test_as_many_failures_as_max_failures_are_well_in_each_epoch(workers):
         assert sum(map(len, loader)) == 14
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_after_too_many_failures_a_new_epoch_starts_anew(workers, persistent):
     is_bad = Switch(is_on=False)
@@ -696,6 +706,7 @@ def test_a_share_is_judged_at_the_end_of_a_short_epoch(workers):
     assert list(load(Numbers(8, 0, 1), workers, max_failures=Fraction(1, 4))) == batches
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("batch_size", [None, 4])

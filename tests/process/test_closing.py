@@ -46,6 +46,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_break_and_start_again_gives_a_whole_epoch_each_time(persistent) -> None:
     loader = DataLoader(
@@ -60,6 +61,7 @@ def test_break_and_start_again_gives_a_whole_epoch_each_time(persistent) -> None
     loader.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", range(1, 8))
 def test_break_and_start_again_with_streams_about_to_end(length) -> None:
     loader = DataLoader(

@@ -244,6 +244,7 @@ def test_doctor_tells_of_a_limit_on_address_space(capsys) -> None:
     assert line.startswith("  address space   400.0 GB (`ulimit -v`; ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fonts")
 def test_tune_prints_the_best_setting_as_a_line_of_python(capsys, here) -> None:
     arguments = ("loaders_of_mine:make", "--seconds", "0.3", "--plot", str(here / "curve.png"))
@@ -383,6 +384,7 @@ def test_only_a_command_that_imports_a_target_looks_in_the_current_directory(her
     assert sys.path == [str(here), *path]
 
 
+@pytest.mark.slow
 def test_python_may_be_told_to_stay_out_of_the_current_directory(here) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shmloader", "bench", "loaders_of_mine:make"],
@@ -394,6 +396,7 @@ def test_python_may_be_told_to_stay_out_of_the_current_directory(here) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_as_a_module_on_the_example_of_the_readme() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shmloader", "bench", "examples.loaders:make_loader", "--batches=4"],

@@ -51,6 +51,7 @@ def resumed(state: dict[str, Any], workers: int, **options: Any) -> DataLoader[A
     return loader
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [1, 3, 100])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_each_workers_dataset_goes_on_from_its_own_state(workers, every) -> None:
@@ -74,6 +75,7 @@ def test_each_workers_dataset_goes_on_from_its_own_state(workers, every) -> None
                 assert [read(batch) for batch in other] == epochs[number + 1], (epoch, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_under_other_start_methods_as_well(method) -> None:
     with make(1) as loader:

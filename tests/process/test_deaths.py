@@ -63,6 +63,7 @@ def healing(end: Callable[[], Any], at: int, armed: Switch, length: int = 20) ->
     return Calls(sample, length)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"timeout": 30}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("way", ENDS)
 def test_a_worker_that_ends_is_told_after_the_batches_before_it(way, options) -> None:
@@ -89,6 +90,7 @@ def test_a_worker_that_ends_is_told_after_the_batches_before_it(way, options) ->
     loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_out_of_order_the_other_batches_come_or_the_death_is_told(workers) -> None:
     armed = Switch(is_on=True)
@@ -135,6 +137,7 @@ def test_sys_exit_in_a_dataset_is_a_runtime_error_and_the_worker_lives() -> None
     assert list(batches) == [2, 3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, StopIteration])
 def test_control_flow_out_of_a_worker_is_a_runtime_error(kind) -> None:
     def sample(index: int) -> int:
@@ -245,6 +248,7 @@ def test_a_death_that_was_seen_before_the_epoch_was_left_does_not_hang_the_next_
     gate.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_with_messages_on_their_way_does_not_break_the_next_epoch() -> None:
     armed = Switch(is_on=True)
 
@@ -333,6 +337,7 @@ def test_a_worker_killed_after_its_stream_ended_changes_nothing() -> None:
     gate.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_is_unpickled_under_spawn_is_told(tmp_path) -> None:
     done = run_program(
         """
@@ -363,6 +368,7 @@ def test_a_worker_that_dies_while_it_is_unpickled_under_spawn_is_told(tmp_path) 
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_an_exception_while_unpickling_under_spawn_is_the_users_own(tmp_path) -> None:
     done = run_program(
         """
@@ -526,6 +532,7 @@ def test_a_death_of_torchs_worker_is_not_taken_for_ours() -> None:
     torchs._shutdown_workers()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reaper", ["ignored", "handled"])
 def test_a_process_that_reaps_all_children_itself_is_told_of_the_death_and_can_close(reaper):
     def reap(number: int, frame: Any) -> None:

@@ -85,6 +85,7 @@ print(set(ctypes.string_at(address, 100_000)), set(first.tolist()), set(third.to
 """
 
 
+@pytest.mark.slow
 def test_a_late_writer_is_found_out_and_a_view_kept_without_a_lease_reads_poison(
     monkeypatch,
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_late_writer_is_found_out_and_a_view_kept_without_a_lease_reads_poison
     assert lines[5:] == ["{251} {1} {3}"]
 
 
+@pytest.mark.slow
 def test_without_the_variable_nothing_is_checked_and_nothing_poisoned(monkeypatch) -> None:
     lines = run(WRONGS, monkeypatch, value=None).splitlines()
     assert lines[:5] == ["0 0.0 0.0", "1 1.0 99.0", "2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]
@@ -194,6 +196,7 @@ print(failures)
 """
 
 
+@pytest.mark.slow
 def test_batches_of_all_kinds_pass_the_checks(monkeypatch) -> None:
     assert run(ALL_KINDS, monkeypatch) == "40\n"
 
@@ -206,6 +209,7 @@ def debugging(monkeypatch) -> Iterator[None]:
     is_debugging.cache_clear()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_main_process_decides_for_its_workers(method, debugging, monkeypatch) -> None:
     loader = DataLoader(

@@ -42,6 +42,7 @@ SECONDS = 0.05
 SET = f"socket.setdefaulttimeout({SECONDS})"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("where", ["module", "main"])
 def test_workers_wait_for_as_long_as_it_takes(tmp_path, method, where):

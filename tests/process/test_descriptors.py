@@ -11,6 +11,7 @@ from tests.process.support import Calls, descriptor_count, run_program
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_descriptors_do_not_grow_over_epochs(persistent) -> None:
     loader = DataLoader(
@@ -25,6 +26,7 @@ def test_descriptors_do_not_grow_over_epochs(persistent) -> None:
     loader.close()
 
 
+@pytest.mark.slow
 def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> None:
     """The limit is raised one by one, so that each step of the start meets it once."""
     done = run_program(

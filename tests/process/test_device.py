@@ -56,6 +56,7 @@ def on(stream: torch.Stream):
 # Content ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_thousands_of_batches_arrive_whole_whoever_uses_them(late: LateDevice) -> None:
     chance = random.Random(1)
     main = torch.accelerator.current_stream()
@@ -78,6 +79,7 @@ def test_thousands_of_batches_arrive_whole_whoever_uses_them(late: LateDevice) -
     assert late.count("pageable copies") == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [
     {"device": "late:1"},
     {"device": None, "pin_memory": True},
@@ -148,6 +150,7 @@ def keeps_the_rules(monkeypatch) -> None:
     """The control."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "policy", [frees_at_once, waits_for_no_event, records_no_stream, keeps_the_rules]
 )
@@ -262,6 +265,7 @@ def test_a_refusal_whose_warning_is_an_error_loses_one_batch_and_no_slot(late) -
 # How far ahead ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ahead", [1, 7])
 def test_so_many_batches_are_made_ready_and_no_more(late, ahead) -> None:
     made = []
@@ -392,6 +396,7 @@ def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(late: La
     assert len({stream.stream_id for stream in streams}) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_own_stream", [False, True], ids=["", "own stream"])
 def test_a_transform_may_move_the_batch_to_another_device(late, has_own_stream) -> None:
     def move(batch):
@@ -447,6 +452,7 @@ def test_a_copy_that_fails_half_way_loses_its_batch_alone(late: LateDevice) -> N
     assert found == ends(60)[:3] + ends(60)[4:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["transform", "copy", "record"])
 def test_an_exception_that_is_kept_holds_no_slot(late, slots, monkeypatch, where) -> None:
     def fail(*_):

@@ -206,6 +206,7 @@ def test_memory_is_given_back_though_unregistering_fails_only_if_no_device_is_le
     slot.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interruption_of_locking_or_unlocking_leaves_no_registration(late, locks, kind) -> None:
     def lock_and_unlock(slot: Slot) -> None:
@@ -229,6 +230,7 @@ def test_an_interruption_of_locking_or_unlocking_leaves_no_registration(late, lo
     assert late.count("registered bytes") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", ["close", "retire"])
 def test_an_interruption_of_an_arenas_end_leaves_nothing(late, locks, slots, kind, end) -> None:
@@ -411,6 +413,7 @@ def growing(index: int) -> list[torch.Tensor]:
     return [torch.full((LENGTH + 5_000 * index,), index, dtype=torch.int32), torch.tensor(index)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"device": "late"}, {"pin_memory": True}], ids=str)
 def test_a_graph_may_be_captured_while_the_loader_works(late: LateDevice, options) -> None:
     loader = DataLoader(Calls(growing, 40), None, num_workers=2, **options)
@@ -430,6 +433,7 @@ def test_a_graph_may_be_captured_while_the_loader_works(late: LateDevice, option
 # A device that fails ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["close", "garbage", "ask again"])
 def test_a_device_that_fails_is_told_once_and_closes_quietly(late, slots, end) -> None:
     loader = make(100)
@@ -556,6 +560,7 @@ def with_mask(samples) -> WithMask:
     return batch
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [["late"], ["late", "cpu"]], ids=["device", "two"])
 def test_a_tensor_beside_a_containers_items_is_no_view_of_a_locked_slot(late, devices) -> None:
     options = {"num_workers": 2, "collate_fn": with_mask, "prefetch_factor": 2}

@@ -61,6 +61,7 @@ def run(tmp_path, then: str = "pass", *, main: str = READ, method: str = "spawn"
     return run_program(source, tmp_path / "program.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "seen"), [("spawn", "1 False"), ("forkserver", "0 True")])
 def test_it_is_there_before_the_dataset_is_pickled(tmp_path, method, seen) -> None:
     done = run(tmp_path, method=method)
@@ -68,6 +69,7 @@ def test_it_is_there_before_the_dataset_is_pickled(tmp_path, method, seen) -> No
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_closures_and_each_worker_get_the_same(tmp_path) -> None:
     """By cloudpickle, after pickle has failed: what that had noted of descriptors is forgotten."""
     done = run(tmp_path, main="data.function = lambda: 0; " + READ)
@@ -75,6 +77,7 @@ def test_closures_and_each_worker_get_the_same(tmp_path) -> None:
     done.assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", ["LookupError('mine')", "KeyboardInterrupt()", "TypeError('not to be pickled')"]
 )
@@ -107,6 +110,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_one_that_dies_meanwhile_is_told_of(tmp_path) -> None:
     main = """
     from shmloader import WorkerDiedError
@@ -125,6 +129,7 @@ def test_one_that_dies_meanwhile_is_replaced(tmp_path) -> None:
     assert done.out.splitlines() == ["1 False", ALL], done.err
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_main_process(tmp_path) -> None:
     then = "print('pid', early[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     done = run(tmp_path, then)
@@ -132,6 +137,7 @@ def test_it_ends_with_the_main_process(tmp_path) -> None:
     wait_for_end(int(re.search(r"pid (\d+)", done.out).group(1)))
 
 
+@pytest.mark.slow
 def test_what_pickling_sets_in_the_environment_all_have(tmp_path) -> None:
     then = "os.environ['SET_LATE'] = 'it'"
     done = run(tmp_path, then, main="print(read(data, worker_init_fn=tell))")
@@ -139,6 +145,7 @@ def test_what_pickling_sets_in_the_environment_all_have(tmp_path) -> None:
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_where_it_can_be_sent_no_descriptors_they_are_inherited(tmp_path) -> None:
     """Those on their way to any process of a user are limited."""
     main = """
@@ -157,6 +164,7 @@ def test_where_it_can_be_sent_no_descriptors_they_are_inherited(tmp_path) -> Non
     done.assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_loader_that_is_closed_meanwhile_begins_no_epoch(tmp_path, method) -> None:
     main = """
@@ -172,6 +180,7 @@ def test_a_loader_that_is_closed_meanwhile_begins_no_epoch(tmp_path, method) -> 
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_at_the_interpreter_s_exit_it_is_ended_once(tmp_path) -> None:
     main = """
     from multiprocessing import util

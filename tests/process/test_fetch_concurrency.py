@@ -110,6 +110,7 @@ class AsyncSquares(Squares):
         return super().__getitem__(index)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", [Squares, AsyncSquares])
 @pytest.mark.parametrize("concurrency", [1, 3, 64])
@@ -133,6 +134,7 @@ def test_the_first_failure_in_order_is_raised_and_the_next_batch_comes(workers, 
         assert next(items).tolist() == [index * index for index in range(8, 16)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", [Squares, AsyncSquares])
 def test_bad_samples_are_left_out_or_replaced_and_counted(workers, kind):
@@ -174,6 +176,7 @@ def draw_in_collate(samples):
     return [*numbers, float(shmloader.sample_rng().random())]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", [Drawing, AsyncDrawing])
 @pytest.mark.parametrize("concurrency", [1, 5])
@@ -211,6 +214,7 @@ class Lists(Dataset):
         return [index * 10 for index in indices]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_subsets_lists_shards_and_single_samples(workers):
     options = {"fetch_concurrency": 3, **workers}

@@ -55,6 +55,7 @@ def run(tmp_path, before: str = "pass", *, epochs: int = 1) -> Done:
     return run_program(source, tmp_path / "program.py")
 
 
+@pytest.mark.slow
 def test_workers_have_torch_in_common_and_what_its_user_has_it_import(tmp_path) -> None:
     done = run(tmp_path, "multiprocessing.set_forkserver_preload(['colorsys'])", epochs=2)
     assert done.out.splitlines() == ["True True True"] * 2, done.err
@@ -70,6 +71,7 @@ def test_a_server_that_runs_already_is_left_as_it_is(tmp_path) -> None:
     done.assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inspect", "cloudpickle", "cuda", "typing_extensions"])
 def test_files_that_are_called_like_modules_are_not_imported(name, tmp_path) -> None:
     """The server looks in the working directory first, where the program does not look at all."""
@@ -81,6 +83,7 @@ def test_files_that_are_called_like_modules_are_not_imported(name, tmp_path) -> 
     done.assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["beside", "above"])
 def test_files_of_the_program_s_own_are_no_hindrance(where, tmp_path) -> None:
     folder, program = tmp_path, tmp_path if where == "beside" else tmp_path / "scripts"
@@ -109,6 +112,7 @@ def install():
 """
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_no_hindrance(tmp_path) -> None:
     """Neither one by a finder, as of ours here, nor one by a path, as of all the rest."""
     venv.create(tmp_path / "venv", symlinks=True)
@@ -128,6 +132,7 @@ def test_an_editable_install_is_no_hindrance(tmp_path) -> None:
     assert done.stdout == "True True False\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["calendar", "tqdm"])
 def test_what_the_program_finds_elsewhere_its_workers_do(name, tmp_path) -> None:
     folder = tmp_path / "vendored"
@@ -158,6 +163,7 @@ def test_what_the_program_finds_elsewhere_its_workers_do(name, tmp_path) -> None
     assert done.out == "[True]\n", done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_like_here", [True, False])
 def test_other_processes_that_the_server_forks_hear_ctrl_c(is_like_here, tmp_path) -> None:
     folder = tmp_path / "elsewhere"
@@ -193,6 +199,7 @@ def test_other_processes_that_the_server_forks_hear_ctrl_c(is_like_here, tmp_pat
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_is_looked_at_again(tmp_path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()

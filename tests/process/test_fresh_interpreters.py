@@ -66,6 +66,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", ["a file", "-c", "stdin"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_local_things_reach_a_worker_of_a_program_from(method, source, tmp_path) -> None:
@@ -76,6 +77,7 @@ def test_local_things_reach_a_worker_of_a_program_from(method, source, tmp_path)
     done.assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_shared_things_reach_a_worker(method, wrapped, tmp_path) -> None:
@@ -124,6 +126,7 @@ def test_shared_things_reach_a_worker(method, wrapped, tmp_path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_views_of_one_shared_tensor_reach_a_spawned_worker_where_torch_can(tmp_path) -> None:
     done = run_program(
         """
@@ -155,6 +158,7 @@ def test_two_views_of_one_shared_tensor_reach_a_spawned_worker_where_torch_can(t
     assert done.left == []
 
 
+@pytest.mark.slow
 def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> None:
     done = run_program(
         """
@@ -193,6 +197,7 @@ def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> Non
     assert done.out.splitlines() == ["True", "0 []"] * 2
 
 
+@pytest.mark.slow
 def test_a_program_without_the_main_guard_under_spawn_fails_and_ends(tmp_path) -> None:
     """As with torch, each worker runs the program again and is refused; nobody hangs."""
     done = run_program(

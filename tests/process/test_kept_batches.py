@@ -69,6 +69,7 @@ def _of_storage(storage: torch.UntypedStorage) -> Any:
     return lambda: torch.tensor(storage, dtype=torch.uint8).view(torch.float32).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("collate", [None, "own"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_kept_of_a_batch_is_never_written_again(way, collate) -> None:
@@ -96,6 +97,7 @@ def _is_one_row(way: str, number: int, mean: float) -> bool:
     return way in rows and mean == 2 * number + rows[way]
 
 
+@pytest.mark.slow
 def test_a_list_of_all_batches_is_whole_and_shared_memory_is_bounded(slots) -> None:
     rows = 20_000_000 // 4
     loader = DataLoader(
@@ -171,6 +173,7 @@ def test_a_forked_child_never_sees_its_batch_change() -> None:
     results.close()
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_while_a_child_is_forked_for_each_batch(slots) -> None:
     loader = DataLoader(Calls(plane, 40), num_workers=2)
     for number, batch in enumerate(loader):
@@ -216,6 +219,7 @@ VIEWS: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("collate", [None, own_collate])
 def test_views_of_a_batch_outlive_its_move_to_torchs_shared_memory(collate) -> None:
     loader = DataLoader(
@@ -243,6 +247,7 @@ def test_views_of_a_batch_outlive_its_move_to_torchs_shared_memory(collate) -> N
     loader.close()
 
 
+@pytest.mark.slow
 def test_views_of_a_batch_outlive_its_way_through_a_queue(tmp_path) -> None:
     program = """
         import numpy as np, torch
@@ -305,6 +310,7 @@ def numpy_by_empty(samples: list[torch.Tensor]) -> np.ndarray:
     return by_empty(samples).numpy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "make", [torch.utils.data.default_collate, by_empty, numpy_by_empty, lambda s: by_empty(s)[:1]]
 )
@@ -446,6 +452,7 @@ def test_empty_outside_a_worker_is_an_ordinary_tensor(slots) -> None:
     assert slots.maps() == {}
 
 
+@pytest.mark.slow
 def test_copying_a_batch_out_starts_no_threads(tmp_path) -> None:
     """torch's threads spin, on cores that the workers need, for longer than a copy takes."""
     program = """

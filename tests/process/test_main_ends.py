@@ -50,6 +50,7 @@ def program(body: str, tmp_path) -> Program:
     return Program(f"{HEAD}\nif __name__ == '__main__':\n{lines}\n", tmp_path / "program.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", ["sleep", "compute", "idle"])
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_when_the_main_process_is_killed(method, busy, tmp_path) -> None:
@@ -66,6 +67,7 @@ def test_workers_end_when_the_main_process_is_killed(method, busy, tmp_path) -> 
     running.finish(left_s=2.5).assert_quiet(-signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_inside_a_call_that_keeps_the_interpreter_ends_too(tmp_path) -> None:
     """A regular expression never lets another thread of its process run."""
     running = program(
@@ -77,6 +79,7 @@ def test_a_worker_inside_a_call_that_keeps_the_interpreter_ends_too(tmp_path) ->
     running.finish(left_s=2.5).assert_quiet(-signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_ends_with_the_main_process_too(tmp_path) -> None:
     running = program(
         "loader, batches = workers('fork')\n"
@@ -99,6 +102,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("busy", [None, "sleep"])
 @pytest.mark.parametrize("end", ENDS)
 def test_forked_workers_end_with(end, busy, tmp_path) -> None:
@@ -110,6 +114,7 @@ def test_forked_workers_end_with(end, busy, tmp_path) -> None:
     done.assert_quiet(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_started_afresh_end_with_an_exception(method, tmp_path) -> None:
     done = program(
@@ -187,6 +192,7 @@ ALIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ALIVE)
 def test_the_interpreter_ends_quietly_with(what, tmp_path) -> None:
     import textwrap
@@ -195,6 +201,7 @@ def test_the_interpreter_ends_quietly_with(what, tmp_path) -> None:
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_a_stopped_worker_though_finalizers_came_first(tmp_path) -> None:
     """Exit functions run last registered first: multiprocessing's may come before ours."""
     done = run_program(
@@ -215,6 +222,7 @@ def test_the_interpreter_ends_with_a_stopped_worker_though_finalizers_came_first
     done.assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["idle", "sleep", "compute"])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> None:
@@ -233,6 +241,7 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
     done.assert_quiet(-signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ours", [True, False], ids=["", "server of the user's"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, is_ours, tmp_path) -> None:
@@ -265,6 +274,7 @@ def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, is_ours,
     assert done.out.split() == ["False", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["new", "running"])
 def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path) -> None:
     start = "from multiprocessing import forkserver; forkserver.ensure_running()\n"
@@ -291,6 +301,7 @@ def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path)
     done.assert_quiet(-signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_ctrl_c_that_another_thread_takes_waits_for_a_worker_s_start(method, tmp_path) -> None:
     done = run_program(
@@ -330,6 +341,7 @@ def test_ctrl_c_that_another_thread_takes_waits_for_a_worker_s_start(method, tmp
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_a_process_that_another_thread_forks_meanwhile_hears_ctrl_c(tmp_path) -> None:
     done = run_program(
         """
@@ -368,6 +380,7 @@ def test_a_process_that_another_thread_forks_meanwhile_hears_ctrl_c(tmp_path) ->
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_a_loader_goes_on_after_ctrl_c_was_caught(tmp_path) -> None:
     running = program(
         """
@@ -394,6 +407,7 @@ loader.close()
     running.finish(30).assert_quiet()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_child_forked_in_mid_epoch_that_exits_leaves_the_workers_alone(method, tmp_path) -> None:
     done = program(

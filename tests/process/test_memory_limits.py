@@ -95,6 +95,7 @@ def test_all_slots_are_held_against_what_was_free_at_the_start(tmp_path) -> None
     gate.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [0, 7, 30])
 def test_a_batch_ten_times_as_large_as_the_others_raises_no_alarm_where_it_fits(
     at, tmp_path, slots
@@ -112,6 +113,7 @@ def with_text(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate(samples), "text"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["short", "general"])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
@@ -275,6 +277,7 @@ def load(*sizes):
 """
 
 
+@pytest.mark.slow
 def test_under_a_limit_on_address_space_slots_take_what_batches_need(tmp_path) -> None:
     done = run_program(
         UNDER_LIMIT
@@ -309,6 +312,7 @@ print(told[0][1])
 HINT = "The kernel's out-of-memory killer ended"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "count"), [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (9, 0)])
 def test_a_worker_killed_while_the_killer_was_at_work_is_told_so(number, count, tmp_path) -> None:
     system = make_system(tmp_path, 50_000_000)

@@ -149,6 +149,7 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", MAKERS)
 def test_an_exception_with(what) -> None:
     make, kind, text = MAKERS[what]
@@ -231,6 +232,7 @@ class FailsToRebuild:
         return type(other) is FailsToRebuild
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
@@ -250,6 +252,7 @@ def test_the_part_of_a_batch_that_cannot_be_pickled_is_named(bad, named) -> None
     assert named in str(seen[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("collate", [None, only])
 @pytest.mark.parametrize("kind", ["a lambda", "a local class", "failing"])
 def test_a_dict_key_that_cannot_be_pickled_is_an_error_at_its_place(kind, collate) -> None:

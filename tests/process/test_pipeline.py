@@ -198,6 +198,7 @@ def test_a_stop_iteration_of_an_op_does_not_end_the_epoch():
         list(on_processes(op, range(3)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_killed_worker_is_worker_died_error_and_the_next_start_has_new_ones(is_stopped):
     gate, reached = Gate(), Gate()
@@ -239,6 +240,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_told_at_its_next_item():
         assert len(list(pipeline)) == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("how", ["stop", "break", "garbage"])
 def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
@@ -360,6 +362,7 @@ def test_two_stages_on_processes_and_one_on_the_users_pool():
         assert list(builder.add_sink().build()) == [LARGE * number for number in range(6)]
 
 
+@pytest.mark.slow
 def test_ops_cross_to_workers_of_another_start_method(monkeypatch):
     default = multiprocessing.context._default_context
     monkeypatch.setattr(default, "_actual_context", multiprocessing.get_context("spawn"))

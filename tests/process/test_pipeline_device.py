@@ -150,6 +150,7 @@ async def copied_twice_soon(item):
     yield copied(item)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", [copied, copied_twice, copied_soon, copied_twice_soon, "executor"])
 def test_what_an_op_after_the_transfer_computes_is_waited_for_on_the_consumers_stream(late, op):
     with contextlib.ExitStack() as stack:
@@ -165,6 +166,7 @@ def test_what_an_op_after_the_transfer_computes_is_waited_for_on_the_consumers_s
         assert found == [[number] * 4 for number in range(100) for _ in range(times)]
 
 
+@pytest.mark.slow
 def test_an_op_after_the_transfer_may_run_in_other_processes(late):
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")

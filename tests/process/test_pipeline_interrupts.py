@@ -137,6 +137,7 @@ def try_at(
     return became
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS_OF_PIPELINE)
 def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_ends_the_epoch(
     name,

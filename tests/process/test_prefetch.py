@@ -105,6 +105,7 @@ def test_an_empty_sequence_has_no_items(method):
         items[0]
 
 
+@pytest.mark.sampled(1)
 def test_a_failed_item_raises_and_the_next_ones_come(method):
     def op(number):
         if number in {1, 3}:

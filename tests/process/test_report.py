@@ -93,6 +93,7 @@ def browse(page: Path, width: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to look at the page with")
 @pytest.mark.parametrize(("is_bound", "width"), [(True, 1280), (False, 480)])
 def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
@@ -122,6 +123,7 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
 HOSTILE = "{{data}} {{table}} </script> <!--<script> `<b>` $\\frac$ \ud800 &amp; \u2028"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to look at the page with")
 def test_a_browser_draws_the_page_whatever_the_trace_says(tmp_path) -> None:
     trace = json.loads(record(tmp_path / "run.json", is_bound=False).read_text())
@@ -149,6 +151,7 @@ def test_a_browser_draws_the_page_whatever_the_trace_says(tmp_path) -> None:
 WRONG = ("x", None, -1, 1e300, 10**400, math.nan, [], {}, math.inf)
 
 
+@pytest.mark.slow
 def test_a_trace_with_any_one_field_changed_gives_a_page_or_one_line(tmp_path, capsys) -> None:
     trace = json.loads(record(tmp_path / "run.json", is_bound=False).read_text())
     kinds: dict[str, Any] = {}
@@ -215,6 +218,7 @@ def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
             assert spent >= 0.5 * (batch.taken - since)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fonts")
 def test_a_picture_of_the_same(tmp_path, capsys) -> None:
     with switched_on():

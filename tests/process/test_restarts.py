@@ -146,6 +146,7 @@ def test_a_batch_that_kills_its_worker_is_loaded_again_in_order(caplog) -> None:
     assert "random streams start anew" in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_a_worker_that_a_signal_ends_is_replaced_and_the_log_names_it(number, caplog) -> None:
     switch = Switch(is_on=True)
@@ -286,6 +287,7 @@ def test_a_batch_that_waits_behind_the_one_in_work_does_not_count_as_killing(cap
     assert len(told(caplog)) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_that_kills_twice_raises_with_its_indices(in_order, caplog) -> None:
     loader = DataLoader(
@@ -447,6 +449,7 @@ def few_descriptors(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spare", range(4))
 def test_a_replacement_that_cannot_be_started_is_an_error_that_names_the_limit(spare) -> None:
     # Not so early that a worker might die before descriptors are few.
@@ -506,6 +509,7 @@ def test_a_replacement_has_the_number_the_seed_and_the_streams_of_a_new_worker()
     assert seen[1][0] == seen[3][0] == seen[5][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", AFRESH)
 def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
     """A map-style one at its start, and again over a batch; what it was given is given again."""
@@ -539,6 +543,7 @@ def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
     assert "batch 3, 4" in told(caplog)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", AFRESH)
 def test_an_iterable_dataset_goes_on_in_a_worker_started_afresh(method) -> None:
     dataset = Dying([8], 5, Deaths())
@@ -582,6 +587,7 @@ ITERABLE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lengths", [[20, 20], [20, 2], [2, 20], [1, 0]], ids=str)
 @pytest.mark.parametrize("what", ITERABLE)
 def test_an_iterable_dataset_goes_on_where_its_worker_died(what, lengths, caplog) -> None:
@@ -708,6 +714,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("which", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_workers_that_died_between_epochs_are_replaced(kind, which, caplog) -> None:
@@ -728,6 +735,7 @@ def test_workers_that_died_between_epochs_are_replaced(kind, which, caplog) -> N
     loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_worker_that_dies_while_the_epoch_is_left_is_replaced(kind) -> None:
     loader = DataLoader(
@@ -742,6 +750,7 @@ def test_a_worker_that_dies_while_the_epoch_is_left_is_replaced(kind) -> None:
     loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_worker_that_dies_while_it_leaves_the_epoch_is_replaced(kind) -> None:
     """It has the message to do so, and the batches before it, when it dies."""
@@ -805,6 +814,7 @@ def staged(stage: str) -> Iterator[dict[str, Any]]:
         assert late.count("faults") == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dataset", ["map-style", "iterable"])
 @pytest.mark.parametrize("stage", ["device", "pin"])
 def test_a_worker_is_replaced_behind_a_stage(stage, dataset, caplog) -> None:
@@ -846,6 +856,7 @@ def held(gate: Gate, hold: Switch) -> Calls:
     return Calls(sample, 12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["device", "pin"])
 def test_an_epoch_is_left_while_its_stage_waits_for_the_user_to_start_a_worker(
     stage, caplog
@@ -893,6 +904,7 @@ def test_a_loader_is_closed_while_its_stage_waits_for_the_user_to_start_a_worker
     gate.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("stage", ["none", "pin"])
 def test_a_loader_is_closed_from_another_thread_while_a_worker_is_started(stage, moment) -> None:
@@ -932,6 +944,7 @@ def test_a_loader_is_closed_from_another_thread_while_a_worker_is_started(stage,
 # ---------------------------------------------------------------- what is left behind
 
 
+@pytest.mark.slow
 def test_twenty_replacements_leave_nothing_behind() -> None:
     count = 20
     deaths = Deaths(count)
@@ -1041,6 +1054,7 @@ def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -
     gate.close()
 
 
+@pytest.mark.slow
 def test_a_timeout_tells_of_a_worker_in_a_call_that_keeps_the_interpreter() -> None:
     begun = Gate()
 
@@ -1088,6 +1102,7 @@ def test_a_timeout_tells_of_stopped_workers_and_the_epoch_goes_on() -> None:
     assert [*seen, *all_of(batches)] == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_a_timeout_tells_of_a_worker_that_is_still_starting() -> None:
     """Where it cannot be asked yet: it imports torch, which takes seconds."""
     loader = DataLoader(
@@ -1122,6 +1137,7 @@ def test_a_timeout_tells_of_a_worker_in_worker_init_fn() -> None:
     gate.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_order) -> None:
     """Asked one after the other, a third of a second each, they would take too long."""
@@ -1153,6 +1169,7 @@ def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_ord
     gate.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["device", "pin"])
 def test_a_timeout_behind_a_stage_tells_of_each_worker_and_the_epoch_goes_on(stage) -> None:
     gate, hold = Gate(), Switch(is_on=True)
@@ -1249,6 +1266,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_no_worker_outlives_a_main_process_that_is_killed(method, tmp_path) -> None:
     """One sleeps, one keeps the interpreter, one is stopped; a thread that has ended began them."""

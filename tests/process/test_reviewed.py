@@ -40,6 +40,7 @@ class SeedsWhileUnpickled(Dataset):
         return {"some": 1}
 
 
+@pytest.mark.slow
 def test_what_unpickling_does_to_the_random_streams_comes_before_the_seeds() -> None:
     drawn = []
     for loader_class in (DataLoader, TorchLoader):
@@ -162,6 +163,7 @@ def test_an_exception_out_of_a_signal_handler_does_not_leave_a_hang_behind() -> 
         next(batches)
 
 
+@pytest.mark.slow
 def test_leaving_an_epoch_may_take_longer_than_the_timeout_while_batches_come() -> None:
     turns = multiprocessing.get_context("fork").Semaphore(1)
 

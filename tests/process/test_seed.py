@@ -88,6 +88,7 @@ def test_two_epochs_differ_in_order_and_draws(in_process) -> None:
     assert len(set(every)) == 2 * (LENGTH + 7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -203,6 +204,7 @@ def joined(steps: Any) -> list[Any]:
     return [[*itertools.chain(*step)] if isinstance(step[0], list) else step for step in steps]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tail", ["pad", "drop"])
 @pytest.mark.parametrize(
     ("world_size", "shards", "workers"), [(2, 0, 0), (3, 0, 1), (4, 0, 0), (2, 3, 2), (1, 4, 0)]
@@ -284,6 +286,7 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_any_sampler_gives_the_same_run_in_workers_and_the_length_is_torch_s(kind) -> None:
     def loader(**options: Any) -> DataLoader[Any]:
@@ -318,6 +321,7 @@ def test_keys_that_look_like_index_lists_are_keys(workers) -> None:
     assert epochs_of(loader) == [keys, keys]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -350,6 +354,7 @@ class Copied(dict[str, Any]):
         return Copied(self, drawn=draws())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"num_shards": 3, "batch_size": 4}])
 def test_what_default_collate_lets_samples_draw_is_the_batchs_own(options) -> None:
     """In workers, whose plain batches are packed without any streams."""
@@ -412,6 +417,7 @@ def test_batches_are_fetched_one_by_one_whatever_getitems_there_is(workers, in_p
 # ---------------------------------------------------------------- epochs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_epoch_that_is_named_is_the_one_that_comes(persistent) -> None:
     four = epochs_of(loader_of(), 4)
@@ -551,6 +557,7 @@ def by_index(epoch: list[Any]) -> dict[int, Any]:
     return {sample[0]: sample[1:] for batch, _ in epoch for sample in batch}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_iterable_dataset_draws_by_worker_and_position(workers, persistent) -> None:
@@ -613,6 +620,7 @@ def test_an_iterable_dataset_s_length_is_as_torch_has_it() -> None:
 # ---------------------------------------------------------------- workers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_are_seeded_by_the_seed_and_the_epoch(workers) -> None:
     begun: dict[int, Any] = {}

@@ -157,6 +157,7 @@ def test_samples_are_asked_for_one_by_one_since_each_has_streams_of_its_own() ->
     assert first == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "dataset", [np.arange(20) * 3, torch.arange(20) * 3, [*range(0, 60, 3)], range(0, 60, 3)],
     ids=["array", "tensor", "list", "range"],
@@ -178,6 +179,7 @@ def test_one_rank_without_shards_is_the_plain_loader() -> None:
     assert isinstance(loader, torch.utils.data.DataLoader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_started_afresh_make_the_same_steps(method) -> None:
     data = torch.arange(40)
@@ -237,6 +239,7 @@ def test_rollover_with_threads_is_the_same(kind) -> None:
 # ---------------------------------------------------------------- ranks and epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shards", [None, 2])
 def test_the_union_of_the_ranks_is_the_same_on_any_number_of_ranks(workers, shards) -> None:
@@ -262,6 +265,7 @@ def test_the_union_of_the_ranks_is_the_same_on_any_number_of_ranks(workers, shar
         assert union(world_size) == expected
 
 
+@pytest.mark.slow
 def test_each_iter_counts_an_epoch_and_set_epoch_names_the_next_one() -> None:
     def loader(**options: Any) -> Any:
         return ShardedDataLoader(torch.arange(30), 5, shuffle=True, **options)
@@ -397,6 +401,7 @@ def test_a_sampler_that_gives_a_ranks_part_is_refused_and_its_batches_keep_their
 # ---------------------------------------------------------------- last_batch
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rollover_puts_what_is_left_first_in_the_next_epoch(kind, workers) -> None:
@@ -414,6 +419,7 @@ def test_rollover_puts_what_is_left_first_in_the_next_epoch(kind, workers) -> No
     assert seen == [*range(10)] * 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_early_break_loses_nothing_that_was_rolled_over(kind, workers) -> None:
@@ -426,6 +432,7 @@ def test_an_early_break_loses_nothing_that_was_rolled_over(kind, workers) -> Non
     assert len(loader) == 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_is_complete_though_nobody_asked_for_its_end(kind, workers) -> None:
@@ -436,6 +443,7 @@ def test_an_epoch_is_complete_though_nobody_asked_for_its_end(kind, workers) -> 
     assert next(iter(loader)).tolist() == [9, 0, 1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_need_not_know_its_length_for_a_rollover(kind, workers) -> None:
@@ -548,6 +556,7 @@ def test_a_skipped_sample_is_replaced_by_a_good_one_of_its_shard(workers) -> Non
     assert [failed.index for failed in loader.failures] == [1, 6]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_of_which_nothing_is_left_raises(workers) -> None:
     def failing(index: int) -> int:
@@ -566,6 +575,7 @@ def test_a_shard_of_which_nothing_is_left_raises(workers) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "thread_pool": 1}])
 def test_a_shard_of_a_batch_sampler_is_left_out_alone(options) -> None:
     def failing(index: int) -> int:

@@ -69,6 +69,7 @@ def child(value: dict, channel) -> None:
     channel.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_started_process_reads_it_and_takes_no_memory_for_it(method):
     context = multiprocessing.get_context(method)
@@ -127,6 +128,7 @@ class Lines:
         return index, len(self.texts[index]), private_bytes() if index % 50_000 == 0 else 0
 
 
+@pytest.mark.slow
 def test_a_loader_s_workers_share_a_list_and_do_not_grow():
     texts = ["x" * (40 + number % 160) for number in range(200_000)]
     expected = sum(map(len, texts))

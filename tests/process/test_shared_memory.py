@@ -64,6 +64,7 @@ def test_a_batch_over_its_share_raises_with_numbers_and_the_rest_goes_on(in_orde
         next(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["pickled", "collated", "many small", "strings"])
 def test_batches_of_any_size_under_a_cap_come_whole_or_are_told_and_nobody_dies(way) -> None:
     """Sizes go through the cap in small steps: layout, body and spans each meet it somewhere."""
@@ -139,6 +140,7 @@ def test_a_small_batch_then_a_very_large_one() -> None:
         assert_whole(batch, size)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", [1000, 200_000])
 def test_memory_is_given_back_after_a_very_large_batch(after, slots) -> None:
     sizes = [200_000_000] + [after] * 600
@@ -165,6 +167,7 @@ def test_dev_shm_stays_empty() -> None:
         } == set()  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_machine_with_64_mb_of_dev_shm_loads_batches_of_256_mb() -> None:
     unshare = shutil.which("unshare")
     if unshare is None:

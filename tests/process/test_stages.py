@@ -96,6 +96,7 @@ def trace(kind, loader_type, *, epochs, take, **options):
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("take", [4, 40], ids=["left", "to the end"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_each_next_gives_and_draws_what_torch_does(kind, take, persistent) -> None:
@@ -129,6 +130,7 @@ def uneven_stream():
     return (torch.tensor([worker_id, place]) for place in range([3, 40, 0, 11][worker_id]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_streams_of_several_lengths_come_whole(kind, prefetch_factor, persistent) -> None:
@@ -152,6 +154,7 @@ def test_streams_of_several_lengths_come_whole(kind, prefetch_factor, persistent
     loader.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_torch", [False, True], ids=["ours", "torch's"])
 def test_where_a_stream_has_ended_the_others_are_asked_for_more(kind, is_torch) -> None:
     made = multiprocessing.RawValue("i", 0)
@@ -289,6 +292,7 @@ def test_an_error_of_the_transform_comes_in_its_place(late) -> None:
     assert found == [0, "not this one", "not this one", 3, 4, 5]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt])
 def test_what_a_transform_raises_arrives_as_it_is(late, error) -> None:
     loader = DataLoader(
@@ -342,6 +346,7 @@ class FailingSampler(torch.utils.data.Sampler):
             yield place
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prefetch_factor", [1, 2])
 @pytest.mark.parametrize("at", [4, 7])
 def test_a_sampler_that_raises_ends_the_epoch_as_with_torch(kind, at, prefetch_factor) -> None:
@@ -388,6 +393,7 @@ def test_a_sampler_that_raises_at_an_epoch_s_start_leaves_nothing_waiting(kind) 
     loader.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["start", "hand_over"])
 def test_a_stage_that_fails_for_good_says_so_and_closes(kind, monkeypatch, where) -> None:
     def fail(*_):
@@ -413,6 +419,7 @@ def killed_at_five(index):
     return sample(index)
 
 
+@pytest.mark.sampled(1)
 def test_a_death_is_told_after_the_batches_before_it(kind) -> None:
     loader = make(kind, Calls(killed_at_five, 12), num_workers=1, prefetch_factor=8)
     batches = iter(loader)
@@ -437,6 +444,7 @@ class DiesOnce:
         return sample(index)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [0, 5, 23])
 def test_a_dead_worker_is_replaced_while_the_stage_works(kind, at) -> None:
     loader = make(kind, Calls(DiesOnce(at), 24), worker_restarts=1)
@@ -446,6 +454,7 @@ def test_a_dead_worker_is_replaced_while_the_stage_works(kind, at) -> None:
     assert len(pids) == 2
 
 
+@pytest.mark.sampled(1)
 def test_a_worker_that_cannot_be_replaced_is_told(kind, monkeypatch) -> None:
     loader = make(kind, Calls(DiesOnce(5), 24), worker_restarts=1)
     batches = iter(loader)
@@ -491,6 +500,7 @@ def gate():
     made.close()
 
 
+@pytest.mark.sampled(1)
 def test_a_batch_that_is_late_is_told_and_not_lost(kind, gate) -> None:
     loader = make(kind, Calls(Late(gate, 2), 8), num_workers=1, timeout=0.3)
     batches = iter(loader)
@@ -522,6 +532,7 @@ def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
     assert numbers(kind, batches) == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
     nth, closed, went_on = 0, 0, 0
     while True:
@@ -558,6 +569,7 @@ def test_closing_ends_the_thread(kind) -> None:
         next(batches)
 
 
+@pytest.mark.sampled(1)
 def test_closing_from_another_thread_ends_a_next_that_waits(kind, gate) -> None:
     loader = make(kind, Calls(Late(gate, 1), 8), num_workers=1)
     batches = iter(loader)
@@ -573,6 +585,7 @@ def test_closing_from_another_thread_ends_a_next_that_waits(kind, gate) -> None:
     assert stage_threads() == []
 
 
+@pytest.mark.sampled(1)
 def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, monkeypatch) -> None:
     batches = iter(make(kind, Calls(Late(gate, 1), 8), num_workers=1))
     assert number(kind, next(batches)) == 0
@@ -622,6 +635,7 @@ def test_dropping_the_iterator_ends_all(kind, slots) -> None:
         gc.enable()
 
 
+@pytest.mark.sampled(1)
 def test_an_error_that_was_not_taken_delays_no_end(kind, slots) -> None:
     batches = iter(make(kind, Calls(failing, 12)))
     assert [number(kind, next(batches)) for _ in range(2)] == [0, 1]
@@ -654,6 +668,7 @@ class Collects:
         return batch
 
 
+@pytest.mark.sampled(1)
 def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch, slots) -> None:
     collects = Collects()
     for stage in (PinStage, DeviceStage):
@@ -692,6 +707,7 @@ def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypat
     assert late.count("registered bytes") == 0
 
 
+@pytest.mark.slow
 def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch) -> None:
     monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.0)
     collects = Collects()
@@ -723,6 +739,7 @@ def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch
 # Forks -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 def test_threads_stand_still_while_another_loader_forks(kind, late) -> None:
     """The late device counts forks while the loader's thread is inside of it."""
     loader = make(kind, 400, prefetch_factor=4)
@@ -750,6 +767,7 @@ def test_threads_stand_still_while_another_loader_forks(kind, late) -> None:
             stop.set()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "exit"])
 def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
     loader = make(kind, persistent_workers=True)
@@ -816,6 +834,7 @@ _LIVE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("pins", [False, True], ids=["device", "pin"])
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def lines(path: Path) -> list[str]:
     return Path(f"{path}.log").read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["well", "fails", "dies"])
 def test_one_begins_when_the_one_before_is_ready_or_fails_or_dies(at, tmp_path) -> None:
     path = tmp_path / "program.py"
@@ -95,6 +96,7 @@ def test_one_begins_when_the_one_before_is_ready_or_fails_or_dies(at, tmp_path) 
     assert done.code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["close", "kill"])
 def test_those_that_wait_for_their_turn_end_with_the_loader_and_with_its_process(
     at, tmp_path
@@ -127,6 +129,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_there_is_no_collector_until_a_worker_is_ready(method, tmp_path) -> None:
     done = run_program(COLLECTOR.format(method=method), tmp_path / "program.py")

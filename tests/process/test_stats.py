@@ -90,6 +90,7 @@ def test_samples_of_arrays_that_are_gathered_count(kind) -> None:
     assert stats.stages.fetch.total_s > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_newest_epoch_and_all_of_them(kind) -> None:
     loader = loader_of(**KINDS[kind])
@@ -205,6 +206,7 @@ def test_pinning_is_a_stage(options) -> None:
     assert stages.device.total_s == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_start_up_is_a_part_of_the_wait(kind) -> None:
     """What the consumer does between ``iter()`` and its first ``next()`` is its own."""
@@ -218,6 +220,7 @@ def test_start_up_is_a_part_of_the_wait(kind) -> None:
         assert loader.stats().wait.startup_s == wait.startup_s
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_that_was_given_up_is_over(kind) -> None:
     with loader_of(**KINDS[kind]) as loader:

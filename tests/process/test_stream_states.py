@@ -243,6 +243,7 @@ def check_everywhere(make: Callable[[], DataLoader], *, any_order: bool = False)
 LENGTHS = {0: [11], 1: [11], 2: [9, 4], 3: [7, 0, 10]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", LENGTHS)
 @pytest.mark.parametrize("kind", ["Plain", "Saved", "Eager", "SavedIterator", "Itself"])
 def test_a_loader_goes_on_from_any_batch(kind, workers) -> None:
@@ -274,6 +275,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["Plain", "Saved", "SavedIterator"])
 @pytest.mark.parametrize("what", OPTIONS)
 def test_a_loader_goes_on_whatever_its_options(what, kind) -> None:
@@ -283,6 +285,7 @@ def test_a_loader_goes_on_whatever_its_options(what, kind) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["pin", "device"])
 def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
     with switched_on():
@@ -309,6 +312,7 @@ def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
             assert len(list(other)) == 4 - given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", AFRESH)
 def test_a_loader_goes_on_with_workers_started_afresh(method) -> None:
     def make() -> DataLoader:
@@ -320,6 +324,7 @@ def test_a_loader_goes_on_with_workers_started_afresh(method) -> None:
     assert rest(iter(other)) == seen[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["Saved", "SavedIterator", "Heavy"])
 def test_how_often_snapshots_are_taken_changes_nothing(kind, workers) -> None:
@@ -336,6 +341,7 @@ def test_how_often_snapshots_are_taken_changes_nothing(kind, workers) -> None:
         assert check_everywhere(make) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("every", "skipped"), [(1, 0), (3, 2), (4, 1), (1000, 5)])
 def test_what_a_snapshot_has_passed_is_not_made_again(every, skipped) -> None:
     made = Count()
@@ -482,6 +488,7 @@ def told_epochs(batches: Iterator[Any]) -> list[Any]:
     return [[part.tolist() for part in batch] for batch in batches]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [1, 1000])
 def test_persistent_workers_hand_their_dataset_s_epoch_on(every) -> None:
     def make() -> DataLoader:
@@ -524,6 +531,7 @@ def test_a_stream_that_had_ended_hands_its_dataset_on_to_the_next_epoch() -> Non
         batches = iter(loader)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nbytes", [10, 100_000, 5_000_000])
 def test_an_epoch_that_was_left_leaves_its_datasets_where_they_were(nbytes) -> None:
     class Odd(Heavy):
@@ -587,6 +595,7 @@ class Dies(Saved):
             yield number
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nbytes", [0, 5_000_000])
 @pytest.mark.parametrize(
     ("every", "text", "made_again"),
@@ -663,6 +672,7 @@ def test_a_resumed_loader_counts_what_came_before_when_a_worker_dies() -> None:
     assert rest(iter(loader)) == whole[9:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "ended"])
 def test_a_worker_replaced_in_the_next_epoch_has_its_predecessor_s_dataset(leaves) -> None:
     """Where that was saved: at its end, or when the epoch began."""
@@ -761,6 +771,7 @@ def test_a_state_that_cannot_be_loaded_raises_to_the_user(workers) -> None:
         next(iter(other))
 
 
+@pytest.mark.slow
 def test_a_state_with_no_room_in_its_slot_is_left_out_and_told_once(caplog) -> None:
     def make() -> DataLoader:
         return DataLoader(Heavy([8, 8]), batch_size=2, num_workers=2, shm_size="8MiB")
@@ -796,6 +807,7 @@ def test_a_batch_that_is_lost_to_ctrl_c_is_given_when_the_loader_goes_on(monkeyp
     assert rest(iter(other)) == whole[1:]
 
 
+@pytest.mark.slow
 def test_a_stream_that_fails_is_passed_over_as_it_failed() -> None:
     class Raises(SavedIterator):
         def __iter__(self) -> Any:

@@ -180,6 +180,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_batches_are_torch_s_bit_for_bit(case, workers) -> None:
@@ -229,6 +230,7 @@ def trace(loader: Any, read: Any, *, epochs: int, take: int) -> list[Any]:
 STAGES = pytest.mark.parametrize("staged", [False, True], ids=["plain", "staged"])
 
 
+@pytest.mark.sampled(1)
 @STAGES
 @pytest.mark.parametrize("take", [4, 20], ids=["left", "to the end"])
 @pytest.mark.parametrize("persistent", [False, True])
@@ -443,6 +445,7 @@ class FailingSampler(torch.utils.data.Sampler):
             yield place
 
 
+@pytest.mark.sampled(3)
 @STAGES
 @pytest.mark.parametrize("at", [4, 7])
 def test_a_sampler_that_raises_ends_the_epoch_as_with_torch(kind, at, staged) -> None:
@@ -512,6 +515,7 @@ class Lists(Numbers):
         raise NotImplementedError
 
 
+@pytest.mark.sampled(6)
 @STAGES
 @pytest.mark.parametrize("numbers", [Numbers, Lists])
 def test_bad_samples_are_left_out_and_listed(kind, numbers, staged) -> None:
@@ -582,6 +586,7 @@ def test_in_ranks_a_batch_keeps_its_size_or_raises() -> None:
 # Time --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @STAGES
 def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, staged) -> None:
     third = held(4, 5, make=torch.tensor)
@@ -702,6 +707,7 @@ FILES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(held, in_order) -> None:
     nth, closed, went_on = 0, 0, 0
@@ -888,6 +894,7 @@ def test_dropping_the_iterator_ends_the_threads(kind, staged) -> None:
         gc.enable()
 
 
+@pytest.mark.sampled(1)
 @STAGES
 @pytest.mark.parametrize("what", ["itself", "dataset", "collate_fn", "worker_init_fn"])
 def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
@@ -1133,6 +1140,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_an_interpreter_ends_quietly_whatever_its_threads_are_at(end) -> None:
     program = Program(LIVE.format(body=ENDS[end].strip()))
@@ -1142,6 +1150,7 @@ def test_an_interpreter_ends_quietly_whatever_its_threads_are_at(end) -> None:
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.slow
 def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
     body = """
     import atexit
@@ -1169,6 +1178,7 @@ def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
 # Forks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @STAGES
 @pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "ready"])
 def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what) -> None:
@@ -1266,6 +1276,7 @@ def test_a_thread_has_a_name_for_the_system() -> None:
     del batches
 
 
+@pytest.mark.slow
 def test_it_works_where_there_is_neither_memfd_nor_pidfd() -> None:
     done = run_program("""
         import os, signal, sys, warnings

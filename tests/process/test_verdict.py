@@ -121,6 +121,7 @@ def test_bursts() -> None:
     check(stats, Finding.BURSTS, "raise prefetch_factor")
 
 
+@pytest.mark.slow
 @needs_schedstat
 def test_too_many_workers() -> None:
     with one_core():
@@ -130,6 +131,7 @@ def test_too_many_workers() -> None:
     check(stats, Finding.TOO_MANY_WORKERS, "4 workers fight for 1 core", "lower num_workers")
 
 
+@pytest.mark.slow
 @needs_schedstat
 def test_cores_that_others_take() -> None:
     with one_core():
@@ -212,6 +214,7 @@ def test_stragglers() -> None:
     check(stats, Finding.STRAGGLERS, "in_order=False")
 
 
+@pytest.mark.slow
 def test_slots_that_the_consumer_holds() -> None:
     kept: collections.deque[torch.Tensor] = collections.deque(maxlen=24)
     stats = second_epoch(
@@ -272,6 +275,7 @@ def test_memory_near_the_limit_of_the_control_group(tmp_path) -> None:
         check(loader.stats(), Finding.MEMORY, "limit of the control group /job")
 
 
+@pytest.mark.slow
 def test_nothing_to_gain() -> None:
     stats = second_epoch(
         DataLoader(Calls(quick, 20), num_workers=1, persistent_workers=True),

@@ -57,11 +57,13 @@ def fault_counts_in_a_program(sample_bytes: int) -> list[int]:
     return [int(word) for word in run.out.split()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sample_bytes", [100_000, 2_000_000])
 def test_memory_that_samples_leave_is_kept_for_the_next_ones(sample_bytes) -> None:
     assert max(fault_counts_in_a_program(sample_bytes)) < PAGES / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [

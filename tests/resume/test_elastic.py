@@ -73,6 +73,7 @@ def flat(step):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tail", TAILS)
 def test_a_state_of_four_ranks_goes_on_with_one_two_three_and_eight(tail, order):
@@ -137,6 +138,7 @@ def test_the_samples_that_fill_up_the_last_step_are_told_after_a_resume():
     assert paddings[-1] == 14
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shuffle_by_a_generator_goes_on(workers):
     def make():

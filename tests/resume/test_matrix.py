@@ -1,6 +1,6 @@
 """Stopped anywhere, with any number of workers, and gone on with any other: the same batches.
 
-Every cell is a run of its own. ``make test`` runs a part of them, which a checksum of a cell's
+Every cell is a run of its own. ``make test`` and ``make test-full`` run a part of them, which a checksum of a cell's
 name chooses; ``make test-all`` runs all of those in-process and with forked workers, and a larger
 part of the others: two workers that are started afresh take seconds. So the whole of these is run
 with workers that stay, which load the state of one cell after the other.
@@ -21,7 +21,7 @@ from tests.resume.kinds import EPOCHS, KINDS, disturb, make_loader, name_epoch, 
 
 WORKERS = (0, 1, 2, 5)
 
-#: One cell of so many is run, by start method: in ``make test-all`` and in ``make test``.
+#: One cell of so many is run, by start method: in ``make test-all``, and else.
 WHOLE = {"none": 1, "fork": 1, "forkserver": 200, "spawn": 800}
 PART = {"none": 12, "fork": 100, "forkserver": 6000, "spawn": 12000}
 STAYING_PART = {"fork": 16}
@@ -48,6 +48,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(3600)
 def test_a_run_goes_on_exactly_where_it_stopped(kind, whole):
@@ -112,6 +113,7 @@ def _go_on(loader: DataLoader[Any], cell: Cell, epoch: int, stop: int | str) -> 
         assert following == expected, f"the epoch after: {where}"
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(3600)

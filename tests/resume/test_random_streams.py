@@ -1,7 +1,7 @@
 """Iterable datasets of random order, resumed anywhere: nothing lost, nothing twice, same order.
 
-Each cell is compared with the unbroken run, and with the set of all samples. `make test` runs a
-part that a checksum of a cell's name chooses, `make test-all` all of them.
+Each cell is compared with the unbroken run, and with the set of all samples. `make test` and
+`make test-full` run a part that a checksum of a cell's name chooses, `make test-all` all of them.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def check(cell: Cell, method: str = "fork") -> None:
                 assert [read(batch) for batch in loader] == epochs[number + 1], f"then: {where}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_random_stream_goes_on_exactly_where_it_stopped(kind, whole):
     chosen = [cell for cell in CELLS if cell.kind == kind and (whole or cell.is_chosen(20))]
@@ -163,6 +164,7 @@ def test_a_random_stream_goes_on_exactly_where_it_stopped(kind, whole):
         check(cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_random_stream_goes_on_in_workers_that_are_not_forked(method):
     cell = Cell("Shuffled", "numpy", 1, persistent=True, every=1, collates=False)
@@ -173,6 +175,7 @@ def test_a_random_stream_goes_on_in_workers_that_are_not_forked(method):
             assert [read(batch) for batch in loader] == epochs[epoch][at:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("kind", ["Shuffled", "ShuffleBuffer"])
 def test_in_any_order_a_random_stream_loses_nothing_and_gives_nothing_twice(kind, epoch):

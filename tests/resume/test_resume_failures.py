@@ -161,6 +161,7 @@ class Carrying:
         return samples[:-1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("seed", [None, 1])
 def test_what_a_collate_function_keeps_is_there_again(seed, workers):

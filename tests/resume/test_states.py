@@ -182,6 +182,7 @@ def test_a_batch_that_raised_is_not_given_again(workers, in_order):
     assert sorted(given) == wanted
 
 
+@pytest.mark.slow
 def test_a_state_is_small_while_one_batch_is_late():
     gate = Gate()
 
@@ -477,6 +478,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [1, 3, 1000])
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("kind", STATEFUL)
@@ -587,6 +589,7 @@ def test_a_sampler_that_gives_too_little_is_found_out():
         next(iter(other))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2)])
 def test_a_generator_goes_on_as_with_persistent_workers_and_without(before, after):
     def make(workers):
@@ -614,6 +617,7 @@ def test_a_generator_goes_on_as_with_persistent_workers_and_without(before, afte
             assert [rest_of(loader) for _ in range(2)] == epochs[epoch + 1 : epoch + 3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 2)])
 def test_a_generator_after_an_epochs_end_with_persistent_workers_and_without(before, after):
     def make(workers):

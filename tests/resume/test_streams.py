@@ -133,6 +133,7 @@ def test_a_batch_that_a_closed_iterator_did_not_give_is_not_handed_over():
         assert loader.state_dict() == state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -163,6 +164,7 @@ def test_a_stream_goes_on_exactly_where_it_stopped(dataset, workers, seed, whole
                     assert [read(batch) for batch in loader] == epochs[at + 1], where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_stream_goes_on_in_workers_that_are_not_forked(dataset, method):
@@ -173,6 +175,7 @@ def test_a_stream_goes_on_in_workers_that_are_not_forked(dataset, method):
         assert [read(batch) for batch in loader] == epochs[0][3:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_in_any_order_nothing_is_lost_and_nothing_twice(dataset):
     with make(dataset, 3) as loader:

@@ -90,6 +90,7 @@ def in_a_generator() -> None:
         pass
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("function", [lambda: deep(0), lambda: deep(3), in_a_generator])
 def test_what_a_handler_raises_comes_from_outside(handler, function) -> None:
     error = caught(function)

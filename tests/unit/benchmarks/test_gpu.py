@@ -64,6 +64,7 @@ def probed_with(ratio):
 CONTENT, COPIES, LOADER, IDLE, SPEED = 0, 1, 2, 3, 6
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("goal", "change", "ratio", "verdict"),
     [
@@ -115,6 +116,7 @@ def test_each_batch_that_is_wrong_or_missing_or_too_much_is_counted(modules, cha
     assert steps.wrong_count() == wrong
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_ended_whole_and_what_it_found_is_kept(
     gpu, tmp_path, monkeypatch
 ):

@@ -103,6 +103,7 @@ def walked(lengths):
 streams = st.lists(st.integers(0, 6), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(lengths=streams, ahead=st.integers(1, 3), data=st.data())
 def test_in_order_the_batches_are_a_walk_round_the_streams_whatever_their_speed(
@@ -117,6 +118,7 @@ def test_in_order_the_batches_are_a_walk_round_the_streams_whatever_their_speed(
     assert [place.given for place in run.user.places] == lengths
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
 def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, data):
@@ -128,6 +130,7 @@ def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, d
     assert resumed.seen == run.seen[stop:]
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
 def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahead, data):

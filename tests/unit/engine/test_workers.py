@@ -44,6 +44,7 @@ def worker_in(state: WorkerState) -> WorkerTable:
     return table
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(WorkerState, repeat=2)))
 def test_only_the_moves_of_the_table_are_allowed(old, new):
     table = worker_in(old)

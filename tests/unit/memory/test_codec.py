@@ -210,6 +210,7 @@ def as_torch_sends(batch):
     return Unpickler(file).load()
 
 
+@pytest.mark.slow
 @both_ways
 @given(batch=BATCHES)
 @settings(max_examples=300, derandomize=True)
@@ -242,6 +243,7 @@ def test_tensors_of_every_dtype_arrive(bench, dtype, lent):
     assert_same(bench.send([small, large], lent=lent), [small, large])
 
 
+@pytest.mark.sampled(4)
 @both_ways
 @pytest.mark.parametrize(
     "make",

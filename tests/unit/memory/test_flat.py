@@ -102,6 +102,7 @@ def test_the_user_may_write_into_every_field_without_touching_another(bench, pac
     assert all(tensor.eq(1).all() for tensor in samples[0][:3])
 
 
+@pytest.mark.slow
 def test_fields_that_are_dropped_leave_nothing_behind(bench, packer):
     for _ in range(3):
         arrived = bench.read(packer.pack(large_and_small()), lent=True)

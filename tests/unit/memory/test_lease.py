@@ -62,6 +62,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
 def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hold):
     holder = hold(lend(book, slot))

@@ -188,6 +188,7 @@ def outcome(call):
     return result, {warning.category for warning in heard}
 
 
+@pytest.mark.slow
 @both_ways
 @given(samples=batches())
 @settings(max_examples=500, derandomize=True)
@@ -245,6 +246,7 @@ FLAT = {
 }
 
 
+@pytest.mark.sampled(47)
 @both_ways
 @pytest.mark.parametrize("samples", FLAT.values(), ids=FLAT.keys())
 def test_flat_samples_go_the_short_way_and_arrive_as_torch_s(bench, packer, samples, lent):
@@ -313,6 +315,7 @@ NOT_FLAT = {
 }
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("samples", NOT_FLAT.values(), ids=NOT_FLAT.keys())
 def test_other_samples_are_left_to_the_general_way(bench, packer, samples):
     assert packer.pack(samples) is None
@@ -409,6 +412,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("lent", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [[2], [2, 2, 2], [3, 1, 2]], ids=str)

@@ -509,6 +509,7 @@ def test_where_the_kernel_takes_no_advice_a_slot_works_all_the_same(monkeypatch)
 # Interruptions -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "call",

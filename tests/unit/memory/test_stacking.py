@@ -31,6 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1, 7])
 def test_bytes_are_those_of_torchs_stack(way: str, dtype: torch.dtype, offset: int) -> None:

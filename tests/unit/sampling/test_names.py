@@ -58,6 +58,7 @@ class Echo:
         return 11
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_our_loader_gives_what_torchs_gives(name):
     role = "batch_sampler" if name == "BucketBatchSampler" else "sampler"

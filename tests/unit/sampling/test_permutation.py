@@ -77,6 +77,7 @@ def test_short_orders_are_all_equally_likely() -> None:
     assert chi_squared < 49.7  # one in a thousand of random ones is above
 
 
+@pytest.mark.sampled(1)
 def test_every_number_is_equally_likely_everywhere_and_after_every_other(way) -> None:
     length, count = 30, 3000
     at, after = np.zeros((length, length)), np.zeros((length, length))
@@ -92,6 +93,7 @@ def test_every_number_is_equally_likely_everywhere_and_after_every_other(way) ->
     assert ((apart - mean) ** 2 / mean).sum() < 987
 
 
+@pytest.mark.slow
 def test_every_process_and_machine_has_this_order() -> None:
     # Written down once: another order would make runs that are resumed go on elsewhere.
     assert whole(10, 0, 0) == KNOWN_SORTED

@@ -93,6 +93,7 @@ def union(plans: list[StepPlan], epoch: int = 0) -> list[list[Any]]:
 cuts = st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 5))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -143,6 +144,7 @@ def test_the_ranks_together_have_the_one_global_order(kind, length, cut, tail, s
             assert repeated == share - min(share, max(0, left - rank * share))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tail", TAILS)
 def test_the_order_is_the_same_for_every_world_size_with_as_large_a_global_batch(kind, tail):

@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("make", "expected"), CASES)
 def test_indices_slices_iteration_and_pickles(make, expected):

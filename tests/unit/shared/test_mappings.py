@@ -66,6 +66,7 @@ def check(items: dict, asked: list) -> None:
     assert pickle.loads(pickle.dumps(twin)) == items
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.dictionaries(STABLE, st.text(max_size=5), max_size=20), st.lists(STABLE, max_size=10))
 def test_it_does_what_the_dict_does(items, asked):

@@ -71,6 +71,7 @@ OPERATIONS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.lists(ITEMS, max_size=20), st.lists(OPERATIONS, min_size=1, max_size=6))
 def test_it_does_what_the_list_does(items, operations):
@@ -84,6 +85,7 @@ def test_it_does_what_the_list_does(items, operations):
     assert (twin == {"not": "a list"}) is False
 
 
+@pytest.mark.slow
 @example(["half a pair: \ud800", "\0", "", b"", -(2**200), 1e-300, float("inf")])
 @given(st.lists(SIMPLE, min_size=1, max_size=8))
 def test_types_are_kept_to_the_bit(items):

@@ -223,6 +223,7 @@ def test_a_tuple_that_holds_itself_still_does():
     assert lies_shared(twin[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "make",
     [

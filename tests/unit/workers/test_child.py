@@ -132,6 +132,7 @@ def test_a_long_layout_lies_in_the_slot(make_bench):
     assert [int(tensor) for tensor in batch] == list(range(3000))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slot_bytes", range(3000 * 64, 360_000, 20_000))
 def test_a_batch_that_fits_but_for_its_layout_is_a_failure_and_not_the_worker_s_end(
     make_bench, slot_bytes
@@ -307,6 +308,7 @@ def test_a_batch_whose_indices_cannot_be_read_reports_nothing(make_bench):
     assert report_of(bench, answer) == SampleReport()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fails_in_collate", [False, True])
 @pytest.mark.parametrize("good", [(), ("good",)])
 @pytest.mark.parametrize("slot_bytes", [64 * 1024, 8 * MIB])

@@ -135,6 +135,7 @@ def test_what_is_large_or_odd_is_soon_done_with_and_raises_nothing():
         assert fingerprint([sample]) == fingerprint([sample])
 
 
+@pytest.mark.slow
 def test_fingerprints_are_the_same_in_every_process():
     program = (
         "from tests.unit.workers.test_fingerprint import DIFFERENT, fingerprint\n"

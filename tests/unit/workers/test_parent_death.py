@@ -56,6 +56,7 @@ def run_main(work, read: int, told: int, *, in_thread: bool, leaks: bool) -> Non
     signal.pause()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("work", [sleep, keep_the_interpreter, stop])
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("leaks", [False, True])

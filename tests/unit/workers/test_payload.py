@@ -85,6 +85,7 @@ def started(context, payload):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start_method", "by_value"), [("spawn", False), ("spawn", True), ("forkserver", True)]
 )

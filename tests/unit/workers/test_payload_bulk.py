@@ -99,6 +99,7 @@ def test_bulk_is_not_in_the_body_and_leaves_nothing_behind():
     assert not array.any()
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_the_same_memory_and_the_rest_each_worker_s_own():
     tensor = torch.zeros(1_000).share_memory_()
     twin = shmloader.share({"a": np.arange(1_000), "t": torch.arange(9_000), "l": ["x"] * 1_000})

@@ -212,6 +212,7 @@ def test_usage_are_noted_where_nothing_waits_for_it_and_now_and_then(status_page
     assert noted(status_page, *steps) == (usage_s, None, False)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("has_task", [True, False])
 @pytest.mark.parametrize(
     ("seconds", "memory_s", "is_due"),

@@ -91,6 +91,7 @@ def with_sink():
 POOL = concurrent.futures.ThreadPoolExecutor(1)
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [

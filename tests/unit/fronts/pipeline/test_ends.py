@@ -73,6 +73,7 @@ def stuck(request):
     stuck.gate.open()
 
 
+@pytest.mark.sampled(1)
 def test_stop_does_not_wait_for_what_is_stuck(stuck):
     pipeline, gate = stuck
     pipeline.start()
@@ -185,6 +186,7 @@ class Trainer:
         yield number
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_iterated", [True, False])
 def test_a_pipeline_in_a_cycle_with_its_ops_is_garbage_when_nobody_uses_it(is_iterated):
     trainer = Trainer()
@@ -332,6 +334,7 @@ def test_a_ctrl_c_while_an_item_is_handed_over_ends_the_epoch(monkeypatch):
             pipeline.get_item(SOON_S)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("crew", ["ThreadCrew", "ProcessCrew"])
 def test_a_stop_while_it_starts_leaves_nothing(crew, monkeypatch):
     builder = PipelineBuilder().add_source(range(3)).pipe(abs, executor="process").pipe(abs)
@@ -392,6 +395,7 @@ def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():
         assert list(items) == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_quietly_and_waits_for_no_op_abandoned_or_not():
     program = Program(
         """
