@@ -1,9 +1,9 @@
 """Stopped anywhere, with any number of workers, and gone on with any other: the same batches.
 
-Every cell is a run of its own. ``make test`` and ``make test-full`` run a part of them, which a checksum of a cell's
-name chooses; ``make test-all`` runs all of those in-process and with forked workers, and a larger
-part of the others: two workers that are started afresh take seconds. So the whole of these is run
-with workers that stay, which load the state of one cell after the other.
+Every cell is a run of its own. ``make test`` and ``make test-full`` run a part of them, which a
+checksum of a cell's name chooses; ``make test-all`` runs all of those in-process and with forked
+workers, and a larger part of the others: two workers that are started afresh take seconds. So the
+whole of these is run with workers that stay, which load the state of one cell after the other.
 """
 
 import collections
