@@ -180,8 +180,12 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
     return "\n".join([f"{text}, the innermost call first:", *frames])
 
 
+# Where a worker process calls the user's code.
+_CALLERS = ("/shmloader/workers/child.py", "/shmloader/workers/batch_maker.py")
+
+
 def _is_not_ours(frame: str) -> bool:
-    return "/shmloader/workers/child.py" not in frame
+    return not any(module in frame for module in _CALLERS)
 
 
 def describe_change(ticket: Ticket, pid: int | None, sums: str) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +33,8 @@ from shmloader.stages.structure import map_tensors
 from shmloader.stages.target import parse_device
 from shmloader.stats.record import Record
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, Together, map_style_stop
+from shmloader.workers.batch_maker import BatchMaker
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
 from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.stream import (
@@ -80,44 +80,35 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
         self._timer = Timer()
-        collate_fn = self._timer.wrap(self._collate_fn, counts_items=plan.auto_collation)
-        self._sample_rng: SampleRng | None = None
         self._gatherer = plan.make_gatherer()
-        together = None
         rng = global_rng_state() if plan.is_iterable and plan.seed is None else None
-        if plan.seed is None:
-            if self._gatherer is not None:
-                together = Together(self._gatherer)
-            with _as_before(place.rng):
-                self._dataset_fetcher = plan.make_fetcher(
-                    self._dataset, collate_fn, loader.on_error, together=together
-                )
-                if plan.is_iterable:
-                    load_iterator(self._dataset_fetcher, saved)
-        else:
-            is_alone = plan.sets_global_streams
-            self._sample_rng = SampleRng(plan.seed, epoch=loader._plan.epoch, sets_global=is_alone)
-            if self._gatherer is not None:
-                together = Together(self._gatherer, self._sample_rng.begin_sample)
-            with kept():
-                self._dataset_fetcher = plan.make_fetcher(
-                    *self._sample_rng.wrap(
-                        self._dataset,
-                        collate_fn,
-                        is_iterable=plan.is_iterable,
-                        may_fail=loader.on_error != "raise",
-                        begins_samples=is_alone,
-                    ),
-                    loader.on_error,
-                    together=together,
-                )
+        sample_rng: SampleRng | None = None
+        if plan.seed is not None:
+            sample_rng = SampleRng(
+                plan.seed, epoch=loader._plan.epoch, sets_global=plan.sets_global_streams
+            )
+        with _as_before(place.rng) if sample_rng is None else kept():
+            self._maker = BatchMaker(
+                plan,
+                self._dataset,
+                self._collate_fn,
+                loader.on_error,
+                where="in the main process",
+                timer=self._timer,
+                rng=sample_rng,
+                gatherer=self._gatherer,
+                keeps_global=True,
+            )
+            if plan.is_iterable and sample_rng is None:
+                load_iterator(self._maker.fetcher, saved)
         if takes_arrays(self, loader):
-            self._dataset_fetcher = ArrayFetcher(
+            self._maker.fetcher = ArrayFetcher(
                 ArraysHere(self._dataset).find_gatherer,
-                self._dataset_fetcher,
+                self._maker.fetcher,
                 self._timer.count,
                 may_shard=plan.may_shard,
             )
+        self._dataset_fetcher = self._maker.fetcher  # torch's name for it
         self._ticket_count = 0
         self._begin_stream(loader, plan, place, saved, rng)
         self._finishing = "build"
@@ -195,7 +186,6 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
         self._in_transit = True
         data = self._fetch() if self._watch is None else self._fetch_good(self._watch)
-        self._timer.fetched()
         return self._finish(data)
 
     def _note_done(self, *, has_failed: bool = False) -> None:
@@ -243,17 +233,11 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             self._fingerprints.reset()
         try:
             place = self._resumed_at
-            return self._load(index) if place is None else self._load_resumed(index, place)
+            return self._maker.make(index) if place is None else self._load_resumed(index, place)
         except StopIteration as error:
             if self._dataset_kind == _DatasetKind.Iterable:
                 raise
             raise map_style_stop(error) from error
-
-    def _load(self, index: Any) -> Any:
-        if self._sample_rng is None:
-            return self._dataset_fetcher.fetch(index)
-        with self._seeded(index) as indices:
-            return self._dataset_fetcher.fetch(indices)
 
     def _load_resumed(self, index: Any, place: Place) -> Any:
         """The first batch since the stream was resumed."""
@@ -263,7 +247,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         rng = dict(place.rng_at).get(0, place.rng)
         try:
             if place.skip:
-                with _as_before(rng), self._seeded(index) as indices:
+                with _as_before(rng), self._maker.loading(index) as indices:
                     replay(
                         self._dataset_fetcher,
                         place,
@@ -279,27 +263,18 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._resumed_at = None
         self._fingerprints.reset()
         if rng is None:
-            return self._load(index)
+            return self._maker.make(index)
         now = global_rng_state()
         if place.skip:
             if left != now:
                 self._streams.note_rng()
                 self._streams.begin_batch()
-            return self._load(index)
+            return self._maker.make(index)
         if rng == now:
-            return self._load(index)
+            return self._maker.make(index)
         self._streams.note_rng()  # from the batch after this on, they are the process's
         with with_global_rng_state(rng):
-            return self._load(index)
-
-    @contextlib.contextmanager
-    def _seeded(self, index: Any) -> Iterator[Any]:
-        """Load inside of this; gives the plain indices. The process's streams are put back."""
-        if self._sample_rng is None:
-            yield index
-        else:
-            with kept(), self._sample_rng.at(index) as indices:
-                yield indices
+            return self._maker.make(index)
 
     def _fetch_good(self, watch: FailureWatch) -> Any:
         """The next batch of which something is left."""
@@ -313,7 +288,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 self._streams.begin_batch()
             batch = f"batch {self._ticket_count - 1}"
             try:
-                data = self._load(index)
+                data = self._maker.make(index)
             except EmptyBatchError:
                 self._note_samples(watch, batch)
                 self._raise_if(watch.left_out(f"{batch} ({describe_indices(index)})"))
@@ -328,7 +303,9 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 return data
 
     def _note_samples(self, watch: FailureWatch, batch: str) -> None:
-        self._raise_if(watch.note(self._dataset_fetcher.take_report(), batch))
+        report = self._maker.take_report()
+        assert report is not None  # there is a watch only where bad samples are not raised
+        self._raise_if(watch.note(report, batch))
 
     def _raise_if(self, error: TooManyFailures | None) -> None:
         if error is not None:

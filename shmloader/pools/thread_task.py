@@ -1,22 +1,17 @@
 """What a thread is given to load, how it does, and what comes of it."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
-from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.fetch import (
-    EmptyBatchError,
-    FetchPlan,
-    OnError,
-    Together,
-    TolerantFetcher,
-)
+from shmloader.workers.batch_maker import BatchMaker
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.sample_rng import SampleRng, loading, one_by_one
+from shmloader.workers.sample_rng import SampleRng, one_by_one
 from shmloader.workers.timer import Timer, bytes_of
 
 
@@ -97,43 +92,32 @@ def load(
     Returns:
         What came of it; None if it was dropped meanwhile.
     """
-    plan, dataset, collate_fn = recipe.plan, recipe.dataset, recipe.collate_fn
-    timer = Timer()
-    collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
-    streams = None
-    if plan.seed is not None:
-        streams = SampleRng(plan.seed, sets_global=False)
-        dataset, collate_fn = streams.wrap(
-            dataset,
-            collate_fn,
-            may_fail=recipe.on_error != "raise",
-            begins_samples=gatherer is None,
-        )
-    together = None
-    if gatherer is not None:
-        together = Together(gatherer, None if streams is None else streams.begin_sample)
-    samples = _Samples(task, dataset)
-    fetcher = plan.make_fetcher(samples, collate_fn, recipe.on_error, where, together)
+    plan, timer = recipe.plan, Timer()
+    maker = BatchMaker(
+        plan,
+        recipe.dataset,
+        recipe.collate_fn,
+        recipe.on_error,
+        where=where,
+        timer=timer,
+        rng=None if plan.seed is None else SampleRng(plan.seed, sets_global=False),
+        gatherer=gatherer,
+        watch_samples=functools.partial(_Samples, task),
+    )
     if recipe.arrays is not None:
-        fetcher = ArrayFetcher(
-            recipe.arrays.find_gatherer, fetcher, timer.count, may_shard=plan.may_shard
+        maker.fetcher = ArrayFetcher(
+            recipe.arrays.find_gatherer, maker.fetcher, timer.count, may_shard=plan.may_shard
         )
     batch, error = None, None
     try:
-        with loading(streams, task.indices) as indices:
-            batch = fetcher.fetch(indices)
-        timer.fetched()
+        batch = maker.make(task.indices)
     except _Dropped:
         return None
     except EmptyBatchError:
-        return Empty(_report_of(fetcher))
+        return Empty(maker.take_report())
     except BaseException:  # noqa: BLE001 - handed on
         error = RemoteError.caught(where)
     if error is not None:
-        return Failure(error, report=_report_of(fetcher))
+        return Failure(error, report=maker.take_report())
     times, nbytes = timer.read(), bytes_of(batch)
-    return Batch(batch, report=_report_of(fetcher), times=times, nbytes=nbytes)
-
-
-def _report_of(fetcher: object) -> SampleReport | None:
-    return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
+    return Batch(batch, report=maker.take_report(), times=times, nbytes=nbytes)

@@ -47,6 +47,7 @@ from shmloader.pools.thread_task import Recipe, ThreadTask, load
 from shmloader.stats.readings import Readings, Usage
 from shmloader.stats.record import Counts
 from shmloader.workers.background import BackgroundThread
+from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.fork_safety import is_exiting, may_wait_here
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
@@ -377,7 +378,7 @@ def _read_usage(workers: list[_Worker], _: bool) -> list[Usage]:
 
 
 # What calls the user's code.
-_CALLERS = (load.__code__, _Worker._prepare.__code__)
+_CALLERS = (BatchMaker.make.__code__, load.__code__, _Worker._prepare.__code__)
 
 
 def _describe_stack(frame: FrameType | None) -> str:

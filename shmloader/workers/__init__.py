@@ -1,7 +1,8 @@
-"""Workers, processes or threads: how they start, what they run, how they end.
+"""Workers: how they start, what they run, how they end.
 
-``processes`` is the pool as the main process sees it; ``child`` is what runs in a worker;
-``payload`` carries dataset and functions there; ``seeding`` and ``fetch`` are torch's
-rules for random streams and for loading; ``remote_error`` brings a failure home. ``threads`` is the
-pool whose workers are threads, ``thread_task`` what one of them is given.
+``processes`` has the worker processes as the main process sees them, and ``child`` is what runs in
+one. ``payload`` carries the dataset and the functions there. ``batch_maker`` makes batches, in
+worker processes, in threads and in the main process alike; ``seeding`` and ``fetch`` are torch's
+rules for random number generators and for loading. ``remote_error`` carries a failure back.
+``background`` starts and ends the threads of this package.
 """

@@ -55,21 +55,16 @@ from shmloader.messages import (
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 from shmloader.workers.allocator import give_freed_memory_back, keep_freed_memory
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
+from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.channel import receive_soon
-from shmloader.workers.fetch import (
-    EmptyBatchError,
-    FetchPlan,
-    OnError,
-    Together,
-    TolerantFetcher,
-)
+from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError
 from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.workers.payload import receive_payload
 from shmloader.workers.prefetch_requests import PrefetchRequester
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.sample_rng import SampleRng, loading
+from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.seeding import seed_worker
 from shmloader.workers.startup_semaphore import StartupSemaphore, WorkerTurn, is_ready
 from shmloader.workers.status_page import MEMORY_IDLE_MS, Line, Phase, StatusPage, WorkerStatusPage
@@ -190,9 +185,7 @@ class _Worker:
         self._dataset: Any = None
         self._collate: SlotCollate | None = None
         self._on_error: OnError = "raise"
-        self._fetcher: Any = None
-        # Of the fetcher's samples; None if they have none of their own.
-        self._streams: SampleRng | None = None
+        self._maker: BatchMaker | None = None
         self._gatherer: Gatherer | None = None
         self._by_value = False
         # Raised while getting ready; the answer to every task, at its place in the order.
@@ -307,77 +300,72 @@ class _Worker:
         if not start.plan.is_iterable:
             self._get_ready(self._index_dataset)
 
-    def _get_ready(self, make_fetcher: Callable[[], Any]) -> None:
-        """Make the fetcher; what that raises is the answer to every task."""
+    def _get_ready(self, make_maker: Callable[[], BatchMaker | None]) -> None:
+        """Make what makes batches; what that raises is the answer to every task."""
         self._is_ready = True
         self._fetcher_error = self._prepare_error
         if self._prepare_error is None:
             try:
-                self._fetcher = make_fetcher()
+                self._maker = make_maker()
             except BaseException:  # noqa: BLE001 - as above
                 self._fetcher_error = RemoteError.caught(self._where).dumps()
 
-    def _index_dataset(self) -> Any:
+    def _index_dataset(self) -> BatchMaker:
         plan = self._start.plan
         # One for all epochs: what an async dataset has opened belongs to its loop.
         if self._gatherer is None:
             self._gatherer = plan.make_gatherer()
-        dataset, collate = self._seeded()
-        together = None
-        if self._gatherer is not None:
-            begin = None if self._streams is None else self._streams.begin_sample
-            together = Together(self._gatherer, begin)
-        fetcher = plan.make_fetcher(dataset, collate, self._on_error, self._where, together)
-        collates_plainly = self._collate is not None and self._collate.packer is not None
-        if self._on_error != "raise" or not plan.auto_collation:
-            return fetcher
-        if not collates_plainly:
-            return AnyIndexFetcher(fetcher)
-        return fetcher_of_arrays(
-            self._dataset,
-            self._writer,
-            fetcher,
-            self._timer.count,
-            may_shard=plan.may_shard,
-        )
-
-    def _iterate_dataset(self, saved: Saved | None = None) -> Any:
-        load_dataset(self._dataset, saved)
-        fetcher = self._start.plan.make_fetcher(*self._seeded())
-        load_iterator(fetcher, saved)
-        self._fingerprints = take_fingerprints(fetcher)
-        return fetcher
-
-    def _seeded(self) -> tuple[Any, Callable[[Any], Any]]:
-        """Dataset and collate function, under whose calls random streams are set if need be."""
         assert self._collate is not None
-        plan, dataset = self._start.plan, self._dataset
-        collate = self._timer.wrap(
-            cast("Callable[[Any], Any]", self._collate), counts_items=plan.auto_collation
-        )
-        prefetch = self._prefetch
-        if prefetch is not None and not plan.may_shard:  # else it is called for each shard
-            collate = prefetch.before(collate)
-        if plan.seed is None:
-            return dataset, collate
-        is_alone = plan.sets_global_streams
-        self._streams = SampleRng(
-            plan.seed,
-            self._start.worker_id,
-            sets_global=is_alone,
-            note_last=None if prefetch is None else prefetch.note_last,
-        )
-        # To pack a batch runs nothing that draws: setting its streams takes as long as a sample's.
-        is_packed = self._collate.packer is not None and not plan.is_iterable
-        if is_packed:
-            self._collate.before = self._streams.begin_collate
-        return self._streams.wrap(
-            dataset,
-            collate,
-            is_iterable=plan.is_iterable,
-            may_fail=self._on_error != "raise",
-            begins_samples=is_alone,
+        maker = self._make_maker(self._collate)
+        if self._on_error == "raise" and plan.auto_collation:
+            if self._collate.packer is None:
+                maker.fetcher = AnyIndexFetcher(maker.fetcher)
+            else:
+                maker.fetcher = fetcher_of_arrays(
+                    self._dataset,
+                    self._writer,
+                    maker.fetcher,
+                    self._timer.count,
+                    may_shard=plan.may_shard,
+                )
+        return maker
+
+    def _iterate_dataset(self, saved: Saved | None = None) -> BatchMaker:
+        load_dataset(self._dataset, saved)
+        assert self._collate is not None
+        maker = self._make_maker(self._collate)
+        load_iterator(maker.fetcher, saved)
+        self._fingerprints = take_fingerprints(maker.fetcher)
+        return maker
+
+    def _make_maker(self, collate: SlotCollate) -> BatchMaker:
+        plan, prefetch = self._start.plan, self._prefetch
+        rng: SampleRng | None = None
+        if plan.seed is not None:
+            rng = SampleRng(
+                plan.seed,
+                self._start.worker_id,
+                sets_global=plan.sets_global_streams,
+                note_last=None if prefetch is None else prefetch.note_last,
+            )
+        # To pack a batch runs nothing that draws: setting its generators takes as long as a
+        # sample's.
+        is_packed = rng is not None and collate.packer is not None and not plan.is_iterable
+        if is_packed and rng is not None:
+            collate.before = rng.begin_collate
+        # A list of batches is collated several times.
+        requests = prefetch is not None and not plan.may_shard
+        return BatchMaker(
+            plan,
+            self._dataset,
+            cast("Callable[[Any], Any]", collate),
+            self._on_error,
+            where=self._where,
+            timer=self._timer,
+            rng=rng,
+            gatherer=self._gatherer,
             begins_collate=not is_packed,
+            before_collate=prefetch.before if requests and prefetch is not None else None,
         )
 
     def _resume(self, place: bytes) -> None:
@@ -396,7 +384,7 @@ class _Worker:
         self._is_lost = True
         self._fetcher_error = RemoteError.caught(self._where).dumps()
 
-    def _begin_stream(self) -> Any:
+    def _begin_stream(self) -> BatchMaker | None:
         """Call ``iter(dataset)``, and go on where a worker before this one was."""
         place = self._place
         self._given, self._stream_ended = place.given, place.has_ended
@@ -416,8 +404,8 @@ class _Worker:
             raise
         return None
 
-    def _begin_anew(self) -> Any:
-        """Make the fetcher of a further epoch; what that begins with is noted before."""
+    def _begin_anew(self) -> BatchMaker:
+        """Make the batch maker of a further epoch; what that begins with is noted before."""
         self._beginning = self._next_beginning()
         return self._iterate_dataset() if self._start.plan.is_iterable else self._index_dataset()
 
@@ -573,10 +561,7 @@ class _Worker:
     def _load_indexed(self, indices: object) -> bytes | Spilled | None:
         """As :meth:`_load`, of a map-style dataset."""
         try:
-            if self._streams is None:
-                return self._load(indices)
-            with self._streams.at(indices) as plain:  # type: ignore[arg-type]
-                return self._load(plain)
+            return self._load(indices)
         finally:
             if self._start.plan.snapshot_every:
                 saved = save_dataset(self._dataset)
@@ -591,8 +576,7 @@ class _Worker:
         if self._fingerprints is not None:
             self._fingerprints.reset()
         try:
-            with loading(self._streams, indices) as plain:
-                return self._load(plain)
+            return self._load(indices)
         except StopIteration:
             self._given -= 1
             raise
@@ -607,10 +591,12 @@ class _Worker:
         self._has_to_replay = False
         assert self._collate is not None
         assert self._fingerprints is not None
+        assert self._maker is not None
         only_reads = self._collate.packer is not None
+        fetcher = self._maker.fetcher
         try:
-            with loading(self._streams, indices) as plain, self._writer.withheld():
-                replay(self._fetcher, self._place, plain, self._fingerprints, only_reads=only_reads)
+            with self._maker.loading(indices) as plain, self._writer.withheld():
+                replay(fetcher, self._place, plain, self._fingerprints, only_reads=only_reads)
         except BaseException:
             self._lose_dataset()
             raise
@@ -619,7 +605,8 @@ class _Worker:
         """Note the stream's state, if it is due after the batch in work."""
         every = self._start.plan.snapshot_every
         if every and self._given % every == 0:
-            saved = save(self._fetcher)
+            assert self._maker is not None
+            saved = save(self._maker.fetcher)
             if saved is not None:
                 self._snapshot = dump_here(saved, by_value=self._by_value)
 
@@ -638,8 +625,8 @@ class _Worker:
         Returns:
             Its layout, pickled; None if that is the same as for the last batch.
         """
-        batch = self._fetcher.fetch(indices)
-        self._timer.fetched()
+        assert self._maker is not None
+        batch = self._maker.make(indices)
         if self._start.plan.is_iterable:
             self._take_snapshot()
         if type(batch) is list and self._start.plan.may_shard:
@@ -672,9 +659,9 @@ class _Worker:
 
     def _take_report(self) -> bytes | Spilled | None:
         """What became of the samples, where that is counted; in the slot if it is long."""
-        if not isinstance(self._fetcher, TolerantFetcher):
+        report = None if self._maker is None else self._maker.take_report()
+        if report is None:
             return None
-        report = self._fetcher.take_report()
         data = report.dumps()
         if len(data) <= INLINE_BYTES // 4:
             return data

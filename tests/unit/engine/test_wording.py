@@ -128,6 +128,7 @@ def test_a_worker_is_told_by_its_process_or_as_a_thread():
 
 STACK = """  File "/data/set.py", line 7 in decode
   File "/data/set.py", line 3 in __getitem__
+  File "/lib/shmloader/workers/batch_maker.py", line 120 in make
   File "/lib/shmloader/workers/child.py", line 300 in _load"""
 
 

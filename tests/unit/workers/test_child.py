@@ -23,6 +23,7 @@ from shmloader.messages import (
     unpack,
 )
 from shmloader.workers.bad_samples import SampleReport
+from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.child import WorkerStart, _Worker
 from shmloader.workers.fetch import FetchPlan, TolerantFetcher
 from shmloader.workers.remote_error import RemoteError
@@ -53,7 +54,9 @@ class Bench:
             None, WorkerStart(3, 4, 0, plan, parent_death=None, status_page=None), None
         )
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
-        self.fetcher = self.worker._fetcher = Fetcher()
+        maker = BatchMaker(plan, [], list, where="here", timer=self.worker._timer)
+        self.fetcher = maker.fetcher = Fetcher()
+        self.worker._maker = maker
         self.seq = -1
 
     def serve(self, *results, indices=()):
@@ -273,7 +276,7 @@ def report_of(bench: Bench, answer: BatchDone | BatchFailed | BatchEmpty) -> Sam
 
 def tolerate(bench: Bench, dataset: object, collate_fn=list) -> None:
     fetcher = TolerantFetcher(bench.worker._start.plan, dataset, collate_fn, "skip", "here")
-    bench.worker._fetcher = fetcher
+    bench.worker._maker.fetcher = fetcher
 
 
 def test_an_answer_reports_on_its_own_samples_only(make_bench):
