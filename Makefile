@@ -51,7 +51,8 @@ test-full: $(STAMP)-test
 		--durations=15 $(ARGS)
 
 test-integration: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=4 tests/integration $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=4 tests/integration \
+		--override-ini=faulthandler_timeout=600 $(ARGS)
 
 test-all: $(STAMP)-test
 	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=4 --override-ini=faulthandler_timeout=3600 $(ARGS)
