@@ -35,7 +35,7 @@ from _spread import with_spread
 from _workloads import WORKLOADS, Samples, Workload, smallest, touch
 
 import shmloader
-from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut
 
 KINDS = ("plain", "seeded", "by hand", "small", "rank", "shards")
@@ -95,7 +95,7 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
 def run_order(length: int) -> dict[str, float]:
     """Draw one epoch of a long order in this process."""
     cut = Cut(_ORDER_BATCH, 0, _ORDER_RANKS)
-    plan = StepPlan(_ORDER_BATCH, 0, cut, "pad", 0, length=length, shuffle=True)
+    plan = SeededOrder(_ORDER_BATCH, 0, cut, "pad", 0, length=length, shuffle=True)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     steps = iter(plan)

@@ -6,8 +6,8 @@ from typing import Any
 
 from shmloader.engine.stream_states import dump_place
 from shmloader.interruptions import is_interruption
-from shmloader.sampling.origin import has_own_state
 from shmloader.sampling.rng import global_rng_state
+from shmloader.sampling.sampler_checkpoint import has_own_state
 from shmloader.workers.sample_rng import SeededIterator
 from shmloader.workers.stream import Place, Saved, parts_of, read, save, save_dataset
 

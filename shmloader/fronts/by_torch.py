@@ -40,7 +40,7 @@ class TorchIterator(_BaseDataLoaderIter):
     def _begin(self, loader: Any, began_ns: int) -> None:
         self._batch_size = loader.batch_size
         self._record = Record(
-            loader._epoch,
+            loader._plan.epoch,
             "torch",
             loader.num_workers,
             keeps_workers=loader.persistent_workers,

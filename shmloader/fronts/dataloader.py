@@ -1,6 +1,7 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
+import copy
 import os
 import threading
 import warnings
@@ -14,6 +15,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 import torch
 import torch.utils.data
 from torch.utils.data import (
+    BatchSampler,
     Dataset,
     IterableDataset,
     IterDataPipe,
@@ -57,11 +59,12 @@ from shmloader.options import (
 )
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
-from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.positions import PositionedStreams
-from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.seeded_order import SeededOrder, SeededRandomSampler
 from shmloader.sampling.steps import Cut, Tail
 from shmloader.stages.target import Destination, parse_device
 from shmloader.stats.epochs import Statistics
@@ -316,16 +319,16 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.fetch_concurrency = fetch_concurrency
         self.__dict__.update(_own_parts())
         self.last_batch = last_batch
+        self.seed = seed
+        # Users may set the attribute; what the samples depend on was decided here.
+        self._sample_seed = seed
+        if seed is not None and sampler is None and batch_sampler is None:
+            self._use_seeded_sampler(seed)
         if last_batch == "rollover":
             assert batch_size is not None
             # Set past torch's guard, which is there for users.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, batch_size)
-        self.seed = seed
-        # The attribute may be set by anyone; what is loaded by was settled here.
-        self._sample_seed = seed
-        if seed is not None:
-            self._plan = self._make_plan(seed, sampler, batch_sampler)
-        self._progress = Progress()
+        self._plan = EpochPlan(self._make_order(sampler, batch_sampler))
         self._is_closed = False
         self._has_counted_objects = False
 
@@ -419,18 +422,49 @@ class DataLoader(MeasuredLoader[_T_co]):
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
 
-    def _make_plan(
-        self,
-        seed: int,
-        sampler: Iterable[Any] | None,
-        batch_sampler: Iterable[list[Any]] | None,
-    ) -> StepPlan | PositionedStreams:
-        """What is drawn where there is a seed; called by the constructor."""
-        if isinstance(self.dataset, IterableDataset):
-            return PositionedStreams(super()._index_sampler)
+    def _use_seeded_sampler(self, seed: int) -> None:
+        """Put the order that is delivered in the place of torch's RandomSampler."""
+        if type(self.sampler) is RandomSampler:
+            self._set_own_sampler(SeededRandomSampler(self.sampler.data_source, seed))
+
+    def _own_sampler(self, items: Iterable[Any] | None) -> SeededRandomSampler | None:
+        """Return the loader's own seeded sampler; None if the user's ``items`` are the order."""
+        sampler = self.sampler
+        return sampler if items is None and isinstance(sampler, SeededRandomSampler) else None
+
+    def _set_own_sampler(self, sampler: SeededRandomSampler) -> None:
+        """Set ``sampler``, and the batch sampler over it, past torch's guard."""
+        own = self.__dict__
+        own["sampler"] = sampler
+        batches = own["batch_sampler"]
+        if type(batches) is BatchSampler:
+            own["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        elif batches is not None:
+            batches = own["batch_sampler"] = copy.copy(batches)
+            batches.sampler = sampler
+
+    def _make_order(
+        self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
+    ) -> SeededOrder | SamplerOrder:
+        """Return what the index batches come from; called by the constructor.
+
+        Args:
+            sampler: The user's, or None.
+            batch_sampler: The user's, or None.
+        """
+        seed, index_sampler = self._sample_seed, super()._index_sampler
+        is_iterable = isinstance(self.dataset, IterableDataset)
+        if seed is None or is_iterable:
+            return SamplerOrder(
+                index_sampler if seed is None else PositionedStreams(index_sampler),
+                is_iterable=is_iterable,
+                batch_size=self.batch_size,
+                tail="drop" if self.drop_last else self.last_batch or "keep",
+                seed=seed,
+            )
         tail: Tail = "drop" if self.drop_last else "uneven"
         items = sampler if batch_sampler is None else batch_sampler
-        return StepPlan(
+        return SeededOrder(
             self.batch_size,
             0,
             Cut(self.batch_size or 1),
@@ -439,8 +473,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             length=cast("Sized", self.dataset) if items is None else None,
             shuffle=isinstance(self.sampler, RandomSampler),
             items=items,
+            own_sampler=self._own_sampler(items),
             may_shard=False,
-            is_placed=True,
+            is_positioned=True,
         )
 
     @property
@@ -479,12 +514,13 @@ class DataLoader(MeasuredLoader[_T_co]):
             if getattr(self._iterator, "is_closed", False):
                 # Its workers died or were ended; the next epoch gets new ones.
                 self._iterator = None
-            loaded = self._loaded
+            plan = self._present_plan
+            resumed = plan.resumed
             try:
                 self._begin_epoch()
                 return super().__iter__()
             except BaseException:
-                self._take_back(loaded)
+                plan.take_back(resumed)
                 raise
 
     def close(self) -> None:
@@ -514,19 +550,31 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what runs, and what failed: a copy, or a pickle, has no workers."""
-        if self._progress.is_ended:
-            self._settle_epoch()  # a copy has what was left over
+        """Return everything but what runs, and what failed: a copy, or a pickle, has no workers."""
+        plan = self._present_plan
+        if plan.progress.is_ended:
+            plan.commit()  # a copy has what was left over
         state = self.__dict__.copy()
-        state["_iterator"] = None
-        state |= self._unbegun()
+        state["_iterator"] = state["_streams"] = None
         for name in _own_parts():
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`__getstate__` gave."""
+        """Take over what :meth:`__getstate__` returned."""
         self.__dict__.update(state)
         self.__dict__.update(_own_parts())
         if self._adapter is not None:
             self.__dict__["_adapter"] = Adapter(self.num_workers, self._adapter.most)
+        # copy.copy() passes the objects themselves, which the original goes on using.
+        plan = self._present_plan
+        order: SeededOrder | SamplerOrder = plan.order
+        if isinstance(order, SeededOrder):
+            sampler = order.own_sampler
+            if sampler is not None:
+                sampler = copy.copy(sampler)
+                self._set_own_sampler(sampler)
+            order = order.copy(sampler)
+        else:
+            order = copy.copy(order)
+        self._plan = plan.copy(order)

@@ -17,7 +17,6 @@ from shmloader.errors import ClosedLoaderError, TooManyFailures
 from shmloader.fronts.calls import CountingIterator
 from shmloader.fronts.recipe import (
     begin_by_torch,
-    draw_batches,
     plan_and_watch,
     seed_of_workers,
     take_resumed,
@@ -71,11 +70,12 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._base_seed = seed_of_workers(loader, self._base_seed)
-        self._sampler_iter = loader._begin_draws(draw_batches(self, loader))
+        arrays = takes_arrays(self, loader)
+        self._sampler_iter = loader._plan.draw(self._sampler_iter, as_arrays=arrays)
         self._device = parse_device(loader.device)
         self._devices = [parse_device(device) for device in options.devices or ()]
         self._transform = transform_here(options)
-        self._progress = loader._progress
+        self._progress = loader._plan.progress
         self._is_closed = False
         self._closed_because = ""
         plan, self._watch = plan_and_watch(self, loader)
@@ -101,7 +101,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             )
             if plan.is_iterable and sample_rng is None:
                 load_iterator(self._maker.fetcher, saved)
-        if takes_arrays(self, loader):
+        if arrays:
             self._maker.fetcher = ArrayFetcher(
                 ArraysHere(self._dataset).find_gatherer,
                 self._maker.fetcher,
@@ -117,7 +117,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         elif self._pin_memory:
             self._finishing = "pin"
         self._record = Record(
-            loader._epoch, "in-process", 0, failed=loader.failures, begin_ns=begin_ns
+            loader._plan.epoch, "in-process", 0, failed=loader.failures, begin_ns=begin_ns
         )
         loader._statistics.begin(self._record, self)
         self._record.begun()

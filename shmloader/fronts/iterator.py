@@ -5,14 +5,12 @@ yielded; so the main process's random streams are used as torch uses them.
 """
 
 import abc
-import contextlib
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.engine.adapting import Adapter
@@ -22,11 +20,11 @@ from shmloader.engine.stream_states import StreamStates
 from shmloader.fronts.calls import CountingIterator
 from shmloader.fronts.recipe import (
     begin_by_torch,
-    draw_batches,
     no_transform,
     plan_and_watch,
     seed_of_workers,
     take_resumed,
+    takes_arrays,
     transform_here,
     warn_of_many_objects,
 )
@@ -38,8 +36,6 @@ from shmloader.options import Options, lend_limit, loop_holds, slot_share
 from shmloader.pools import Pool
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.processes import ProcessPool
-from shmloader.sampling.plan import StepPlan
-from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage
@@ -48,22 +44,6 @@ from shmloader.stages.target import Destination, current_index, parse_device
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.stats.record import Record
 from shmloader.workers.processes import WorkerProcesses
-
-
-def _count_batches(index_sampler: Any) -> int | None:
-    """Batches of an epoch, if the samplers are torch's own.
-
-    The length of a user's sampler may take long, or draw random numbers, and is the user's to ask.
-    """
-    sampler = index_sampler
-    if isinstance(sampler, StepPlan):
-        return len(sampler) if sampler.has_own_order else None
-    if type(sampler) in {BatchSampler, RolloverBatchSampler}:
-        sampler = sampler.sampler
-    if type(sampler) in {SequentialSampler, RandomSampler}:
-        with contextlib.suppress(Exception):  # a dataset without a length
-            return len(index_sampler)
-    return None
 
 
 def _device_stage(loader: Any, options: Options) -> tuple[Stage | None, PageLocker | None]:
@@ -97,7 +77,7 @@ class EngineIterator(CountingIterator):
         resumed = take_resumed(loader)
         begin_by_torch(self, loader)
         self._base_seed = seed_of_workers(loader, self._base_seed)
-        self._progress = loader._progress
+        self._progress = loader._plan.progress
         self._streams: StreamStates | None = None
         if loader._saves_dataset:
             begun = resumed or StreamStates.at_beginning(loader.num_workers, int(self._base_seed))
@@ -155,7 +135,8 @@ class EngineIterator(CountingIterator):
 
     def _begin_draws(self, loader: Any) -> None:
         """Begin to draw the epoch's index batches."""
-        self._sampler_iter = loader._begin_draws(draw_batches(self, loader))
+        drawing = self._sampler_iter
+        self._sampler_iter = loader._plan.draw(drawing, as_arrays=takes_arrays(self, loader))
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
@@ -165,7 +146,7 @@ class EngineIterator(CountingIterator):
             self._source.set_window(loader.num_workers * loader.prefetch_factor)
         super()._reset(loader, first_iter)
         self._begin_draws(loader)
-        self._progress = loader._progress
+        self._progress = loader._plan.progress
         self._is_exhausted = False
         self._source.restart(self._sampler_iter)
         begun = self._engine.stream_beginnings
@@ -175,7 +156,7 @@ class EngineIterator(CountingIterator):
 
     def _begin_record(self, loader: Any, begin_ns: int) -> None:
         self._record = Record(
-            loader._epoch,
+            loader._plan.epoch,
             "threads" if loader.thread_pool else "processes",
             loader.num_workers,
             keeps_workers=self._persistent_workers,
@@ -306,7 +287,7 @@ class WorkerIterator(EngineIterator):
             loader.num_workers,
             loader.prefetch_factor,
             loop_holds(has_device=locker is not None, device_prefetch=options.device_prefetch),
-            _count_batches(self._index_sampler),
+            loader._plan.order.count_batches(),
             free_memory(root, control_groups(root)),
             options.root,
             options.window,

@@ -13,7 +13,6 @@ from shmloader.engine.failures import FailureWatch
 from shmloader.engine.stream_states import StreamStates
 from shmloader.memory.collate import is_plain
 from shmloader.options import Options
-from shmloader.sampling.index_arrays import array_batches
 from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.workers.array_datasets import may_be_columns
 from shmloader.workers.fetch import FetchPlan
@@ -26,7 +25,7 @@ def begin_by_torch(iterator: Any, loader: Any) -> None:
     An epoch that goes on had its seed drawn where it began. So torch's global generator is put
     back: whoever has restored it finds it where it was.
     """
-    before = torch.get_rng_state() if loader._goes_on and loader.generator is None else None
+    before = torch.get_rng_state() if loader._plan.goes_on and loader.generator is None else None
     _BaseDataLoaderIter.__init__(iterator, loader)
     if before is not None:
         torch.set_rng_state(before)
@@ -43,7 +42,7 @@ def plan_and_watch(
         iterator._auto_collation,
         iterator._drop_last,
         keep_size,
-        loader._may_shard and loader._plan.may_give_lists,
+        loader._may_shard and loader._plan.order.may_give_lists,
         loader._sample_seed,
         _snapshot_interval(loader, is_iterable=is_iterable),
         bool(loader.persistent_workers),
@@ -87,17 +86,6 @@ def takes_arrays(iterator: _BaseDataLoaderIter, loader: Any) -> bool:
         and is_plain(loader.collate_fn)
         and may_be_columns(loader.dataset)
     )
-
-
-def draw_batches(iterator: _BaseDataLoaderIter, loader: Any) -> Any:
-    """The epoch's index batches, where ``iter()`` of the index sampler was drawn already.
-
-    As arrays, where torch's own samplers give them and the dataset is arrays, too.
-    """
-    drawing = iterator._sampler_iter
-    if takes_arrays(iterator, loader):
-        return array_batches(iterator._index_sampler) or drawing
-    return drawing
 
 
 def next_batch(iterator: Any, by_torch: Callable[[], Any]) -> Any:

@@ -11,8 +11,9 @@ from shmloader.fronts.dataloader import DataLoader
 from shmloader.options import LastBatch, Options, check_last_batch
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
-from shmloader.sampling.plan import StepPlan
+from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
+from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut, Tail
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -78,7 +79,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     """
 
     _may_shard = True
-    _plan: StepPlan
+    _order: SeededOrder
 
     def __init__(  # noqa: PLR0917 - the signature of GluonNLP's loader
         self,
@@ -149,7 +150,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
         items: Iterable[Any] | None = sampler if batch_sampler is None else batch_sampler
         if generator is not None and shuffle:
             items = self.sampler  # torch's, which draws from it
-        self._plan = StepPlan(
+        self._sample_seed = seed
+        if items is None:
+            self._use_seeded_sampler(seed)
+        self._order = SeededOrder(
             batch_size if batch_sampler is None else None,
             shards,
             Cut(share * max(1, shards), *ranks),
@@ -158,10 +162,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
             length=len(dataset) if items is None else None,
             shuffle=shuffle,
             items=items,
+            own_sampler=self._own_sampler(items),
             device_count=len(devices or ()),
-            is_placed=True,
+            is_positioned=True,
         )
-        self._sample_seed = seed
+        self._plan = EpochPlan(self._order)
 
     @property
     def _auto_collation(self) -> bool:
@@ -171,7 +176,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def _is_in_ranks(self) -> bool:
         """Whether other ranks or shards have to have as many samples."""
-        return self.world_size > 1 or self._plan.is_sharded or self.devices is not None
+        return self.world_size > 1 or self._order.is_sharded or self.devices is not None
 
     def _wanted_devices(self, device: object) -> list[Any]:
         return [device] if self.devices is None else list(self.devices)
@@ -193,7 +198,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         """
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
-        return self._plan.repeats_in(self._progress.position)
+        return self._order.repeats_in(self._present_plan.progress.position)
 
 
 def _check_dataset(dataset: object) -> None:

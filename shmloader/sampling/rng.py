@@ -1,4 +1,7 @@
-"""The process's global random streams, set aside while a sampler draws from others."""
+"""States of random number generators: the process's global ones, and those that stand in for them.
+
+The global generators are those of ``random``, ``numpy.random`` and torch (CPU).
+"""
 
 import base64
 import contextlib
@@ -13,14 +16,14 @@ import torch
 from shmloader.interruptions import is_interruption
 
 
-class Streams:
-    """Global random streams that depend on the arguments alone.
+class RngState:
+    """A state of the global generators that depends on the arguments only.
 
-    Inside of :meth:`used` those of ``random``, ``numpy.random`` and torch (CPU) are these; they
-    go on where they were left the last time. Afterwards the process's own are back.
+    It is set inside :meth:`used`, and continues where it was left the last time. Afterwards the
+    process's own state is put back.
 
     Args:
-        key: Numbers that choose the streams, such as a seed and an epoch.
+        key: Numbers that choose the state, such as a seed and an epoch.
     """
 
     def __init__(self, *key: int) -> None:
@@ -31,7 +34,7 @@ class Streams:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Draw from them; on one thread at a time."""
+        """Set this state for the block; on one thread at a time."""
         own = _states()
         if self._states is None:
             random.seed(int.from_bytes(self._seed[:16], "little"))
@@ -48,7 +51,7 @@ class Streams:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Put the process's global random streams back at the end, wherever they were moved to."""
+    """Put the global generators back at the end of the block."""
     own = _states()
     try:
         yield
@@ -67,7 +70,7 @@ def _set_states(states: tuple[Any, Any, torch.Tensor]) -> None:
 
 
 def dump_generator(generator: torch.Generator) -> str:
-    """A generator's state as text."""
+    """Return a generator's state as text."""
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
@@ -87,52 +90,52 @@ def load_generator(generator: torch.Generator, text: str) -> None:
 
 
 #: The process's global random number generators: random, numpy.random and torch's for the CPU.
-GLOBAL_STREAMS = ("torch", "numpy", "python")
+GLOBAL_GENERATORS = ("torch", "numpy", "python")
 
 
-def global_rng_state(names: Iterable[str] = GLOBAL_STREAMS) -> dict[str, Any]:
-    """The states of global generators, as plain values; 13 KB for all of them.
+def global_rng_state(names: Iterable[str] = GLOBAL_GENERATORS) -> dict[str, Any]:
+    """Return the states of global generators as plain values; 13 KB for all of them.
 
     Args:
-        names: Which of :data:`GLOBAL_STREAMS`.
+        names: Which of :data:`GLOBAL_GENERATORS`.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if "torch" in names:
-        found["torch"] = dump_generator(torch.default_generator)
+        state["torch"] = dump_generator(torch.default_generator)
     if "numpy" in names:
         kind, *values = np.random.get_state(legacy=True)
         if kind == "MT19937":
             words, *others = values
             text = base64.b64encode(np.asarray(words, dtype=np.uint32).tobytes()).decode()
-            found["numpy"] = [text, *map(_plain, others)]
+            state["numpy"] = [text, *map(_plain, others)]
     if "python" in names:
         version, numbers, gauss = random.getstate()
         text = base64.b64encode(np.array(numbers, dtype=np.uint32).tobytes()).decode()
-        found["python"] = [version, text, gauss]
-    return found
+        state["python"] = [version, text, gauss]
+    return state
 
 
 def _plain(number: Any) -> int | float:
     return float(number) if isinstance(number, float) else int(number)
 
 
-def set_global_rng_state(found: dict[str, Any]) -> None:
-    """Set the process's global generators to what :func:`global_rng_state` gave.
+def set_global_rng_state(state: dict[str, Any]) -> None:
+    """Set the global generators to what :func:`global_rng_state` returned.
 
     Raises:
         ValueError: If a state cannot be read.
     """
     try:
-        if not isinstance(found, dict):
-            raise TypeError(f"{type(found).__name__} in place of a dict")
-        if "torch" in found:
-            load_generator(torch.default_generator, found["torch"])
-        if "numpy" in found:
-            text, *others = found["numpy"]
+        if not isinstance(state, dict):
+            raise TypeError(f"{type(state).__name__} in place of a dict")
+        if "torch" in state:
+            load_generator(torch.default_generator, state["torch"])
+        if "numpy" in state:
+            text, *others = state["numpy"]
             words = np.frombuffer(base64.b64decode(text), dtype=np.uint32)
             np.random.set_state(("MT19937", words, *others))
-        if "python" in found:
-            version, text, gauss = found["python"]
+        if "python" in state:
+            version, text, gauss = state["python"]
             numbers = np.frombuffer(base64.b64decode(text), dtype=np.uint32).tolist()
             random.setstate((version, tuple(numbers), gauss))
     except (TypeError, ValueError, LookupError, OverflowError, AttributeError) as error:
@@ -142,8 +145,8 @@ def set_global_rng_state(found: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def with_global_rng_state(found: dict[str, Any]) -> Iterator[None]:
-    """Have the global generators in these states; afterwards the process's own are back."""
+def with_global_rng_state(state: dict[str, Any]) -> Iterator[None]:
+    """Set the global generators for the block; put the process's own states back afterwards."""
     with kept():
-        set_global_rng_state(found)
+        set_global_rng_state(state)
         yield

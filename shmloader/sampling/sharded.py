@@ -8,10 +8,9 @@ from torch.utils.data import DistributedSampler
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
-from shmloader.sampling.origin import are_known
-from shmloader.sampling.plan import set_epoch_of
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
-from shmloader.sampling.rng import Streams
+from shmloader.sampling.rng import RngState
+from shmloader.sampling.sampler_checkpoint import are_known, set_epoch_of
 from shmloader.sampling.steps import Cut, DrawnSteps, step_count
 
 
@@ -81,8 +80,8 @@ class ShardedSampler(EpochSampler[Any]):
     def _draw(self, epoch: int) -> Iterator[Any]:
         """This rank's items."""
         set_epoch_of(self.sampler, epoch)
-        streams, is_first = Streams(self.seed, epoch), are_known(self.sampler)
-        steps = DrawnSteps(self.sampler.__iter__, streams, is_first, self._cut, self.tail)
+        rng_state, is_first = RngState(self.seed, epoch), are_known(self.sampler)
+        steps = DrawnSteps(self.sampler.__iter__, rng_state, is_first, self._cut, self.tail)
         for step in steps:
             yield from step
 

@@ -9,7 +9,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.sampling.plan import is_sharded
+from shmloader.sampling.steps import is_sharded
 from shmloader.workers.bad_samples import BadSample, SampleReport
 from shmloader.workers.gathering import Gatherer, Outcome
 from shmloader.workers.sample_rng import one_by_one

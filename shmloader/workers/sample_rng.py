@@ -42,8 +42,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.probing import probe
-from shmloader.sampling.plan import is_sharded
 from shmloader.sampling.positions import PositionedIndices
+from shmloader.sampling.steps import is_sharded
 from shmloader.workers.plain_data import only_hands_out
 
 _DIGEST_BYTES = 64

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 import cloudpickle
 
-from shmloader.sampling.origin import has_own_state
 from shmloader.sampling.rng import set_global_rng_state
+from shmloader.sampling.sampler_checkpoint import has_own_state
 from shmloader.workers.fingerprint import FingerprintingCollate, chained
 from shmloader.workers.payload import PICKLE_ERRORS, main_is_importable
 from shmloader.workers.sample_rng import SeededIterator

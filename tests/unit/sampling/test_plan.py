@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 from shmloader.sampling import BucketBatchSampler
-from shmloader.sampling.plan import StepPlan
-from shmloader.sampling.rng import Streams
+from shmloader.sampling.rng import RngState
+from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut, Tail, step_count
 
 TAILS: list[Tail] = ["pad", "drop", "uneven", "rollover"]
@@ -57,10 +57,10 @@ def plan_of(
     world_size: int = 1,
     tail: Tail = "pad",
     seed: int = 0,
-) -> StepPlan:
+) -> SeededOrder:
     items: Any = {"torch's sampler": RandomSampler(range(length)) if length else [],
                   "a sampler that draws": Draws(length)}.get(kind)  # fmt: skip
-    return StepPlan(
+    return SeededOrder(
         batch_size,
         shards,
         Cut(batch_size * max(1, shards), rank, world_size),
@@ -76,12 +76,12 @@ def flat(step: Any) -> list[Any]:
     return [*itertools.chain(*step)] if step and isinstance(step[0], list) else [*step]
 
 
-def epoch_of(plan: StepPlan, epoch: int = 0) -> list[Any]:
+def epoch_of(plan: SeededOrder, epoch: int = 0) -> list[Any]:
     plan.epoch = epoch
     return list(plan)
 
 
-def union(plans: list[StepPlan], epoch: int = 0) -> list[list[Any]]:
+def union(plans: list[SeededOrder], epoch: int = 0) -> list[list[Any]]:
     """What the ranks get at each step, one after the other."""
     steps = [epoch_of(plan, epoch) for plan in plans]
     return [
@@ -230,7 +230,7 @@ def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() 
     weights = WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=torch.Generator().manual_seed(3))
     expected = list(weights)
     weights.generator.manual_seed(3)
-    plan = StepPlan(1, 0, Cut(1), "pad", 0, items=weights)
+    plan = SeededOrder(1, 0, Cut(1), "pad", 0, items=weights)
     assert [index for step in epoch_of(plan) for index in step] == expected
 
 
@@ -262,13 +262,13 @@ def test_a_sampler_of_torchs_has_the_epochs_streams_for_its_first_index_alone(
     sampler, rest, monkeypatch
 ) -> None:
     times = []
-    used = Streams.used
-    monkeypatch.setattr(Streams, "used", lambda streams: times.append(1) or used(streams))
+    used = RngState.used
+    monkeypatch.setattr(RngState, "used", lambda streams: times.append(1) or used(streams))
 
     def order_of(items: Any) -> list[list[int]]:
         times.clear()
-        plan = StepPlan(2, 0, Cut(2), "rollover", 0, items=items)
-        plan.rest = list(rest)
+        plan = SeededOrder(2, 0, Cut(2), "rollover", 0, items=items)
+        plan.carry_over.rest = list(rest)
         return epoch_of(plan)
 
     expected = order_of(Unknown(sampler))
@@ -281,7 +281,7 @@ def test_a_sampler_of_torchs_has_the_epochs_streams_for_its_first_index_alone(
 
 
 def test_a_sampler_that_counts_epochs_is_told_the_epoch() -> None:
-    plan = StepPlan(
+    plan = SeededOrder(
         None, 0, Cut(1), "pad", 0, items=BucketBatchSampler([*range(40)], 4, 3, shuffle=True)
     )
     orders = [epoch_of(plan, epoch) for epoch in (0, 1, 2, 1)]
@@ -301,7 +301,7 @@ def test_batches_are_dealt_whole(world_size) -> None:
     every = list(batches(33))  # eleven
 
     def steps(rank: int, tail: Tail) -> list[Any]:
-        plan = StepPlan(None, 0, Cut(1, rank, world_size), tail, 0, items=batches(33))
+        plan = SeededOrder(None, 0, Cut(1, rank, world_size), tail, 0, items=batches(33))
         found = epoch_of(plan)
         assert len(found) == len(plan)
         return found
@@ -320,7 +320,9 @@ def test_batches_are_dealt_whole(world_size) -> None:
 
 def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
     plans = [
-        StepPlan(None, 0, Cut(1, rank, 3), "pad", 0, items=[[1, 2, 3], [[4, 5], [6]], [7, 8], [9]])
+        SeededOrder(
+            None, 0, Cut(1, rank, 3), "pad", 0, items=[[1, 2, 3], [[4, 5], [6]], [7, 8], [9]]
+        )
         for rank in range(3)
     ]
     assert [epoch_of(plan) for plan in plans] == [
@@ -343,7 +345,7 @@ def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
     ],
 )
 def test_a_step_with_nothing_to_load_is_named(step, text) -> None:
-    steps = iter(StepPlan(None, 0, Cut(1), "pad", 0, items=[[1, 2], step, [3]]))
+    steps = iter(SeededOrder(None, 0, Cut(1), "pad", 0, items=[[1, 2], step, [3]]))
     assert next(steps) == [1, 2]
     with pytest.raises(ValueError, match=text):
         next(steps)
@@ -369,7 +371,7 @@ def test_what_an_epoch_leaves_over_comes_first_in_the_next(kind, world_size) -> 
         steps = union(plans, epoch)
         seen += [index for step in steps for index in step]
         for plan in plans:
-            plan.settle(len(steps))
+            plan.commit(len(steps))
     assert lengths == [2, 3, 2, 3]
     assert seen == [index for order in orders for index in order]
 
@@ -378,12 +380,12 @@ def test_what_an_epoch_leaves_over_comes_first_in_the_next(kind, world_size) -> 
 def test_an_epoch_that_is_left_early_takes_nothing_over(kind) -> None:
     plan = plan_of(kind, 10, batch_size=4, tail="rollover")
     epoch_of(plan, 0)
-    plan.settle(2)
+    plan.commit(2)
     first = epoch_of(plan, 1)
     assert len(first) == len(plan) == 3
-    plan.settle(2)  # the user left before the third
+    plan.commit(2)  # the user left before the third
     assert epoch_of(plan, 1) == first
-    plan.settle(3)
+    plan.commit(3)
     assert len(plan) == 2
 
 
@@ -394,5 +396,5 @@ def test_an_epoch_whose_end_nobody_asked_for_is_complete(kind) -> None:
     steps = iter(plan)
     for _ in range(2):
         next(steps)
-    plan.settle(2)
+    plan.commit(2)
     assert len(epoch_of(plan, 1)) == 3

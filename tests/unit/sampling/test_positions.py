@@ -8,8 +8,9 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.engine.wording import describe_indices
-from shmloader.sampling.plan import StepPlan, set_epoch_of
 from shmloader.sampling.positions import PositionedIndices, PositionedStreams, without_position
+from shmloader.sampling.sampler_checkpoint import set_epoch_of
+from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut
 
 
@@ -27,7 +28,7 @@ def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, tail="pad", **o
     size = batch // world_size // max(1, shards)
     cut = Cut(batch // world_size, rank, world_size)
     options = {"length": length, "shuffle": True, **options}
-    return StepPlan(size, shards, cut, tail, 3, **options, is_placed=True)
+    return SeededOrder(size, shards, cut, tail, 3, **options, is_positioned=True)
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
@@ -47,7 +48,9 @@ def test_a_whole_batch_stands_where_its_batch_sampler_gave_it(world_size):
     batches = [[5], [1, 2, 3], [4, 4], [9], [[7, 7], [8]], [6]]
     found = {}
     for rank in range(world_size):
-        plan = StepPlan(None, 0, Cut(1, rank, world_size), "drop", 3, items=batches, is_placed=True)
+        plan = SeededOrder(
+            None, 0, Cut(1, rank, world_size), "drop", 3, items=batches, is_positioned=True
+        )
         for step in plan:
             found.update((key, index) for index, key in keys(step))
     assert found == {
@@ -61,7 +64,7 @@ def test_a_position_counts_what_the_epoch_before_has_left_over():
     plan = plan_of(batch=4, length=6, tail="rollover", shuffle=False)
     for _ in plan:
         pass
-    plan.settle(1)
+    plan.commit(1)
     plan.epoch = 1
     assert [(step.indices, step.epoch, step.first) for step in plan] == [
         ([4, 5, 0, 1], 1, 0),
@@ -78,12 +81,12 @@ def test_an_epoch_that_has_begun_keeps_its_number():
 
 
 def test_a_plan_is_not_placed_unless_told():
-    assert [*StepPlan(2, 0, Cut(2), "drop", 0, length=4)] == [[0, 1], [2, 3]]
+    assert [*SeededOrder(2, 0, Cut(2), "drop", 0, length=4)] == [[0, 1], [2, 3]]
 
 
 def test_a_plan_follows_a_dataset_that_grows():
     dataset = [1, 2, 3]
-    plan = StepPlan(2, 0, Cut(2), "uneven", 0, length=dataset)
+    plan = SeededOrder(2, 0, Cut(2), "uneven", 0, length=dataset)
     assert (len(plan), [*plan]) == (2, [[0, 1], [2]])
     dataset += [4, 5]
     assert (len(plan), [*plan]) == (3, [[0, 1], [2, 3], [4]])
@@ -91,7 +94,7 @@ def test_a_plan_follows_a_dataset_that_grows():
 
 @pytest.mark.parametrize("step", [[], [(1, 2), (3, 4)], [[], [1]], "key", 7])
 def test_what_is_no_step_of_several_batches_is_handed_on_as_it_is(step):
-    plan = StepPlan(None, 0, Cut(1), "uneven", 0, items=[step], may_shard=False)
+    plan = SeededOrder(None, 0, Cut(1), "uneven", 0, items=[step], may_shard=False)
     assert [*plan] == [step]
 
 

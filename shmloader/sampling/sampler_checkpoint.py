@@ -1,0 +1,296 @@
+"""Checkpoints of samplers: what an epoch's order depends on, as plain values.
+
+A sampler, torch's or the user's, draws from a generator, from the process's global generators or
+from none, and may count its epochs. A checkpoint holds all of that as it was before the epoch was
+drawn, so that another process can draw the same epoch again.
+
+Guarantees:
+    * Taking a checkpoint draws nothing and changes nothing.
+    * The process's global generators are left alone, except while a sampler that drew from them
+      draws the first index of its epoch again.
+"""
+
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from shmloader.probing import probe
+from shmloader.sampling.carry_over import CarryOver
+from shmloader.sampling.epochs import EpochSampler
+from shmloader.sampling.interval import IntervalSampler
+from shmloader.sampling.rng import (
+    GLOBAL_GENERATORS,
+    dump_generator,
+    global_rng_state,
+    load_generator,
+    with_global_rng_state,
+)
+from shmloader.sampling.rollover import RolloverBatchSampler
+
+# These draw from torch's global generator where they have none of their own.
+_DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
+
+# These draw nothing, or from a generator of their own that depends on their epoch.
+_OWN = {BatchSampler, RolloverBatchSampler, SequentialSampler, DistributedSampler, IntervalSampler}
+_OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
+
+_LONGEST_CHAIN = 8
+
+_log = logging.getLogger("shmloader")
+
+
+def chain(index_sampler: object) -> list[Any]:
+    """Return a sampler and the samplers that it draws from: its ``sampler``, and so on."""
+    samplers: list[Any] = []
+    while index_sampler is not None and len(samplers) < _LONGEST_CHAIN:
+        samplers.append(index_sampler)
+        index_sampler = probe(index_sampler, "sampler")
+    return samplers
+
+
+def describe(index_sampler: object) -> str:
+    """Return the kind of a sampler, such as ``BatchSampler(RandomSampler)``."""
+    names = [type(sampler).__name__ for sampler in chain(index_sampler)]
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+def is_known(sampler: object) -> bool:
+    """Whether a checkpoint holds all that the sampler's order depends on: torch's and ours."""
+    kind = type(sampler)
+    return (
+        kind in _OWN
+        or kind in _DRAWING
+        or kind in _OWN_SEQUENCES
+        or kind is RandomSampler
+        or (isinstance(sampler, EpochSampler) and kind.__module__.startswith("shmloader."))
+    )
+
+
+def are_known(index_sampler: object) -> bool:
+    """Whether the sampler and all that it draws from are known.
+
+    An epoch then draws from the process's global generators for its first index only, if at all.
+    """
+    return all(map(is_known, chain(index_sampler)))
+
+
+def log_redraw(index_sampler: object, position: int) -> None:
+    """Log that a user's sampler draws the batches before the position again."""
+    if position and not are_known(index_sampler):
+        _log.info(
+            "the epoch goes on at batch %d: %s draws the %d batches before it again, and they are "
+            "discarded",
+            position,
+            describe(index_sampler),
+            position,
+        )
+
+
+def set_epoch_of(sampler: object, epoch: int) -> None:
+    """Call ``set_epoch`` of a sampler, or of the sampler in a batch sampler, if there is one."""
+    for each in (sampler, probe(sampler, "sampler")):
+        set_epoch = probe(each, "set_epoch")
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
+
+
+def epoch_of(sampler: object) -> int | None:
+    """Return the ``epoch`` of a sampler, or of the sampler in a batch sampler, that can be set."""
+    for each in (sampler, probe(sampler, "sampler")):
+        if callable(probe(each, "set_epoch")):
+            epoch = probe(each, "epoch")
+            return epoch if type(epoch) is int and epoch >= 0 else None
+    return None
+
+
+def size_of_batches(index_sampler: object) -> int | None:
+    """Return the batch size of torch's or our batch samplers; None for any other."""
+    return getattr(index_sampler, "batch_size", None) if is_known(index_sampler) else None
+
+
+class SamplerCheckpoint:
+    """Takes and restores checkpoints of one sampler. Used on the user's thread.
+
+    Args:
+        index_sampler: A sampler or a batch sampler; None for an order without one.
+        carry_over: What the next epoch begins with, if epochs carry samples over.
+        generator: The loader's, from which the base seed of the workers is drawn for each epoch.
+
+    Attributes:
+        global_generators: Names of the process's generators that an epoch may draw from.
+        stateful: The one of the samplers that has a state of its own, or None.
+    """
+
+    def __init__(
+        self,
+        index_sampler: object,
+        carry_over: CarryOver | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._chain = chain(index_sampler)
+        self._is_known = are_known(index_sampler)
+        self._carry_over = carry_over
+        self._generators: list[torch.Generator] = []
+        for sampler in self._chain:
+            own = probe(sampler, "generator")
+            if isinstance(own, torch.Generator) and own not in self._generators:
+                self._generators.append(own)
+        # A sampler's generator may be the loader's as well, and is saved once.
+        self._loaders_generator = None if generator in self._generators else generator
+        self._counting = [
+            sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))
+        ]
+        # These draw one seed from torch's global generator, and all the rest from that seed.
+        self._seeding = [
+            sampler
+            for sampler in self._chain
+            if type(sampler) is RandomSampler and sampler.generator is None
+        ]
+        self.stateful: Any = next(
+            (each for each in self._chain if not is_known(each) and has_own_state(each)), None
+        )
+        draws = any(
+            type(sampler) in _DRAWING and sampler.generator is None for sampler in self._chain
+        )
+        self.global_generators: tuple[str, ...] = ("torch",) if draws else ()
+        if not self._is_known:
+            self.global_generators, self._seeding = GLOBAL_GENERATORS, []
+        if self.stateful is not None:
+            self.global_generators = ()
+
+    def dump(self, *, is_begun: bool) -> dict[str, Any]:
+        """Take a checkpoint, as plain values.
+
+        Args:
+            is_begun: Whether an epoch begins at this moment. Otherwise it is not known what the
+                epoch will draw from the process's global generators.
+        """
+        state: dict[str, Any] = {"begun": is_begun}
+        if self._generators:
+            state["generators"] = [dump_generator(generator) for generator in self._generators]
+        if self._loaders_generator is not None:
+            state["generator"] = dump_generator(self._loaders_generator)
+        epochs = [probe(sampler, "epoch") for sampler in self._counting]
+        if any(isinstance(epoch, int) for epoch in epochs):
+            state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
+        if self._carry_over is not None:
+            state["rest"] = list(self._carry_over.rest)
+        if self.stateful is not None:
+            state["own"] = own_state(self.stateful)
+        if is_begun and self._seeding:
+            state["seed"] = _next_seed()
+        if is_begun and self.global_generators:
+            state["streams"] = global_rng_state(self.global_generators)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Have the next epoch begin as at the checkpoint, except for global generators.
+
+        Those of an epoch that had begun are restored while its first index is drawn
+        (:meth:`drawing`).
+
+        Raises:
+            ValueError: If the checkpoint does not fit, or cannot be read.
+        """
+        count = len(state.get("generators", ()))
+        if count != len(self._generators) and self._is_known:
+            raise ValueError(
+                "the state does not fit this loader (generators of its samplers: "
+                f"{count} found, {len(self._generators)} expected)"
+            )
+        if "generator" in state and self._loaders_generator is None:
+            raise ValueError(
+                "the state does not fit this loader: it contains the state of the loader's "
+                "generator, and this loader has none (generator=)"
+            )
+        self.restore_generators(state)
+        self.restore_epochs(state)
+        if self._carry_over is not None:
+            self._carry_over.replace(state.get("rest", ()))
+        if not state["begun"]:
+            self.restore_own(state)
+
+    def restore_own(self, state: dict[str, Any]) -> None:
+        """Load the sampler's own state, if it has one."""
+        if self.stateful is not None and "own" in state:
+            self.stateful.load_state_dict(copy.deepcopy(state["own"]))
+
+    def restore_generators(self, state: dict[str, Any]) -> None:
+        """Set the generators of the samplers and of the loader."""
+        for generator, text in zip(self._generators, state.get("generators", ()), strict=False):
+            load_generator(generator, text)
+        if self._loaders_generator is not None and "generator" in state:
+            load_generator(self._loaders_generator, state["generator"])
+
+    def restore_epochs(self, state: dict[str, Any]) -> None:
+        """Set the epochs of the samplers that count them."""
+        for sampler, epoch in zip(self._counting, state.get("epochs", ()), strict=False):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+
+    @contextlib.contextmanager
+    def drawing(self, state: dict[str, Any]) -> Iterator[None]:
+        """Set what the first index of the epoch is drawn from; put global generators back."""
+        self.restore_generators(state)
+        with contextlib.ExitStack() as stack:
+            if "seed" in state and self._seeding:
+                stack.enter_context(_seeded(self._seeding, state["seed"]))
+            if "streams" in state:
+                stack.enter_context(with_global_rng_state(state["streams"]))
+            yield
+
+
+def _next_seed() -> int:
+    """Return the seed that a RandomSampler without a generator is about to draw."""
+    before = torch.get_rng_state()
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    torch.set_rng_state(before)
+    return seed
+
+
+@contextlib.contextmanager
+def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
+    """Give RandomSamplers a generator with this seed while they draw their first index."""
+    for sampler in samplers:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for sampler in samplers:
+            sampler.generator = None
+
+
+def own_state(sampler: Any) -> Any:
+    """Return a copy of the sampler's own state."""
+    return copy.deepcopy(sampler.state_dict())
+
+
+def restart_if_exhausted(items: Iterator[Any], sampler: Any) -> Iterator[Any]:
+    """Iterate a sampler again if its iterator yields nothing.
+
+    A sampler that reads its state when it is iterated, such as torchdata's
+    StatefulDistributedSampler, may have been saved at the end of an epoch: then the first
+    iterator is exhausted, and the next one yields the whole epoch.
+    """
+    first = list(itertools.islice(items, 1))
+    return itertools.chain(first, items) if first else iter(sampler)
+
+
+def has_own_state(sampler: object) -> bool:
+    """Whether a sampler, or a dataset, has ``state_dict`` and ``load_state_dict``."""
+    return all(callable(probe(sampler, name)) for name in ("state_dict", "load_state_dict"))

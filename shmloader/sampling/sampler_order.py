@@ -1,0 +1,146 @@
+"""The order of a loader without a seed: what its samplers yield, drawn as torch draws it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from shmloader.sampling.carry_over import CarryOver
+from shmloader.sampling.index_arrays import array_batches
+from shmloader.sampling.positions import PositionedStreams
+from shmloader.sampling.progress import Progress
+from shmloader.sampling.resumable_sampler import ResumableSampler
+from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.sampler_checkpoint import (
+    SamplerCheckpoint,
+    describe,
+    set_epoch_of,
+    size_of_batches,
+)
+
+
+class SamplerOrder:
+    """The index batches of torch's samplers or the user's; and the endless ones of a stream.
+
+    Args:
+        index_sampler: The sampler, batch sampler, or endless sampler of an iterable dataset.
+        is_iterable: Whether the dataset is iterable: then workers count what they were given.
+        batch_size: The loader's; None where a batch sampler decides.
+        tail: What becomes of the last batch: "keep", "drop" or "rollover".
+        seed: The seed of an iterable dataset's samples; None if there is none.
+
+    Attributes:
+        index_sampler: As given; torch's iterators iterate it.
+    """
+
+    def __init__(
+        self,
+        index_sampler: Any,
+        *,
+        is_iterable: bool = False,
+        batch_size: int | None = None,
+        tail: str = "keep",
+        seed: int | None = None,
+    ) -> None:
+        self.index_sampler = index_sampler
+        self._is_iterable = is_iterable
+        self._batch_size = batch_size
+        self._tail = tail
+        self._seed = seed
+        self._progress = Progress()
+        self._state: dict[str, Any] | None = None
+        self._drawn: ResumableSampler | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but a running epoch: a copy begins its own."""
+        return {**self.__dict__, "_progress": Progress(), "_state": None, "_drawn": None}
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch, as the sampler tells it."""
+        return len(self.index_sampler)
+
+    @property
+    def carry_over(self) -> CarryOver | None:
+        """What the next epoch begins with; None if epochs carry nothing over."""
+        sampler = self.index_sampler
+        return sampler.carry_over if isinstance(sampler, RolloverBatchSampler) else None
+
+    def count_batches(self) -> int | None:
+        """Return the number of batches of an epoch, if the samplers are torch's own.
+
+        The length of a user's sampler may take long, or draw random numbers: None then.
+        """
+        sampler = self.index_sampler
+        if type(sampler) in {BatchSampler, RolloverBatchSampler}:
+            sampler = sampler.sampler
+        if type(sampler) in {SequentialSampler, RandomSampler}:
+            with contextlib.suppress(Exception):  # a dataset without a length
+                return len(self.index_sampler)
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers which epoch is next, if they count epochs."""
+        if self._seed is None:
+            set_epoch_of(self.index_sampler, epoch)
+
+    def take_named_epoch(self) -> None:
+        """Return None: a sampler that others tell an epoch draws that epoch by itself."""
+
+    def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
+        """Name the epoch that is drawn next; see :meth:`SeededOrder.begin`."""
+        self._progress, self._state, self._drawn = progress, state, None
+        if isinstance(self.index_sampler, PositionedStreams):
+            self.index_sampler.epoch = epoch
+
+    def draw(
+        self, drawing: Iterator[Any], generator: torch.Generator | None, *, as_arrays: bool
+    ) -> Iterator[Any]:
+        """Return an iterator of the epoch's index batches that were not delivered yet.
+
+        Args:
+            drawing: An iterator of the index sampler.
+            generator: The loader's generator.
+            as_arrays: Whether the batches of torch's samplers may be arrays.
+        """
+        checkpoint = self.checkpoint(generator)
+        if self._is_iterable:
+            # The base seed of these workers was drawn by now, and is not the one that counts.
+            checkpoint.restore_generators(self._state or {})
+            return drawing
+        if as_arrays:
+            drawing = array_batches(self.index_sampler) or drawing
+        self._drawn = ResumableSampler(
+            self.index_sampler, drawing, self._progress, checkpoint, self._state
+        )
+        return self._drawn
+
+    def checkpoint(self, generator: torch.Generator | None = None) -> SamplerCheckpoint:
+        """Return what takes and restores checkpoints of the next epoch."""
+        return SamplerCheckpoint(self.index_sampler, self.carry_over, generator)
+
+    def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
+        """Return the checkpoint of the newest epoch, as plain values."""
+        if self._drawn is None:
+            return {**self.checkpoint(generator).dump(is_begun=False), "begun": True}
+        return self._drawn.dump()
+
+    def commit(self, position: int) -> None:
+        """Carry over what the newest epoch leaves, if the user is done with it at ``position``."""
+        if self.carry_over is not None:
+            self.carry_over.commit(position, self.index_sampler)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a state and this loader must have in common."""
+        sampler = self.index_sampler
+        drops = type(sampler) is BatchSampler and sampler.drop_last
+        return {
+            "global_batch": self._batch_size or size_of_batches(sampler),
+            "sampler": None if self._is_iterable else describe(sampler),
+            "tail": "drop" if drops else self._tail,
+            "seed": self._seed,
+        }
+
+    def check_position(self, position: int, rest: Any) -> None:
+        """Do nothing: the end of the epoch is known when the sampler is drawn."""
