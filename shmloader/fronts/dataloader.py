@@ -329,6 +329,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             # Set past torch's guard, which is there for users.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, batch_size)
         self._plan = EpochPlan(self._make_order(sampler, batch_sampler))
+        self._share_carry_over()
         self._is_closed = False
         self._has_counted_objects = False
 
@@ -439,9 +440,15 @@ class DataLoader(MeasuredLoader[_T_co]):
         batches = own["batch_sampler"]
         if type(batches) is BatchSampler:
             own["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-        elif batches is not None:
-            batches = own["batch_sampler"] = copy.copy(batches)
+        elif isinstance(batches, RolloverBatchSampler):
             batches.sampler = sampler
+
+    def _share_carry_over(self) -> None:
+        """Have the batch sampler begin with what the order of the loader carries over."""
+        assert self._plan is not None
+        carry_over = self._plan.order.carry_over
+        if carry_over is not None and isinstance(self.batch_sampler, RolloverBatchSampler):
+            self.batch_sampler.carry_over = carry_over
 
     def _make_order(
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
@@ -566,15 +573,22 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.__dict__.update(_own_parts())
         if self._adapter is not None:
             self.__dict__["_adapter"] = Adapter(self.num_workers, self._adapter.most)
-        # copy.copy() passes the objects themselves, which the original goes on using.
+        self._unshare_plan()
+
+    def _unshare_plan(self) -> None:
+        """Have a plan of its own: copy.copy() passes on the objects that the original uses."""
         plan = self._present_plan
-        order: SeededOrder | SamplerOrder = plan.order
-        if isinstance(order, SeededOrder):
-            sampler = order.own_sampler
-            if sampler is not None:
-                sampler = copy.copy(sampler)
-                self._set_own_sampler(sampler)
-            order = order.copy(sampler)
+        old = plan.order
+        if isinstance(self.batch_sampler, RolloverBatchSampler):
+            self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
+        if isinstance(old, SamplerOrder):
+            order: SeededOrder | SamplerOrder = copy.copy(old)
+            if isinstance(order.index_sampler, RolloverBatchSampler):
+                order.index_sampler = self.batch_sampler
         else:
-            order = copy.copy(order)
+            sampler = copy.copy(old.own_sampler)
+            if sampler is not None:
+                self._set_own_sampler(sampler)
+            order = old.copy(sampler)
         self._plan = plan.copy(order)
+        self._share_carry_over()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe, Sampler
@@ -79,7 +79,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
     """
 
     _may_shard = True
-    _order: SeededOrder
 
     def __init__(  # noqa: PLR0917 - the signature of GluonNLP's loader
         self,
@@ -153,7 +152,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self._sample_seed = seed
         if items is None:
             self._use_seeded_sampler(seed)
-        self._order = SeededOrder(
+        order = SeededOrder(
             batch_size if batch_sampler is None else None,
             shards,
             Cut(share * max(1, shards), *ranks),
@@ -166,7 +165,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
             device_count=len(devices or ()),
             is_positioned=True,
         )
-        self._plan = EpochPlan(self._order)
+        self._plan = EpochPlan(order)
+        self._share_carry_over()
+
+    @property
+    def _order(self) -> SeededOrder:
+        """The global order, cut for this rank and its shards."""
+        return cast("SeededOrder", self._present_plan.order)
 
     @property
     def _auto_collation(self) -> bool:

@@ -1,0 +1,125 @@
+"""A seeded loader's sampler is the order it delivers, for whoever reads, wraps or iterates it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from shmloader import DataLoader, ShardedDataLoader
+
+LENGTH = 23
+
+
+def read(loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def make(kind=DataLoader, *, last_batch=None, shuffle=True, **options):
+    return kind(torch.arange(LENGTH), 4, shuffle=shuffle, seed=3, last_batch=last_batch, **options)
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_sampler_and_batch_sampler_are_the_order_that_is_delivered(last_batch) -> None:
+    loader = make(last_batch=last_batch)
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        rest = loader._plan.order.carry_over.rest
+        indices, batches = list(loader.sampler), list(loader.batch_sampler)
+        assert sorted(indices) == list(range(LENGTH))
+        assert [*itertools.chain(*batches)] == (rest + indices)[: sum(map(len, batches))]
+        assert read(loader) == batches
+        assert loader.sampler.epoch == epoch
+        loader.state_dict()  # takes over what rolls over
+
+
+def test_frameworks_know_its_kind() -> None:
+    assert isinstance(make().sampler, RandomSampler)
+    assert type(make().batch_sampler) is BatchSampler
+    assert type(make(shuffle=False).sampler) is SequentialSampler
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "rollover"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_iterating_the_samplers_disturbs_no_epoch(last_batch, seed) -> None:
+    def epochs(disturb):
+        torch.manual_seed(1)
+        generator = None if seed is not None else torch.Generator().manual_seed(2)
+        loader = DataLoader(
+            torch.arange(LENGTH), 4, shuffle=True, seed=seed, last_batch=last_batch,
+            generator=generator,
+        )  # fmt: skip
+        found = []
+        for _ in range(3):
+            for batch in loader:
+                found.append(batch.tolist())
+                if disturb:
+                    state = generator and generator.get_state()
+                    list(loader.batch_sampler)
+                    next(iter(loader.batch_sampler))
+                    if generator is not None:
+                        generator.set_state(state)
+            found.append([sorted(loader.state_dict()["origin"].get("rest", ()))])
+        return found
+
+    assert epochs(disturb=True) == epochs(disturb=False)
+
+
+def test_set_epoch_of_the_sampler_names_the_epoch_that_the_loader_delivers_next() -> None:
+    loader, other = make(), make()
+    for _ in range(5):
+        read(other)
+    loader.sampler.set_epoch(5)
+    assert read(loader) == read(other)
+    assert read(loader) == read(other)  # and counts on from there
+    assert loader.epoch == other.epoch == 7
+    other.sampler.set_epoch(2)
+    other.set_epoch(7)  # the later call counts
+    assert read(loader) == read(other)
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "rollover"])
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_an_order_of_its_own(kind, last_batch, way) -> None:
+    expected = make(kind, last_batch=last_batch)
+    epochs = [read(expected) for _ in range(3)]
+    loader = make(kind, last_batch=last_batch)
+    assert read(loader) == epochs[0]
+    twin = way(loader)
+    assert twin.sampler is not loader.sampler
+    assert twin.batch_sampler.sampler is twin.sampler
+    begun = iter(loader)  # epoch 1, while the copy has its own
+    first = next(begun).tolist()
+    assert [read(twin), read(twin)] == epochs[1:]
+    assert [first, *read(begun)] == epochs[1]
+    assert loader.sampler.epoch == 1
+    assert read(loader) == epochs[2]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+def test_a_copy_without_a_seed_carries_over_by_itself(way) -> None:
+    def loader():
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(torch.arange(LENGTH), 4, last_batch="rollover", generator=generator)
+
+    expected = loader()
+    epochs = [read(expected) for _ in range(3)]
+    first = loader()
+    assert read(first) == epochs[0]
+    twin = way(first)
+    assert [read(twin), read(first), read(first), read(twin)] == [
+        epochs[1], epochs[1], epochs[2], epochs[2],
+    ]  # fmt: skip
+
+
+def test_a_loader_rebuilt_from_the_attributes_delivers_the_same() -> None:
+    loader = make()
+    again = DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler, seed=loader.seed)
+    expected = make()
+    for _ in range(3):
+        assert read(again) == read(expected)
