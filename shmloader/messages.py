@@ -35,7 +35,6 @@ class Kind(enum.IntEnum):
     RESUME_STREAM = 8
     BATCH_EMPTY = 9
     STATE_PART = 10
-    PREFETCH_REQUEST = 11
 
 
 class Spilled(NamedTuple):
@@ -190,14 +189,6 @@ class StreamEnded(NamedTuple):
     beginning: bytes | Spilled | TooLong | None = None
 
 
-class PrefetchRequest(NamedTuple):
-    """Worker → main: all but the end of the batch in work is done, so the next task may come.
-
-    Where a task waits for whichever worker is idle, that would else be told by the batch, and the
-    worker would have nothing to do until the task is there. The answer to the task follows.
-    """
-
-
 class StatePart(NamedTuple):
     """Worker → main: a piece of the beginning that :class:`EpochStarted` gives the rest of.
 
@@ -219,9 +210,7 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
-FromWorker = (
-    BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart | PrefetchRequest
-)
+FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart
 
 _KINDS: dict[type, int] = {
     NewSlot: int(Kind.NEW_SLOT),
@@ -235,7 +224,6 @@ _KINDS: dict[type, int] = {
     ResumeStream: int(Kind.RESUME_STREAM),
     BatchEmpty: int(Kind.BATCH_EMPTY),
     StatePart: int(Kind.STATE_PART),
-    PrefetchRequest: int(Kind.PREFETCH_REQUEST),
 }
 _TYPES = (
     NewSlot,
@@ -249,7 +237,6 @@ _TYPES = (
     ResumeStream,
     BatchEmpty,
     StatePart,
-    PrefetchRequest,
 )
 
 

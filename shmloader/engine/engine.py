@@ -590,10 +590,6 @@ class Engine(EngineBase):
         """A worker's batches have this layout from now on."""
         self._scheduler.layout_sent(worker_id, layout)
 
-    def requested(self, worker_id: int) -> None:
-        """A worker will answer a task in a moment."""
-        self._scheduler.requested(worker_id)
-
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """A task has been done, or has failed."""
         now_ns = time.monotonic_ns()

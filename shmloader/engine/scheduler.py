@@ -284,10 +284,6 @@ class Scheduler:
         if worker.state is STARTING:
             self.workers.move(worker.worker_id, READY)
 
-    def requested(self, worker_id: int) -> None:
-        """A worker will answer a ticket in a moment: it may be given one more."""
-        self.workers[worker_id].has_requested = True
-
     def layout_sent(self, worker_id: int, layout: object) -> None:
         """A worker has sent the layout of its batches from now on."""
         self.workers[worker_id].last_layout = layout
@@ -296,7 +292,6 @@ class Scheduler:
         self, ticket: Ticket, worker: Worker, answer: object, *, is_kept: bool = False
     ) -> None:
         worker.in_flight -= 1
-        worker.has_requested = False
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
             self.slots.move(ticket.slot_id, _after_use(is_kept))

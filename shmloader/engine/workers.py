@@ -68,7 +68,6 @@ class Worker:
         worker_id: Its number, from 0.
         state: Where it is in its life.
         in_flight: Tickets it was assigned and has not answered.
-        has_requested: Whether it said that it will answer a ticket in a moment.
         has_stream: Whether its iterable dataset has not ended in this epoch; always true with a
             map-style dataset.
         has_left_epoch: Whether it has finished with the epoch that is being left.
@@ -82,7 +81,6 @@ class Worker:
     worker_id: int
     state: WorkerState = STARTING
     in_flight: int = 0
-    has_requested: bool = False
     has_stream: bool = True
     has_left_epoch: bool = False
     mapped_slots: set[int] = field(default_factory=set)
@@ -155,7 +153,6 @@ class WorkerTable(list[Worker]):
             worker.mapped_slots.clear()
             worker.last_layout = None
             worker.last_answer_ns = 0
-            worker.has_requested = False
 
     def balance(self) -> None:
         """Let workers leave that are not wanted, the last first; let leaving ones stay.

@@ -47,7 +47,6 @@ def plan_and_watch(
         _snapshot_interval(loader, is_iterable=is_iterable),
         bool(loader.persistent_workers),
         loader.fetch_concurrency,
-        requests_early=loader._dispatches_dynamically,
     )
     if loader.on_error == "raise" or is_iterable:
         return plan, None

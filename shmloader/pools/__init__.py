@@ -79,9 +79,6 @@ class Events(Protocol):
     def layout_sent(self, worker_id: int, layout: object) -> None:
         """From now on, a worker's batches have this layout."""
 
-    def requested(self, worker_id: int) -> None:
-        """A worker is about to answer a task and may be sent one more."""
-
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """A task is done or has failed."""
 

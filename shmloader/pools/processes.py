@@ -11,7 +11,6 @@ from shmloader.messages import (
     BatchEmpty,
     BatchFailed,
     EpochStarted,
-    PrefetchRequest,
     Spilled,
     StartEpoch,
     StatePart,
@@ -172,8 +171,6 @@ class ProcessPool:
             self._take_end(worker_id, message, events)
         elif type(message) is EpochStarted:
             events.epoch_entered(worker_id, message.beginning)
-        elif type(message) is PrefetchRequest:
-            events.requested(worker_id)
         elif type(message) is StatePart:
             events.state_part(worker_id, message.data)
         else:

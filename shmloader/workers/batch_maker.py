@@ -41,8 +41,6 @@ class BatchMaker:
             back after each batch: in the main process, where they are the user's.
         begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
             :meth:`SampleRng.wrap`.
-        before_collate: Called with ``collate_fn``; what it returns is called in its place, after
-            the batch's samples have been loaded.
         watch_samples: Called with the dataset, whose generators are set by then; the fetcher loads
             from what it returns.
     """
@@ -60,15 +58,12 @@ class BatchMaker:
         gatherer: Gatherer | None = None,
         keeps_global: bool = False,
         begins_collate: bool = True,
-        before_collate: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
         watch_samples: Callable[[Any], Any] | None = None,
     ) -> None:
         self.rng = rng
         self.timer = timer
         self._keeps_global = keeps_global and rng is not None
         collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
-        if before_collate is not None:
-            collate_fn = before_collate(collate_fn)
         if rng is not None:
             dataset, collate_fn = rng.wrap(
                 dataset,

@@ -53,7 +53,7 @@ from shmloader.messages import (
     unpack,
 )
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
-from shmloader.workers.allocator import give_freed_memory_back, keep_freed_memory
+from shmloader.workers.allocator import give_freed_memory_back
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.channel import receive_soon
@@ -62,7 +62,6 @@ from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.workers.payload import receive_payload
-from shmloader.workers.prefetch_requests import PrefetchRequester
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.seeding import seed_worker
@@ -157,7 +156,6 @@ def worker_main(
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
-    keep_freed_memory()
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     # The main process is gone or has closed the loader: nobody is left to be told.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
@@ -215,10 +213,6 @@ class _Worker:
         self._last_flat_layout: object = None
         self._shard_layouts = ShardLayouts()
         self._timer = Timer()
-        # Where tasks wait for whichever worker is idle.
-        self._prefetch: PrefetchRequester | None = None
-        if start.plan.requests_early:
-            self._prefetch = PrefetchRequester(channel.send, self._timer)
         self._poll = select.poll()
 
     def run(self, payload: Any) -> None:
@@ -339,22 +333,15 @@ class _Worker:
         return maker
 
     def _make_maker(self, collate: SlotCollate) -> BatchMaker:
-        plan, prefetch = self._start.plan, self._prefetch
+        plan = self._start.plan
         rng: SampleRng | None = None
         if plan.seed is not None:
-            rng = SampleRng(
-                plan.seed,
-                self._start.worker_id,
-                sets_global=plan.sets_global_streams,
-                note_last=None if prefetch is None else prefetch.note_last,
-            )
+            rng = SampleRng(plan.seed, self._start.worker_id, sets_global=plan.sets_global_streams)
         # To pack a batch runs nothing that draws: setting its generators takes as long as a
         # sample's.
         is_packed = rng is not None and collate.packer is not None and not plan.is_iterable
         if is_packed and rng is not None:
             collate.before = rng.begin_collate
-        # A list of batches is collated several times.
-        requests = prefetch is not None and not plan.may_shard
         return BatchMaker(
             plan,
             self._dataset,
@@ -365,7 +352,6 @@ class _Worker:
             rng=rng,
             gatherer=self._gatherer,
             begins_collate=not is_packed,
-            before_collate=prefetch.before if requests and prefetch is not None else None,
         )
 
     def _resume(self, place: bytes) -> None:
@@ -449,8 +435,6 @@ class _Worker:
         slot = self._slots[slot_id]
         writer = self._writer
         self._timer.begin()
-        if self._prefetch is not None:
-            self._prefetch.begin()
         writer.open(
             slot,
             is_offered=self._offers and not self._start.plan.auto_collation,

@@ -42,7 +42,6 @@ class FetchPlan(NamedTuple):
         is_persistent: Whether workers have further epochs.
         concurrency: How many samples of a batch are loaded at once in a worker; None: one after
             the other, on its own thread.
-        requests_early: Whether a worker requests its next task shortly before it finishes one.
     """
 
     is_iterable: bool
@@ -54,7 +53,6 @@ class FetchPlan(NamedTuple):
     snapshot_every: int = 0
     is_persistent: bool = False
     concurrency: int | None = None
-    requests_early: bool = False
 
     @property
     def sets_global_streams(self) -> bool:

@@ -200,7 +200,9 @@ class WorkerProcesses:
         """Start the first workers, and pickle what they get."""
         is_early = self._context.get_start_method() == "spawn" and count > 0
         if is_early:
-            # It imports torch while we pickle, and has the batch that is wanted first.
+            # It imports torch while we pickle, and has the batch that is wanted first. Without
+            # this, in five rounds in turns with a dataset of many strings, the first batch came 1.4
+            # times as late with four workers (1.0–1.6), and 1.1 times with eight (1.1–1.3).
             environment = dict(os.environ)
             self._workers.append(self._start_worker(0))
         try:

@@ -43,7 +43,6 @@ from torch.utils.data import Dataset
 
 from shmloader.probing import probe
 from shmloader.sampling.positions import PositionedIndices
-from shmloader.sampling.steps import is_sharded
 from shmloader.workers.plain_data import only_hands_out
 
 _DIGEST_BYTES = 64
@@ -161,8 +160,6 @@ class SampleRng:
         epoch: The one that begins, where it is known before the first ticket.
         sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads,
             nor where several samples are loaded at once.
-        note_last: Called when the last sample of a ticket begins, with how many it has; not where
-            there is no batching.
     """
 
     def __init__(
@@ -172,7 +169,6 @@ class SampleRng:
         *,
         epoch: int | None = None,
         sets_global: bool = True,
-        note_last: Callable[[int], None] | None = None,
     ) -> None:
         self._seed = seed
         self._worker_id = worker_id
@@ -186,9 +182,6 @@ class SampleRng:
         # Samples that the ticket has had, and those before the batch in work.
         self._count = 0
         self._batch_start = 0
-        self._note_last = note_last
-        # Samples of the ticket, where somebody wants to know.
-        self._size = -1
 
     @contextlib.contextmanager
     def at(self, placed: PositionedIndices) -> Iterator[Any]:
@@ -197,8 +190,6 @@ class SampleRng:
         if placed.epoch != self._epoch:
             self._begin_epoch(placed.epoch)
         self._count = self._batch_start = 0
-        if self._note_last is not None:
-            self._size = _sample_count(placed.indices)
         before = _MOMENT.set(None)
         try:
             yield placed.indices
@@ -245,8 +236,6 @@ class SampleRng:
         """The next sample of the ticket."""
         key = self._placed.key(self._count)
         self._count += 1
-        if self._count == self._size and self._note_last is not None:
-            self._note_last(self._size)
         self._set(_Use.SAMPLE, *key)
 
     def begin_collate(self) -> None:
@@ -302,13 +291,6 @@ class SampleRng:
         _MOMENT.set(_Moment(digest))
         if self._sets_global:
             _set_global_streams(digest)
-
-
-def _sample_count(indices: Any) -> int:
-    """Samples of a ticket; -1 for one that is no list."""
-    if is_sharded(indices):
-        return sum(map(len, indices))
-    return len(indices) if isinstance(indices, list) else -1
 
 
 class _SeededSamples:

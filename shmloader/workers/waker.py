@@ -5,6 +5,10 @@ that wakes lets go of the GIL, the thread that was woken takes it, and ``next()`
 thread has done its work, 0.5 ms later where a training step of 20 ms has let caches and cores go
 cold. Were the GIL kept there, it would go at what the user does next, which is to drop the batch
 before: torch lets go of it, too. So the thread is woken in a moment, by a timer of the kernel's.
+
+What it is worth, without the delay to with it, in five rounds in turns on two cores: a training
+loop with a seed (row I of the benchmark) waits 2.4 times as long (1.6–2.9), and the longest wait is
+8 times as long (1.5–14); photographs (row D) take 1.2 times the main process's CPU (1.16–1.26).
 """
 
 import contextlib

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 import multiprocessing
 import os
@@ -20,12 +19,11 @@ from shmloader import (
     ClosedLoaderError,
     DataLoader,
     LoaderTimeoutError,
-    ShardedDataLoader,
     WorkerDiedError,
 )
 from shmloader.engine import routing
 from shmloader.stages import thread as stages_thread
-from shmloader.workers import prefetch_requests, processes, waker
+from shmloader.workers import processes, waker
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
@@ -619,123 +617,3 @@ def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
     assert seen == list(range(12))
     os.kill(pid, signal.SIGCONT)
     assert next(batches, None) is None
-
-
-# Asking early -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def all_are_long(monkeypatch) -> None:
-    """Workers ask for their next task however short a batch is, and however long a sample."""
-    monkeypatch.setattr(prefetch_requests, "_SHORT_NS", -1)
-    monkeypatch.setattr(prefetch_requests, "_LONG_SAMPLE_NS", 10**12)
-
-
-@pytest.mark.usefixtures("all_are_long")
-@pytest.mark.parametrize("options", [{"seed": 1}, {"in_order": False}], ids=str)
-def test_a_worker_asks_for_its_next_task_before_it_is_done(options) -> None:
-    gate, begun = Gate(), Gate()
-
-    def begin() -> None:
-        begun.open()
-        gate.pass_through()
-
-    def sample(index):
-        if index == 1 and "seed" in options:
-            begin()
-        if index == 2:
-            begun.pass_through()  # else all could be done before the other worker has woken up
-        return index
-
-    def collate(samples):
-        if 1 in samples and "seed" not in options:
-            begin()
-        return samples
-
-    loader = DataLoader(
-        Calls(sample, 24), batch_size=2, num_workers=2, prefetch_factor=4, collate_fn=collate,
-        **options,
-    )  # fmt: skip
-    batches = iter(loader)
-    scheduler = batches._engine._scheduler
-    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [2, 0])
-    gate.open()
-    assert sorted(batches) == [[index, index + 1] for index in range(0, 24, 2)]
-    gate.close()
-    begun.close()
-
-
-@pytest.mark.usefixtures("all_are_long")
-@pytest.mark.parametrize(
-    ("batch_size", "sample_ns"), [(2, 4_000_000), (1, 0)], ids=["not its last", "long samples"]
-)
-def test_nothing_is_asked_for_before_a_sample_that_may_be_slow(
-    batch_size, sample_ns, monkeypatch
-) -> None:
-    monkeypatch.setattr(prefetch_requests, "_LONG_SAMPLE_NS", sample_ns)
-    gate, loads = Gate(), Loads(8)
-
-    def sample(index):
-        loads.note(index)
-        if index == 0:
-            gate.pass_through()
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 8), batch_size=batch_size, num_workers=2, prefetch_factor=4, seed=1,
-        collate_fn=list,
-    )  # fmt: skip
-    batches = iter(loader)
-    waiting = 2 if batch_size == 2 else 1
-    wait_until(lambda: len(loads.begun) == 8 - waiting + 1)
-    scheduler = batches._engine._scheduler
-    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [1, 0])
-    gate.open()
-    assert [*itertools.chain.from_iterable(batches)] == list(range(8))
-    gate.close()
-
-
-@pytest.mark.usefixtures("all_are_long")
-def test_a_worker_that_has_asked_and_dies_loses_nothing() -> None:
-    armed = Switch(is_on=True)
-
-    def sample(index):
-        if index == 1 and armed:
-            armed.turn(on=False)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 24), batch_size=2, num_workers=2, prefetch_factor=4, collate_fn=list, seed=1,
-        worker_restarts=1,
-    )  # fmt: skip
-    assert [*itertools.chain.from_iterable(loader)] == list(range(24))
-
-
-@pytest.mark.usefixtures("all_are_long")
-@pytest.mark.parametrize(("slow", "task_counts"), [(1, [1, 0]), (2, [1, 0]), (3, [2, 0])])
-def test_a_step_of_several_batches_asks_before_the_last_sample_of_all(slow, task_counts) -> None:
-    gate, begun, loads = Gate(), Gate(), Loads(32)
-
-    def sample(index):
-        loads.note(index)
-        if index == slow:
-            begun.open()
-            gate.pass_through()
-        if index == 4:
-            begun.pass_through()  # as above
-        return index
-
-    loader = ShardedDataLoader(
-        Calls(sample, 32), batch_size=2, num_shards=2, num_workers=2, prefetch=8,
-        collate_fn=list, seed=1,
-    )  # fmt: skip
-    batches = iter(loader)
-    scheduler = batches._engine._scheduler
-    wait_until(lambda: len(loads.begun) == 32 - (3 - slow) - 4 * (task_counts[0] - 1))
-    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == task_counts)
-    gate.open()
-    shards = itertools.chain.from_iterable(batches)
-    assert [*itertools.chain.from_iterable(shards)] == list(range(32))
-    gate.close()
-    begun.close()

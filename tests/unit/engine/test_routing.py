@@ -9,17 +9,15 @@ from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.workers import WorkerState, WorkerTable
 
 
-def workers(in_flight, has_stream=None, requested=(), gone=()) -> WorkerTable:
+def workers(in_flight, has_stream=None, gone=()) -> WorkerTable:
     """Workers with so many tickets each."""
     table = WorkerTable(len(in_flight), len(in_flight))
     for worker in table:
         worker.in_flight = in_flight[worker.worker_id]
         worker.has_stream = has_stream is None or has_stream[worker.worker_id]
-        worker.has_requested = worker.worker_id in requested
         if worker.worker_id in gone:
             table.move(worker.worker_id, WorkerState.LEAVING)
             table.move(worker.worker_id, WorkerState.GONE)
-            worker.has_requested = worker.worker_id in requested
     return table
 
 
@@ -97,27 +95,22 @@ def test_in_any_order_no_worker_ever_has_more_than_its_share(worker_count, prefe
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "gone", "limit", "requested", "picked"),
+    ("in_flight", "gone", "limit", "picked"),
     [
-        ([0, 0, 0], (), 1, (), 0),
-        ([1, 0, 0], (), 1, (), 1),
-        ([1, 0, 0], (1,), 1, (), 2),
-        ([1, 1, 1], (), 1, (), None),
-        ([1, 1, 1], (), 2, (), 0),
-        ([2, 1, 0], (), 2, (), 2),
-        ([2, 2, 2], (), 2, (), None),
-        ([0, 0, 0], (0, 1, 2), 2, (), None),
-        ([1, 1, 1], (), 1, {1}, 1),
-        ([1, 1, 0], (), 1, {1}, 2),
-        ([1, 2, 1], (), 1, {1}, None),
-        ([2, 2, 2], (), 2, {1}, None),
-        ([1, 1, 1], (1,), 1, {1}, None),
+        ([0, 0, 0], (), 1, 0),
+        ([1, 0, 0], (), 1, 1),
+        ([1, 0, 0], (1,), 1, 2),
+        ([1, 1, 1], (), 1, None),
+        ([1, 1, 1], (), 2, 0),
+        ([2, 1, 0], (), 2, 2),
+        ([2, 2, 2], (), 2, None),
+        ([0, 0, 0], (0, 1, 2), 2, None),
     ],
 )
 def test_with_dynamic_dispatch_the_worker_with_the_fewest_tasks_is_picked(
-    in_flight, gone, limit, requested, picked
+    in_flight, gone, limit, picked
 ):
-    worker = pick_idle(workers(in_flight, requested=requested, gone=gone), limit)
+    worker = pick_idle(workers(in_flight, gone=gone), limit)
     assert (None if worker is None else worker.worker_id) == picked
 
 

@@ -95,7 +95,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queues: list[collections.deque[Known]] = [
             collections.deque() for _ in range(worker_count)
         ]
-        self.requested: set[int] = set()
         self.mapped: list[set[int]] = [set() for _ in range(worker_count)]
         self.is_dead = [False] * worker_count
         self.deaths = [f"death of worker {worker_id}" for worker_id in range(worker_count)]
@@ -217,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.untold, "a death that nobody is told of"
         assert ticket.worker_id in loads, "a worker is sent a task though it is leaving"
         assert loads[ticket.worker_id] == min(loads.values()), "another worker had more room"
-        most = 2 if ticket.worker_id in self.requested else self.scheduler.task_limit
+        most = self.scheduler.task_limit
         assert loads[ticket.worker_id] < most, "a worker has no room"
         assert ticket.answer is None
         assert ticket.slot_id not in self._held(), "I1: the slot of a task has a holder"
@@ -278,7 +277,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.queues[worker.worker_id], "a worker is stopped that owes answers"
             self.scheduler.worker_stopped(worker.worker_id)
             self.mapped[worker.worker_id].clear()
-            self.requested.discard(worker.worker_id)
         while (worker := self.scheduler.workers.next_start()) is not None:
             assert len(self._wanted_here()) < self.wanted, "a worker too many"
             assert self._state(worker.worker_id) is WorkerState.GONE
@@ -295,14 +293,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 2))
     def batches_become_shorter_or_longer(self, limit):
         self.scheduler.task_limit = limit
-        self._send_tasks()
-
-    @precondition(lambda self: self.is_dynamic and self._busy())
-    @rule(data=st.data())
-    def a_worker_is_about_to_be_done(self, data):
-        worker_id = data.draw(st.sampled_from(self._busy()))
-        self.requested.add(worker_id)
-        self.scheduler.requested(worker_id)
         self._send_tasks()
 
     @precondition(lambda self: any(self.is_absent))
@@ -346,7 +336,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _answer(self, worker_id, kind):
         known = self.queues[worker_id].popleft()
-        self.requested.discard(worker_id)
         if self.has_ended[worker_id]:
             self._answer_end(worker_id, known)
             return
@@ -401,7 +390,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         if at_work is not None:
             at_work.kills += 1
         death = self.deaths[worker_id]
-        self.requested.discard(worker_id)
         self.scheduler.worker_lost(worker_id, death, at_work.seq if at_work else None)
         is_restarted = self.restarts < self.restart_limit and not (at_work and at_work.kills > 1)
         expected = WorkerState.LOST if is_restarted else WorkerState.DEAD
@@ -991,42 +979,6 @@ def test_while_batches_are_short_a_worker_holds_two():
     subject.task_limit = 1
     subject.answered(0, 0, "batch")
     assert taken(subject) == []
-
-
-def test_a_worker_that_is_about_to_be_done_holds_two():
-    subject = idle_takes_oldest()
-    assert taken(subject) == [(0, 0), (1, 1)]
-    subject.requested(1)
-    assert taken(subject) == [(2, 1)]
-    subject.requested(1)
-    assert taken(subject) == [], "it is asked for again before it is done"
-    subject.answered(1, 0, "batch")
-    assert taken(subject) == [], "one more for each that is done"
-    subject.answered(2, 0, "batch")
-    assert taken(subject) == [(3, 1)]
-
-
-def test_an_idle_worker_comes_before_one_that_is_about_to_be_done():
-    subject = idle_takes_oldest(window=2)
-    taken(subject)
-    subject.answered(1, 0, "batch")
-    subject.requested(0)
-    subject.answered(0, 0, "batch")
-    [subject.take_next() for _ in range(2)]
-    offered(subject, 1)
-    assert taken(subject) == [(2, 0)]
-    subject.requested(0)
-    offered(subject, 1)
-    assert taken(subject) == [(3, 1)]
-
-
-def test_what_a_lost_worker_has_asked_for_its_replacement_has_not():
-    subject = idle_takes_oldest(restart_limit=1)
-    taken(subject)
-    subject.requested(0)
-    assert taken(subject) == [(2, 0)]
-    lose(subject, 0, at_work=0)
-    assert [ticket.seq for ticket in restarted(subject)] == [0]
 
 
 def test_with_dynamic_dispatch_a_lost_worker_keeps_what_it_had_begun_and_no_more():

@@ -73,10 +73,10 @@ def test_what_is_known_of_a_process_is_forgotten_with_it(end):
     table = worker_in(LEAVING)
     worker = table[0]
     worker.mapped_slots.add(3)
-    worker.last_layout, worker.last_answer_ns, worker.has_requested = "layout", 5, True
+    worker.last_layout, worker.last_answer_ns = "layout", 5
     table.move(0, end)
     assert (worker.mapped_slots, worker.last_layout) == (set(), None)
-    assert (worker.last_answer_ns, worker.has_requested) == (0, False)
+    assert worker.last_answer_ns == 0
 
 
 def test_the_last_workers_leave_first_and_the_first_stay_first():
