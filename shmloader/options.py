@@ -1,16 +1,9 @@
-"""The arguments that torch's loader does not have, checked once.
-
-Each option stands here with its default and the reason for it. The front keeps the
-user's own value as an attribute under the argument's name; what is derived from it
-lives in :class:`Options`.
-"""
+"""Checks of the arguments that torch's loader does not have, and the reasons for their defaults."""
 
 import mmap
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -33,39 +26,6 @@ MINIMUM_SLOT_BYTES = 64 * 1024
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Checked form of the options beyond torch's.
-
-    Attributes:
-        shm_bytes: Cap on one iterator's shared memory, in bytes; None for no cap.
-        worker_restarts: Dead workers that may be replaced in an epoch.
-        device_prefetch: Batches that may be ready on the device.
-        transform: Called with each batch on the device.
-        devices: Where the batches of each step go, one to each; None: a step is one batch.
-        window: Batches in flight; None for ``prefetch_factor * num_workers``.
-        root: Where ``proc`` and ``sys`` are.
-    """
-
-    shm_bytes: int | None = None
-    worker_restarts: int = 0
-    device_prefetch: int = DEVICE_PREFETCH
-    transform: Callable[[Any], Any] | None = None
-    devices: Sequence[Any] | None = None
-    window: int | None = None
-    root: str = "/"
-
-
-def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
-    """Batches that may be out at once: with a device, those being copied and the next one."""
-    return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
-
-
-def loop_holds(*, has_device: bool, device_prefetch: int) -> int:
-    """Batches that are out at once in a plain loop."""
-    return device_prefetch + 2 if has_device else LOOP_HOLDS
 
 
 def check_worker_restarts(value: object, num_workers: int) -> None:

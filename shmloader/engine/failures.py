@@ -127,7 +127,7 @@ class FailureWatch:
     """Notes the failures of one iterator: counts, lists, logs the first of an epoch.
 
     Attributes:
-        keep_size: Whether a batch must not be left out (see ``FetchPlan``).
+        keep_size: Whether a batch must not be left out (see ``FetchConfig``).
 
     Args:
         listed: The loader's list.

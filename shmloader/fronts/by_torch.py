@@ -15,6 +15,8 @@ from torch.utils.data.dataloader import (
 )
 
 from shmloader.errors import ClosedLoaderError
+from shmloader.fronts.config import LoaderParts
+from shmloader.sampling.plan import EpochPlan
 from shmloader.stats.record import Record
 from shmloader.workers.timer import bytes_of
 
@@ -31,8 +33,9 @@ class TorchIterator(_BaseDataLoaderIter):
 
     _record: Record
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, plan: EpochPlan, parts: LoaderParts) -> None:
         self.is_closed = False
+        self._plan, self._parts = plan, parts
         began_ns = time.monotonic_ns()
         super().__init__(loader)
         self._begin(loader, began_ns)
@@ -40,13 +43,13 @@ class TorchIterator(_BaseDataLoaderIter):
     def _begin(self, loader: Any, began_ns: int) -> None:
         self._batch_size = loader.batch_size
         self._record = Record(
-            loader._plan.epoch,
+            self._plan.epoch,
             "torch",
             loader.num_workers,
             keeps_workers=loader.persistent_workers,
             begin_ns=began_ns,
         )
-        loader._statistics.begin(self._record, self)
+        self._parts.statistics.begin(self._record, self)
         self._record.begun()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

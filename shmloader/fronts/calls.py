@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.fronts.recipe import next_batch
+from shmloader.fronts.common import next_batch
 from shmloader.workers.uninterruptible import uninterruptible
 
 

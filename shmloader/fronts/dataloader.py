@@ -33,6 +33,7 @@ from shmloader.fronts.by_torch import (
     TorchIterator,
     TorchWorkerIterator,
 )
+from shmloader.fronts.config import LoaderConfig, LoaderParts, lend_limit
 from shmloader.fronts.in_process import InProcessIterator
 from shmloader.fronts.iterator import WorkerIterator
 from shmloader.fronts.measured import MeasuredLoader
@@ -42,7 +43,6 @@ from shmloader.memory.slot import is_supported
 from shmloader.options import (
     DEVICE_PREFETCH,
     LastBatch,
-    Options,
     check_auto,
     check_device_options,
     check_fetch_concurrency,
@@ -53,7 +53,6 @@ from shmloader.options import (
     check_snapshot_interval,
     check_thread_pool,
     check_worker_restarts,
-    lend_limit,
     parse_size,
     slot_share,
 )
@@ -66,10 +65,9 @@ from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder, SeededRandomSampler
 from shmloader.sampling.steps import Cut, Tail
-from shmloader.stages.target import Destination, parse_device
-from shmloader.stats.epochs import Statistics
+from shmloader.stages.target import parse_device
 from shmloader.workers.cores import usable_cores
-from shmloader.workers.fetch import OnError
+from shmloader.workers.fetch import FetchConfig, OnError
 from shmloader.workers.plain_data import only_hands_out
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -101,9 +99,6 @@ def _own_parts() -> dict[str, Any]:
     return {
         "_open_iterators": weakref.WeakSet(),
         "_begin_lock": _BeginLock(),
-        "failures": FailureList(),
-        "_statistics": Statistics(),
-        "_destination": None,
     }
 
 
@@ -296,7 +291,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         check_device_options(named, transform, device_prefetch)
         if shm_size is not None:
             lent = lend_limit(has_device=has_device, device_prefetch=device_prefetch)
-            window = self._window_wanted() or self.num_workers * (self.prefetch_factor or 0)
+            most = self.num_workers if self._adapter is None else self._adapter.most
+            window = self._window_wanted() or most * (self.prefetch_factor or 0)
             slot_share(parse_size(shm_size, "shm_size"), window + lent)
         self.device = device
         self.transform = transform
@@ -318,6 +314,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         )
         self.fetch_concurrency = fetch_concurrency
         self.__dict__.update(_own_parts())
+        self._parts = LoaderParts(self._adapter)
         self.last_batch = last_batch
         self.seed = seed
         # Users may set the attribute; what the samples depend on was decided here.
@@ -331,7 +328,6 @@ class DataLoader(MeasuredLoader[_T_co]):
         self._plan = EpochPlan(self._make_order(sampler, batch_sampler))
         self._share_carry_over()
         self._is_closed = False
-        self._has_counted_objects = False
 
     def _take_auto(self, dataset: object, *, is_seeded: bool) -> int:
         """The number of workers to begin with; called by the constructor."""
@@ -348,13 +344,14 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _get_iterator(self) -> Any:
         """An iterator over a new epoch; torch's ``__iter__`` calls it."""
         self._check_thread_pool()  # attributes may have been set since
+        plan, parts = self._present_plan, self._parts
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             # torch's own, for its graph of data pipes.
             iterator: Any = self._make_torchs_iterator()
         elif self.num_workers == 0:
-            iterator = InProcessIterator(self, self._options())
+            iterator = InProcessIterator(self, self._config(), plan, parts)
         elif self.thread_pool:
-            iterator = ThreadIterator(self, self._options())
+            iterator = ThreadIterator(self, self._config(), plan, parts)
         elif not is_supported():
             ours = {
                 "shm_size": self.shm_size,
@@ -375,7 +372,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             iterator = self._make_torchs_iterator()
         else:
             self.check_worker_number_rationality()
-            iterator = WorkerIterator(self, self._options())
+            iterator = WorkerIterator(self, self._config(), plan, parts)
         self._open_iterators.add(iterator)
         if self._is_closed:  # by another thread, while its workers were started
             iterator.close()
@@ -384,9 +381,9 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     def _make_torchs_iterator(self) -> TorchIterator:
         if self.num_workers == 0:
-            return TorchInProcessIterator(self)
+            return TorchInProcessIterator(self, self._present_plan, self._parts)
         self.check_worker_number_rationality()
-        return TorchWorkerIterator(self)
+        return TorchWorkerIterator(self, self._present_plan, self._parts)
 
     def _check_thread_pool(self) -> None:
         given = {
@@ -415,11 +412,13 @@ class DataLoader(MeasuredLoader[_T_co]):
     #: Whether what is drawn may be a list of index lists.
     _may_shard = False
 
-    failures: FailureList[FailedSample]
+    @property
+    def failures(self) -> FailureList[FailedSample]:
+        """The newest samples that failed; see the class."""
+        return self._parts.failures
+
     _open_iterators: weakref.WeakSet[Any]
     _begin_lock: _BeginLock
-    #: The devices that batches go to, as the first iterator has opened them.
-    _destination: Destination | None
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
 
@@ -499,14 +498,61 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Batches in flight, if not by ``prefetch_factor``; called by the constructor."""
         return None
 
-    def _options(self) -> Options:
-        size = self.shm_size
-        return Options(
-            shm_bytes=None if size is None else parse_size(size, "shm_size"),
+    def _config(self) -> LoaderConfig:
+        """Return the arguments as an iterator that begins now finds them."""
+        is_iterable = self._dataset_kind == _DatasetKind.Iterable
+        size, adapter = self.shm_size, self._adapter
+        order = self._present_plan.order
+        fetch = FetchConfig(
+            is_iterable,
+            self._auto_collation,
+            self.drop_last,
+            keep_size=self.on_error == "skip" and self._is_in_ranks,
+            may_shard=(self._may_shard and isinstance(order, SeededOrder) and order.may_give_lists),
+            seed=self._sample_seed,
+            snapshot_every=self._snapshot_interval(is_iterable=is_iterable),
+            is_persistent=bool(self.persistent_workers),
+            concurrency=self.fetch_concurrency,
+        )
+        return LoaderConfig(
+            fetch=fetch,
+            dataset=self.dataset,
+            collate_fn=self.collate_fn,
+            on_error=self.on_error,
+            max_failures=self.max_failures,
+            saves_dataset=self._saves_dataset,
+            num_workers=self.num_workers,
+            most_workers=max(self.num_workers, 0 if adapter is None else adapter.most),
+            prefetch_factor=self.prefetch_factor or 0,
+            fixed_window=self._window_wanted(),
+            in_order=self.in_order,
+            is_dynamic=self._dispatches_dynamically,
+            timeout_s=self.timeout,
+            worker_init_fn=self.worker_init_fn,
             worker_restarts=self.worker_restarts,
+            multiprocessing_context=self.multiprocessing_context,
+            is_threaded=self.thread_pool,
+            shm_bytes=None if size is None else parse_size(size, "shm_size"),
+            devices=tuple(parse_device(one) for one in self._wanted_devices(self.device)),
+            has_steps=self._has_steps,
             device_prefetch=self.device_prefetch,
             transform=self.transform,
+            root=self._root,
         )
+
+    @property
+    def _has_steps(self) -> bool:
+        """Whether each step is a list of batches, one for each device."""
+        return False
+
+    def _snapshot_interval(self, *, is_iterable: bool) -> int:
+        """Return after how many batches a worker takes its dataset's state; 0 for never.
+
+        A map-style dataset cannot read again what it gave since: it is asked after every batch.
+        """
+        if is_iterable:
+            return self.snapshot_every_n_steps or 0
+        return 1 if self._saves_dataset else 0
 
     def __iter__(self) -> Any:
         """Begin an epoch.
@@ -562,8 +608,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         if plan.progress.is_ended:
             plan.commit()  # a copy has what was left over
         state = self.__dict__.copy()
-        state["_iterator"] = state["_streams"] = None
-        for name in _own_parts():
+        state["_iterator"] = None
+        for name in (*_own_parts(), "_parts"):
             del state[name]
         return state
 
@@ -573,6 +619,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.__dict__.update(_own_parts())
         if self._adapter is not None:
             self.__dict__["_adapter"] = Adapter(self.num_workers, self._adapter.most)
+        self._parts = LoaderParts(self._adapter)
         self._unshare_plan()
 
     def _unshare_plan(self) -> None:

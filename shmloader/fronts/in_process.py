@@ -15,25 +15,18 @@ from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.engine.wording import describe_indices, describe_interruption
 from shmloader.errors import ClosedLoaderError, TooManyFailures
 from shmloader.fronts.calls import CountingIterator
-from shmloader.fronts.recipe import (
-    begin_by_torch,
-    plan_and_watch,
-    seed_of_workers,
-    take_resumed,
-    takes_arrays,
-    transform_here,
-)
+from shmloader.fronts.common import begin_by_torch, seed_of_workers, transform_here
+from shmloader.fronts.config import LoaderConfig, LoaderParts
 from shmloader.interruptions import is_interruption
 from shmloader.memory.collate import is_plain
-from shmloader.options import Options
+from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rng import global_rng_state, kept, with_global_rng_state
 from shmloader.stages.pin import pin_batch
 from shmloader.stages.structure import map_tensors
-from shmloader.stages.target import parse_device
 from shmloader.stats.record import Record
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.batch_maker import BatchMaker
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, map_style_stop
+from shmloader.workers.fetch import EmptyBatchError, map_style_stop
 from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.stream import (
@@ -58,74 +51,74 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     # Whether a batch is on its way, from its indices on; and whether these are being drawn.
     _in_transit = _is_drawing = False
 
-    def __init__(self, loader: Any, options: Options) -> None:
+    def __init__(
+        self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
+    ) -> None:
+        """Begin an epoch; the arguments are those of :class:`EngineIterator`."""
         begin_ns = time.monotonic_ns()
-        resumed = take_resumed(loader)
+        resumed, fetch = parts.take_resumed(), config.fetch
         place = Place() if resumed is None else resumed.places[0]
         saved = None if place.snapshot is None else read(place.snapshot)
         with _as_before(place.rng):
-            load_dataset(loader.dataset, saved)
+            load_dataset(config.dataset, saved)
         # Not torch's own for one process, which calls iter(dataset).
-        begin_by_torch(self, loader)
+        begin_by_torch(self, loader, plan)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._base_seed = seed_of_workers(loader, self._base_seed)
-        arrays = takes_arrays(self, loader)
-        self._sampler_iter = loader._plan.draw(self._sampler_iter, as_arrays=arrays)
-        self._device = parse_device(loader.device)
-        self._devices = [parse_device(device) for device in options.devices or ()]
-        self._transform = transform_here(options)
-        self._progress = loader._plan.progress
+        self._base_seed = seed_of_workers(config, plan, self._base_seed)
+        as_arrays = config.takes_arrays
+        self._sampler_iter = plan.draw(self._sampler_iter, as_arrays=as_arrays)
+        self._devices, self._has_steps = config.devices, config.has_steps
+        self._transform = transform_here(config)
+        self._progress = plan.progress
         self._is_closed = False
         self._closed_because = ""
-        plan, self._watch = plan_and_watch(self, loader)
+        self._watch = config.watch_failures(parts.failures)
         self._timer = Timer()
-        self._gatherer = plan.make_gatherer()
-        rng = global_rng_state() if plan.is_iterable and plan.seed is None else None
+        self._gatherer = fetch.make_gatherer()
+        rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
         sample_rng: SampleRng | None = None
-        if plan.seed is not None:
+        if fetch.seed is not None:
             sample_rng = SampleRng(
-                plan.seed, epoch=loader._plan.epoch, sets_global=plan.sets_global_streams
+                fetch.seed, epoch=plan.epoch, sets_global=fetch.sets_global_streams
             )
         with _as_before(place.rng) if sample_rng is None else kept():
             self._maker = BatchMaker(
-                plan,
+                fetch,
                 self._dataset,
                 self._collate_fn,
-                loader.on_error,
+                config.on_error,
                 where="in the main process",
                 timer=self._timer,
                 rng=sample_rng,
                 gatherer=self._gatherer,
                 keeps_global=True,
             )
-            if plan.is_iterable and sample_rng is None:
+            if fetch.is_iterable and sample_rng is None:
                 load_iterator(self._maker.fetcher, saved)
-        if arrays:
+        if as_arrays:
             self._maker.fetcher = ArrayFetcher(
                 ArraysHere(self._dataset).find_gatherer,
                 self._maker.fetcher,
                 self._timer.count,
-                may_shard=plan.may_shard,
+                may_shard=fetch.may_shard,
             )
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
         self._ticket_count = 0
-        self._begin_stream(loader, plan, place, saved, rng)
+        self._begin_stream(config, place, saved, rng)
+        parts.streams = self._streams
         self._finishing = "build"
-        if self._device is not None or self._devices:
+        if config.has_device or self._has_steps:
             self._finishing = "device"
         elif self._pin_memory:
             self._finishing = "pin"
-        self._record = Record(
-            loader._plan.epoch, "in-process", 0, failed=loader.failures, begin_ns=begin_ns
-        )
-        loader._statistics.begin(self._record, self)
+        self._record = Record(plan.epoch, "in-process", 0, failed=parts.failures, begin_ns=begin_ns)
+        parts.statistics.begin(self._record, self)
         self._record.begun()
 
     def _begin_stream(
         self,
-        loader: Any,
-        plan: FetchPlan,
+        config: LoaderConfig,
         place: Place,
         saved: Saved | None,
         rng: dict[str, Any] | None,
@@ -135,19 +128,19 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._fingerprints: FingerprintingCollate | None = None
         # Where the stream is resumed with the first batch.
         self._resumed_at: Place | None = None
-        if plan.is_iterable:
+        fetch = config.fetch
+        if fetch.is_iterable:
             if place.rng is not None or place.skip:
                 self._resumed_at = place
             fetcher = self._dataset_fetcher
-            if plan.seed is not None:
+            if fetch.seed is not None:
                 load_iterator(fetcher, saved)
             fetcher.ended |= place.has_ended
             self._fingerprints = take_fingerprints(fetcher)
-            self._streams = StreamHere(fetcher, place, rng, asks=plan.snapshot_every > 0)
-        elif loader._saves_dataset:
-            self._streams = DatasetHere(loader.dataset)
-        self._only_reads = is_plain(loader.collate_fn)
-        loader._streams = self._streams
+            self._streams = StreamHere(fetcher, place, rng, asks=fetch.snapshot_every > 0)
+        elif config.saves_dataset:
+            self._streams = DatasetHere(config.dataset)
+        self._only_reads = is_plain(config.collate_fn)
 
     def _mark(self) -> Any:
         return self._progress.mark(), None if self._streams is None else self._streams.mark()
@@ -215,10 +208,10 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     def _finish(self, data: Any) -> Any:
         """What pins a batch, or moves it, and the user's transform."""
         try:
-            if self._device is not None:
-                data = _move(data, self._device)
-            elif self._devices:
+            if self._has_steps:
                 data = [_move(*part) for part in zip(data, self._devices, strict=False)]
+            elif self._devices[0] is not None:
+                data = _move(data, self._devices[0])
             elif self._pin_memory:
                 data = pin_batch(data, self._pin_memory_device)
         except StopIteration as error:  # of an object's own to() or pin_memory()

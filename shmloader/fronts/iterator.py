@@ -11,55 +11,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data.dataloader import _DatasetKind
-
-from shmloader.engine.adapting import Adapter
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.stream_states import StreamStates
 from shmloader.fronts.calls import CountingIterator
-from shmloader.fronts.recipe import (
+from shmloader.fronts.common import (
     begin_by_torch,
     no_transform,
-    plan_and_watch,
     seed_of_workers,
-    take_resumed,
-    takes_arrays,
     transform_here,
     warn_of_many_objects,
 )
+from shmloader.fronts.config import LoaderConfig, LoaderParts
 from shmloader.interruptions import is_interruption
-from shmloader.memory.admission import Demand, MemoryAdmission
+from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
-from shmloader.options import Options, lend_limit, loop_holds, slot_share
 from shmloader.pools import Pool
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.processes import ProcessPool
+from shmloader.sampling.plan import EpochPlan
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.devices import DevicesStage
 from shmloader.stages.pin import PinStage
 from shmloader.stages.plain import PlainStage
-from shmloader.stages.target import Destination, current_index, parse_device
+from shmloader.stages.target import Destination, current_index
 from shmloader.stages.thread import Stage, StageThread
 from shmloader.stats.record import Record
 from shmloader.workers.processes import WorkerProcesses
 
 
-def _device_stage(loader: Any, options: Options) -> tuple[Stage | None, PageLocker | None]:
-    """What copies batches to a device, or to several, and what locks their slots for it."""
-    wanted = [loader.device] if options.devices is None else options.devices
-    devices = [parse_device(one) for one in wanted]
-    if all(device is None for device in devices):
+def _device_stage(
+    config: LoaderConfig, destination: Destination | None
+) -> tuple[Stage | None, PageLocker | None]:
+    """Return what copies batches to the devices, and what page-locks their slots for it."""
+    if destination is None:
         return None, None
-    destination = loader._destination
-    if destination is None or not destination.is_of(devices):
-        destination = loader._destination = Destination(devices)
     locks, backends = destination.locks, destination.backends
-    ahead, transform = options.device_prefetch, options.transform
-    if options.devices is None:
-        return DeviceStage(backends[0], locks, ahead, transform), locks
-    return DevicesStage(backends, locks, ahead, transform), locks
+    ahead, transform = config.device_prefetch, config.transform
+    if config.has_steps:
+        return DevicesStage(backends, locks, ahead, transform), locks
+    (backend,) = backends
+    assert backend is not None  # the only device
+    return DeviceStage(backend, locks, ahead, transform), locks
 
 
 class EngineIterator(CountingIterator):
@@ -71,36 +65,46 @@ class EngineIterator(CountingIterator):
     _pool: Pool
     _engine: Engine
 
-    def __init__(self, loader: Any, options: Options) -> None:
-        """Start the workers and fill the window."""
+    def __init__(
+        self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
+    ) -> None:
+        """Start the workers and fill the window.
+
+        Args:
+            loader: The loader, for torch's base class and the number of workers with "auto".
+            config: The loader's arguments.
+            plan: The loader's epochs, of which one has begun.
+            parts: What the iterators of the loader share.
+        """
         begin_ns = time.monotonic_ns()
-        resumed = take_resumed(loader)
-        begin_by_torch(self, loader)
-        self._base_seed = seed_of_workers(loader, self._base_seed)
-        self._progress = loader._plan.progress
+        resumed = parts.take_resumed()
+        begin_by_torch(self, loader, plan)
+        self._config, self._plan, self._parts = config, plan, parts
+        self._base_seed = seed_of_workers(config, plan, self._base_seed)
+        self._progress = plan.progress
         self._streams: StreamStates | None = None
-        if loader._saves_dataset:
-            begun = resumed or StreamStates.at_beginning(loader.num_workers, int(self._base_seed))
+        if config.saves_dataset:
+            begun = resumed or StreamStates.at_beginning(config.num_workers, int(self._base_seed))
             if begun.base_seed is not None:
                 self._base_seed = begun.base_seed
-            self._streams = loader._streams = begun.copy()
-        self._in_order: bool = loader.in_order
-        if loader.prefetch_factor <= 0:
+            self._streams = parts.streams = begun.copy()
+        self._in_order = config.in_order
+        if config.prefetch_factor <= 0:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
-        stage, locker = _device_stage(loader, options)
+        stage, locker = _device_stage(config, parts.open_destination(config))
         # Without a device (or "cpu") it runs here.
-        self._transform = transform_here(options) if stage is None else no_transform
+        self._transform = transform_here(config) if stage is None else no_transform
         if stage is None and self._pin_memory:
             kind = self._pin_memory_device
             stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
-        self._adapter: Adapter | None = loader._adapter
+        self._adapter = parts.adapter
         self._loader = weakref.ref(loader)
-        window = options.window or loader.num_workers * loader.prefetch_factor
+        window = config.window
         try:
-            self._open(loader, options, window, locker)
-            self._begin_record(loader, begin_ns)
+            self._open(locker)
+            self._begin_record(config.num_workers, begin_ns)
             # Ends the workers when the iterator is garbage. At the interpreter's exit others do.
             # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
@@ -111,7 +115,7 @@ class EngineIterator(CountingIterator):
                 end = self._pool.close
             else:
                 self._pool.enable_wake()
-                self._source = StageThread(self._engine, stage, window, loader.timeout)
+                self._source = StageThread(self._engine, stage, window, config.timeout_s)
                 end = self._source.running.end
             self._finalizer = weakref.finalize(self, end)
             self._finalizer.atexit = False
@@ -119,7 +123,7 @@ class EngineIterator(CountingIterator):
             self._is_exhausted = False
             # As torch does: the sampler is iterated a second time.
             super()._reset(loader)
-            self._begin_draws(loader)
+            self._begin_draws()
             self._source.start(self._sampler_iter)
             self._record.begun()
         except BaseException:
@@ -130,43 +134,45 @@ class EngineIterator(CountingIterator):
             raise
 
     @abc.abstractmethod
-    def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
+    def _open(self, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
-    def _begin_draws(self, loader: Any) -> None:
+    def _begin_draws(self) -> None:
         """Begin to draw the epoch's index batches."""
-        drawing = self._sampler_iter
-        self._sampler_iter = loader._plan.draw(drawing, as_arrays=takes_arrays(self, loader))
+        as_arrays = self._config.takes_arrays
+        self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=as_arrays)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
-        self._begin_record(loader, time.monotonic_ns())
-        is_free = loader._window_wanted() is None
+        config, worker_count = self._config, loader.num_workers
+        self._begin_record(worker_count, time.monotonic_ns())
+        is_free = config.fixed_window is None
         if self._adapter is not None and is_free and isinstance(self._source, StageThread):
-            self._source.set_window(loader.num_workers * loader.prefetch_factor)
+            self._source.set_window(worker_count * config.prefetch_factor)
         super()._reset(loader, first_iter)
-        self._begin_draws(loader)
-        self._progress = loader._plan.progress
+        self._begin_draws()
+        self._progress = self._plan.progress
         self._is_exhausted = False
         self._source.restart(self._sampler_iter)
         begun = self._engine.stream_beginnings
         if begun is not None:
-            self._streams = loader._streams = begun.copy()
+            self._streams = self._parts.streams = begun.copy()
         self._record.begun()
 
-    def _begin_record(self, loader: Any, begin_ns: int) -> None:
+    def _begin_record(self, worker_count: int, begin_ns: int) -> None:
+        parts = self._parts
         self._record = Record(
-            loader._plan.epoch,
-            "threads" if loader.thread_pool else "processes",
-            loader.num_workers,
+            self._plan.epoch,
+            "threads" if self._config.is_threaded else "processes",
+            worker_count,
             keeps_workers=self._persistent_workers,
             in_order=self._in_order,
             counts=self._engine.counts,
             readings=self._pool.readings,
-            failed=loader.failures,
+            failed=parts.failures,
             begin_ns=begin_ns,
         )
-        loader._statistics.begin(self._record, self)
+        parts.statistics.begin(self._record, self)
         if self._adapter is not None:
             self._adapter.begin()
 
@@ -276,67 +282,58 @@ class WorkerIterator(EngineIterator):
     Ended, it frees its memory, but for what lies under batches that the user holds.
     """
 
-    def _open(self, loader: Any, options: Options, window: int, locker: PageLocker | None) -> None:
-        lent = lend_limit(has_device=locker is not None, device_prefetch=options.device_prefetch)
-        if options.shm_bytes is None:
-            slot_bytes = uncapped_slot_bytes()
-        else:
-            slot_bytes = slot_share(options.shm_bytes, window + lent)
-        root = Path(options.root)
-        demand = Demand(
-            loader.num_workers,
-            loader.prefetch_factor,
-            loop_holds(has_device=locker is not None, device_prefetch=options.device_prefetch),
-            loader._plan.order.count_batches(),
+    def _open(self, locker: PageLocker | None) -> None:
+        config = self._config
+        lent, slot_bytes = config.lend_limit, config.slot_bytes
+        root = Path(config.root)
+        memory = MemoryConfig(
+            config.num_workers,
+            config.prefetch_factor,
+            config.loop_holds,
+            self._plan.order.count_batches(),
             free_memory(root, control_groups(root)),
-            options.root,
-            options.window,
+            config.root,
+            config.fixed_window,
         )
-        plan, watch = plan_and_watch(self, loader)
-        warn_of_many_objects(loader)
-        present = most = loader.num_workers
-        if self._adapter is not None:
-            most = max(present, self._adapter.most)
-            if options.window is None:
-                window = most * loader.prefetch_factor
-        self._wanted = present
+        warn_of_many_objects(config, self._parts)
+        self._wanted = config.num_workers
         workers = WorkerProcesses(
-            loader.multiprocessing_context,
-            most,
-            (loader.dataset, loader.collate_fn, loader.worker_init_fn, loader.on_error),
-            plan,
+            config.multiprocessing_context,
+            config.most_workers,
+            (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
+            config.fetch,
             int(self._base_seed),
-            demand,
-            may_replace=options.worker_restarts > 0 or self._adapter is not None,
-            started=present,
+            memory,
+            may_replace=config.worker_restarts > 0 or self._adapter is not None,
+            started=config.num_workers,
         )
         try:
             self._pool = ProcessPool(
                 workers,
-                slot_bytes=slot_bytes,
-                slot_count=window + lent,
+                slot_bytes=uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
+                slot_count=config.most_window + lent,
                 locker=locker,
-                admission=MemoryAdmission(demand),
+                admission=MemoryAdmission(memory),
             )
         except BaseException:
             workers.close()  # a Ctrl-C may come before anybody else knows of them
             raise
         self._engine = Engine(
             self._pool,
-            worker_count=most,
-            window=window,
+            worker_count=config.most_workers,
+            window=config.most_window,
             lend_limit=lent,
-            in_order=loader.in_order,
-            timeout_s=loader.timeout,
-            worker_restarts=options.worker_restarts,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            worker_restarts=config.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            is_dynamic=loader._dispatches_dynamically,
-            is_seeded=loader._sample_seed is not None,
-            watch=watch,
-            present=present,
+            is_iterable=config.fetch.is_iterable,
+            is_dynamic=config.is_dynamic,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts.failures),
+            present=config.num_workers,
         )
-        if options.shm_bytes is not None:
+        if slot_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
 

@@ -5,11 +5,10 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from shmloader.fronts.resumable import ResumableLoader
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.stats.epochs import Statistics
 from shmloader.stats.snapshot import LoaderStats, Machine, snapshot
 from shmloader.stats.trace import Trace
 from shmloader.workers.cores import usable_cores
@@ -20,10 +19,8 @@ _T_co = TypeVar("_T_co", covariant=True)
 class MeasuredLoader(ResumableLoader[_T_co]):
     """A loader whose iterators note where the time of each batch went."""
 
-    _statistics: Statistics
-
-    def _options(self) -> Any:
-        raise NotImplementedError
+    #: Directory in which ``proc`` and ``sys`` are.
+    _root = "/"
 
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
         """Where the time goes, up to now. At any time, on any thread, also after ``close()``.
@@ -41,8 +38,8 @@ class MeasuredLoader(ResumableLoader[_T_co]):
         """
         if of not in ("epoch", "total"):
             raise ValueError(f"of should be 'epoch' or 'total', but got of={of!r}")
-        statistics = self._statistics
-        root = Path(self._options().root)
+        statistics = self._parts.statistics
+        root = Path(self._root)
         free = free_memory(root, control_groups(root))
         machine = Machine(
             usable_cores(root),
@@ -69,7 +66,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             OSError: If it cannot be written; at the block's beginning, if that is to be seen then.
             RuntimeError: If a trace is recorded already.
         """
-        statistics, target = self._statistics, Path(path)
+        statistics, target = self._parts.statistics, Path(path)
         if statistics.trace is not None:
             raise RuntimeError("a trace of this loader is recorded already")
         with target.open("w"):

@@ -10,9 +10,9 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from shmloader.engine.adapting import Adapter
-from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.engine.stream_states import StreamStates
 from shmloader.errors import ClosedLoaderError
+from shmloader.fronts.config import LoaderParts
 from shmloader.fronts.states import check_state, sealed
 from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.sampling.plan import EpochPlan
@@ -53,10 +53,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # Set at the end of the constructor.
     _plan: EpochPlan | None = None
 
-    # Where the dataset's streams of the newest epoch are, and where they go on in the next
-    # iterator that is made.
-    _streams: StreamStates | StreamHere | DatasetHere | None = None
-    _resume_streams: StreamStates | None = None
+    _parts: LoaderParts
 
     @property
     def _index_sampler(self) -> Any:
@@ -100,8 +97,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
         if "streams" in state:
-            self._resume_streams = StreamStates.load(state["streams"], self.num_workers)
-            again = sum(place.skip for place in self._resume_streams.places)
+            resumed = StreamStates.load(state["streams"], self.num_workers)
+            self._parts.resume_streams = resumed
+            again = sum(place.skip for place in resumed.places)
             if again and isinstance(self.dataset, IterableDataset):
                 _log.info(
                     "epoch %d goes on at batch %d: %d batches that were delivered before are read "
@@ -155,7 +153,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _with_streams(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state with where the workers' datasets are."""
-        plan, streams = self._present_plan, self._streams
+        plan, streams = self._present_plan, self._parts.streams
         is_iterable = isinstance(self.dataset, IterableDataset)
         if has_own_state(self.dataset) and not (is_iterable or self._can_save_dataset):
             self._warn_of_dataset()

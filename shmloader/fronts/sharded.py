@@ -1,6 +1,5 @@
 """``shmloader.ShardedDataLoader``: one global order, cut for the shards of a step and for ranks."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -8,7 +7,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 
 from shmloader.fronts.dataloader import DataLoader
-from shmloader.options import LastBatch, Options, check_last_batch
+from shmloader.options import LastBatch, check_last_batch
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import EpochPlan
@@ -189,8 +188,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _window_wanted(self) -> int | None:
         return self.prefetch
 
-    def _options(self) -> Options:
-        return dataclasses.replace(super()._options(), devices=self.devices, window=self.prefetch)
+    @property
+    def _has_steps(self) -> bool:
+        return self.devices is not None
 
     @property
     def padding(self) -> int:

@@ -1,14 +1,11 @@
 """The iterator of a loader whose workers are threads (``thread_pool=True``)."""
 
 import weakref
-from typing import Any
 
 from shmloader.engine.engine import Engine
 from shmloader.fronts.iterator import EngineIterator
-from shmloader.fronts.recipe import plan_and_watch, takes_arrays
-from shmloader.options import Options
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.thread_task import Recipe
+from shmloader.pools.thread_task import ThreadConfig
 from shmloader.pools.threads import ThreadPool
 from shmloader.workers.array_fetch import ArraysHere
 
@@ -18,32 +15,26 @@ class ThreadIterator(EngineIterator):
 
     _pool: ThreadPool
 
-    def _open(
-        self,
-        loader: Any,
-        options: Options,  # noqa: ARG002 - those are about memory and processes
-        window: int,
-        locker: PageLocker | None,  # noqa: ARG002 - there are no slots to be locked
-    ) -> None:
-        plan, watch = plan_and_watch(self, loader)
-        self._arrays = ArraysHere(loader.dataset) if takes_arrays(self, loader) else None
-        self._recipe = Recipe(
-            plan, loader.dataset, loader.collate_fn, loader.on_error, self._arrays
+    def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - there are no slots
+        config = self._config
+        self._arrays = ArraysHere(config.dataset) if config.takes_arrays else None
+        self._thread_config = ThreadConfig(
+            config.fetch, config.dataset, config.collate_fn, config.on_error, self._arrays
         )
         self._pool = ThreadPool(
-            loader.num_workers, loader.worker_init_fn, weakref.ref(self._recipe)
+            config.num_workers, config.worker_init_fn, weakref.ref(self._thread_config)
         )
         self._engine = Engine(
             self._pool,
-            worker_count=loader.num_workers,
-            window=window,
+            worker_count=config.num_workers,
+            window=config.window,
             lend_limit=0,
-            in_order=loader.in_order,
-            timeout_s=loader.timeout,
-            watch=watch,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            watch=config.watch_failures(self._parts.failures),
         )
 
-    def _begin_draws(self, loader: Any) -> None:
+    def _begin_draws(self) -> None:
         if self._arrays is not None:
             self._arrays.begin_epoch()
-        super()._begin_draws(loader)
+        super()._begin_draws()

@@ -44,7 +44,7 @@ _GRAIN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryConfig:
     """What one iterator may come to ask for. Crosses to the workers.
 
     Attributes:
@@ -94,7 +94,7 @@ class Demand:
 class MemoryAdmission:
     """Says whether there is room for a slot to grow. One in each process of an iterator."""
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: MemoryConfig) -> None:
         self._demand = demand
         self._root = Path(demand.root)
         self._groups: tuple[ControlGroup, ...] | None = None

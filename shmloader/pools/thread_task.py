@@ -8,7 +8,7 @@ from typing import Any
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.batch_maker import BatchMaker
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError
+from shmloader.workers.fetch import EmptyBatchError, FetchConfig, OnError
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_rng import SampleRng, one_by_one
@@ -16,11 +16,11 @@ from shmloader.workers.timer import Timer, bytes_of
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Recipe:
+class ThreadConfig:
     """How batches are made. Goes with each task, until that is done.
 
     Attributes:
-        plan: What the loader's options say.
+        fetch: How a batch is fetched and collated.
         dataset: What is loaded from.
         collate_fn: Makes a batch of samples.
         on_error: What is done about bad samples.
@@ -29,7 +29,7 @@ class Recipe:
     All of it may hold the loader, whose end must end the threads: so no thread that waits holds it.
     """
 
-    plan: FetchPlan
+    fetch: FetchConfig
     dataset: Any
     collate_fn: Callable[[Any], Any]
     on_error: OnError
@@ -44,14 +44,14 @@ class ThreadTask:
         seq: Its number in the epoch.
         epoch: Number of the epoch.
         indices: What the sampler gave.
-        recipe: How the batch is made; None when it is.
+        config: How the batch is made; None when it is.
         is_dropped: Nobody wants its batch any more.
     """
 
     seq: int
     epoch: int
     indices: object
-    recipe: Recipe | None
+    config: ThreadConfig | None
     is_dropped: bool = False
 
 
@@ -79,34 +79,34 @@ class _Samples:
 
 
 def load(
-    task: ThreadTask, recipe: Recipe, where: str, gatherer: Gatherer | None = None
+    task: ThreadTask, config: ThreadConfig, where: str, gatherer: Gatherer | None = None
 ) -> Answer | None:
     """Make a task's batch.
 
     Args:
         task: It.
-        recipe: Its recipe.
+        config: How batches are made.
         where: Where this runs, as the texts of failures have it.
         gatherer: Loads several samples at once.
 
     Returns:
         What came of it; None if it was dropped meanwhile.
     """
-    plan, timer = recipe.plan, Timer()
+    fetch, timer = config.fetch, Timer()
     maker = BatchMaker(
-        plan,
-        recipe.dataset,
-        recipe.collate_fn,
-        recipe.on_error,
+        fetch,
+        config.dataset,
+        config.collate_fn,
+        config.on_error,
         where=where,
         timer=timer,
-        rng=None if plan.seed is None else SampleRng(plan.seed, sets_global=False),
+        rng=None if fetch.seed is None else SampleRng(fetch.seed, sets_global=False),
         gatherer=gatherer,
         watch_samples=functools.partial(_Samples, task),
     )
-    if recipe.arrays is not None:
+    if config.arrays is not None:
         maker.fetcher = ArrayFetcher(
-            recipe.arrays.find_gatherer, maker.fetcher, timer.count, may_shard=plan.may_shard
+            config.arrays.find_gatherer, maker.fetcher, timer.count, may_shard=fetch.may_shard
         )
     batch, error = None, None
     try:

@@ -43,7 +43,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.slotless import Slotless
-from shmloader.pools.thread_task import Recipe, ThreadTask, load
+from shmloader.pools.thread_task import ThreadConfig, ThreadTask, load
 from shmloader.stats.readings import Readings, Usage
 from shmloader.stats.record import Counts
 from shmloader.workers.background import BackgroundThread
@@ -175,11 +175,11 @@ class _Worker(BackgroundThread):
         self._note(Phase.LOADING, task)
         self.pause()
         # After it was noted: whoever closes drops what is noted.
-        recipe, task.recipe = task.recipe, None
-        if recipe is not None and not self._post.is_closed and not task.is_dropped:
+        config, task.config = task.config, None
+        if config is not None and not self._post.is_closed and not task.is_dropped:
             if self._gatherer is None:
-                self._gatherer = recipe.plan.make_gatherer()
-            answer = self._init_answer or load(task, recipe, self._where, self._gatherer)
+                self._gatherer = config.fetch.make_gatherer()
+            answer = self._init_answer or load(task, config, self._where, self._gatherer)
             self._cpu_ns = time.thread_time_ns()
             if answer is not None:
                 self._post.answers.append((task, self._worker_id, answer))
@@ -200,7 +200,7 @@ class ThreadPool(Slotless):
     Args:
         worker_count: How many.
         init_fn: Called in each with its number, before its first batch.
-        recipe: How batches are made. Somebody else owns it: a stage's thread holds the pool, and
+        config: How batches are made. Somebody else owns it: a stage's thread holds the pool, and
             must not hold what may hold the iterator.
     """
 
@@ -210,14 +210,14 @@ class ThreadPool(Slotless):
         self,
         worker_count: int,
         init_fn: Callable[[int], Any] | None,
-        recipe: "weakref.ref[Recipe]",
+        config: "weakref.ref[ThreadConfig]",
     ) -> None:
         """Start the threads.
 
         Raises:
             RuntimeError: If no further thread can be started.
         """
-        self._recipe = recipe
+        self._config = config
         self._pid = os.getpid()
         self._post = _Post()
         # Those that were sent and have not been told of.
@@ -253,7 +253,7 @@ class ThreadPool(Slotless):
 
     def send(self, ticket: SentTicket, epoch: int) -> None:
         """Have a task done, after those before it."""
-        task = ThreadTask(ticket.seq, epoch, ticket.indices, self._recipe())
+        task = ThreadTask(ticket.seq, epoch, ticket.indices, self._config())
         self._tasks[ticket.seq] = task
         self._post.tasks.put(task)
 

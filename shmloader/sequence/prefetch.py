@@ -4,13 +4,11 @@ The sequence is a loader's dataset, each index a ticket of its own. Order, slots
 and ends are the loader's.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from shmloader.fronts.dataloader import DataLoader
-from shmloader.options import Options
 from shmloader.sampling.checks import whole_number
 from shmloader.sequence.lazy import LazySequence
 
@@ -57,9 +55,6 @@ class _Loader(DataLoader[Any]):
 
     def _window_wanted(self) -> int:
         return self._window
-
-    def _options(self) -> Options:
-        return dataclasses.replace(super()._options(), window=self._window)
 
 
 class _Prefetched(LazySequence):

@@ -11,7 +11,7 @@ from typing import Any
 
 from shmloader.sampling.rng import kept
 from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.fetch import FetchPlan, OnError, Together, TolerantFetcher
+from shmloader.workers.fetch import FetchConfig, OnError, Together, TolerantFetcher
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.sample_rng import SampleRng, loading
 from shmloader.workers.timer import Timer
@@ -47,7 +47,7 @@ class BatchMaker:
 
     def __init__(
         self,
-        plan: FetchPlan,
+        plan: FetchConfig,
         dataset: Any,
         collate_fn: Callable[[Any], Any],
         on_error: OnError = "raise",

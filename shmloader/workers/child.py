@@ -25,7 +25,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
-from shmloader.memory.admission import Demand, MemoryAdmission
+from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.collate import SlotCollate, install
 from shmloader.memory.debug import checksum
 from shmloader.memory.encoder import encode
@@ -57,7 +57,7 @@ from shmloader.workers.allocator import give_freed_memory_back
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.channel import receive_soon
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, OnError
+from shmloader.workers.fetch import EmptyBatchError, FetchConfig, OnError
 from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parent_death import ParentDeathPipe, WorkerParentDeathPipe
@@ -112,10 +112,10 @@ class WorkerStart:
     worker_id: int
     worker_count: int
     base_seed: int
-    plan: FetchPlan
+    plan: FetchConfig
     parent_death: ParentDeathPipe | WorkerParentDeathPipe
     status_page: StatusPage | WorkerStatusPage
-    demand: Demand | None = None
+    demand: MemoryConfig | None = None
     is_debugging: bool = False
     startup: StartupSemaphore | WorkerTurn | None = None
     is_fresh: bool = False

@@ -26,7 +26,7 @@ class EmptyBatchError(Exception):
     """All samples of a batch failed and none was replaced. Does not reach the user."""
 
 
-class FetchPlan(NamedTuple):
+class FetchConfig(NamedTuple):
     """How batches are made of a dataset: the part that crosses to the workers.
 
     Attributes:
@@ -150,7 +150,7 @@ class TolerantFetcher:
 
     def __init__(
         self,
-        plan: FetchPlan,
+        plan: FetchConfig,
         dataset: object,
         collate_fn: Callable[[Any], Any],
         on_error: OnError,

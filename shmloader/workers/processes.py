@@ -37,14 +37,14 @@ from typing import Any, ClassVar
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.memory.admission import Demand
+from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.stats.readings import Readings, Usage
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.cores import usable_cores
-from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.fetch import FetchConfig
 from shmloader.workers.fork_safety import all_parked
 from shmloader.workers.fork_server import preload
 from shmloader.workers.handle import KILL_S, WorkerHandle, end_all
@@ -104,9 +104,9 @@ class WorkerProcesses:
         context: BaseContext | None,
         worker_count: int,
         objects: object,
-        plan: FetchPlan,
+        plan: FetchConfig,
         base_seed: int,
-        demand: Demand | None = None,
+        demand: MemoryConfig | None = None,
         *,
         may_replace: bool = False,
         grace_s: float = _GRACE_S,

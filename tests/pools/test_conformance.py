@@ -24,16 +24,16 @@ from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.processes import ProcessPool
-from shmloader.pools.thread_task import Recipe
+from shmloader.pools.thread_task import ThreadConfig
 from shmloader.pools.threads import ThreadPool
-from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.fetch import FetchConfig
 from shmloader.workers.processes import WorkerProcesses
 from shmloader.workers.status_page import Phase
 from tests.pools.calling import CallingPool
 from tests.process.support import Bad, Calls, Gate, wait_until
 
 WINDOW, LENT = 6, 2
-PLAN = FetchPlan(is_iterable=False, auto_collation=False, drop_last=False)
+PLAN = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
 
 
 def as_it_is(sample: Any) -> Any:
@@ -47,12 +47,12 @@ def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
 
 
-RECIPES = []
+CONFIGS = []
 
 
 def threads(make: Callable[[Any], Any], worker_count: int) -> Pool:
-    RECIPES[:] = [Recipe(PLAN, Calls(make, 1 << 20), as_it_is, "raise")]
-    return ThreadPool(worker_count, None, weakref.ref(RECIPES[0]))
+    CONFIGS[:] = [ThreadConfig(PLAN, Calls(make, 1 << 20), as_it_is, "raise")]
+    return ThreadPool(worker_count, None, weakref.ref(CONFIGS[0]))
 
 
 def calling(make: Callable[[Any], Any], worker_count: int) -> Pool:
@@ -100,7 +100,7 @@ def opened(kind: Kind, make: Callable[[Any], Any], worker_count: int = 2) -> Ite
         yield pool
     finally:
         pool.close()
-        RECIPES.clear()
+        CONFIGS.clear()
 
 
 class Told:
@@ -316,7 +316,7 @@ def test_closing_ends_all_and_may_be_done_again(kind, times) -> None:
         pool.end_workers()
     for _ in range(times):
         pool.close()
-    RECIPES.clear()
+    CONFIGS.clear()
 
 
 def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
@@ -330,7 +330,7 @@ def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
     gate.open()  # one of them
     closer.join(30)
     assert not closer.is_alive()
-    RECIPES.clear()
+    CONFIGS.clear()
     gate.close()
 
 
@@ -359,7 +359,7 @@ def engine_of(
         yield engine
     finally:
         engine.close()
-        RECIPES.clear()
+        CONFIGS.clear()
 
 
 def values(engine: Engine) -> list[int]:

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ class Limited(DataLoader):
         self.system = system
         super().__init__(*arguments, **options)
 
-    def _options(self) -> Any:
-        return replace(super()._options(), root=str(self.system.root))
+    @property
+    def _root(self) -> str:
+        return str(self.system.root)
 
 
 def make_system(root: Path, free_bytes: int) -> System:

@@ -131,7 +131,7 @@ def test_persistent_workers_are_the_same_over_all_epochs() -> None:
         total = loader.stats("total")
         for _ in range(3):
             next(iter(loader))  # an epoch that is left
-        assert len(loader._statistics._state.open) == 1, (
+        assert len(loader._parts.statistics._state.open) == 1, (
             "epochs that are past are kept by themselves"
         )
         assert loader.stats("total").batches == 21
@@ -398,7 +398,7 @@ def test_an_epoch_without_an_end_takes_no_more_memory_for_its_statistics() -> No
             for _ in range(500):
                 next(batches)
             sizes.append(len(pickle.dumps(loader.stats())))
-        record = loader._statistics._newest
+        record = loader._parts.statistics._newest
         assert record is not None
         held = [len(v) for v in vars(record).values() if isinstance(v, list | dict | tuple)]
     assert max(sizes) - min(sizes) < 64

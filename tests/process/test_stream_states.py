@@ -194,13 +194,13 @@ class Count:
 
 
 def state_of(loader: DataLoader) -> dict[str, Any]:
-    return loader._streams.dump()
+    return loader._parts.streams.dump()
 
 
 def resume(loader: DataLoader, state: dict[str, Any]) -> None:
     states = StreamStates.load(state, loader.num_workers)
     is_over = all(stream["has_ended"] for stream in state["streams"])
-    loader._resume_streams = states.next_epoch() if is_over else states
+    loader._parts.resume_streams = states.next_epoch() if is_over else states
     loader._iterator = None
 
 
@@ -860,7 +860,7 @@ def test_the_interval_can_be_read_and_means_nothing_to_other_datasets() -> None:
     loader = DataLoader(range(4), num_workers=1, snapshot_every_n_steps=3)
     assert loader.snapshot_every_n_steps == 3
     assert rest(iter(loader)) == [[0], [1], [2], [3]]
-    assert loader._streams is None
+    assert loader._parts.streams is None
 
 
 def test_a_dataset_is_iterated_once_though_it_goes_on() -> None:

@@ -1,6 +1,5 @@
 """Sizes as users write them, and the share of a slot."""
 
-import dataclasses
 import mmap
 from fractions import Fraction
 
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from shmloader.options import (
     MINIMUM_SLOT_BYTES,
-    Options,
     check_max_failures,
     check_on_error,
     check_thread_pool,
@@ -105,13 +103,6 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
         share = slot_share(shm_bytes, slot_count)
         assert share % mmap.PAGESIZE == 0
         assert share * slot_count <= shm_bytes < (share + mmap.PAGESIZE) * slot_count
-
-
-def test_options_have_defaults_and_cannot_be_changed():
-    options = Options()
-    assert options.shm_bytes is None
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        options.shm_bytes = 1
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip", lambda index, error: 0, print])

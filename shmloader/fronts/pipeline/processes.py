@@ -35,13 +35,13 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.pipeline.epoch import Task
 from shmloader.fronts.pipeline.ops import OpKind, call_all
 from shmloader.fronts.pipeline.plan import Pipe
-from shmloader.memory.admission import Demand, MemoryAdmission
+from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.processes import ProcessPool
 from shmloader.workers.background import BackgroundThread
-from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.fetch import FetchConfig
 from shmloader.workers.fork_safety import may_wait_here
 from shmloader.workers.processes import WorkerProcesses
 from shmloader.workers.uninterruptible import uninterruptible
@@ -214,7 +214,7 @@ class ProcessCrew:
         gives_many = pipe.kind is OpKind.GENERATOR
         op = functools.partial(call_all, pipe.op) if gives_many else pipe.op
         root = Path("/")
-        demand = Demand(
+        demand = MemoryConfig(
             pipe.concurrency, 0, lent, None, free_memory(root, control_groups(root)), str(root),
             pipe.places,
         )  # fmt: skip
@@ -222,7 +222,7 @@ class ProcessCrew:
             None,
             pipe.concurrency,
             (OpItems(op), as_it_is, None, "raise"),
-            FetchPlan(is_iterable=False, auto_collation=False, drop_last=False),
+            FetchConfig(is_iterable=False, auto_collation=False, drop_last=False),
             int(torch.empty((), dtype=torch.int64).random_()),
             demand,
             grace_s=_GRACE_S / sibling_count,

@@ -6,7 +6,7 @@ import pytest
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import admission as admission_module
-from shmloader.memory.admission import RESERVE_BYTES, Demand, MemoryAdmission
+from shmloader.memory.admission import RESERVE_BYTES, MemoryAdmission, MemoryConfig
 from shmloader.memory.limits import Free
 from shmloader.memory.slot import Slot
 from tests.made_up import MIB, System
@@ -40,7 +40,7 @@ def make_admission(system: System, free_bytes: int, **demand) -> MemoryAdmission
         "free_at_start": Free(free, "MemAvailable"),
         **demand,
     }
-    return MemoryAdmission(Demand(**options, root=str(system.root)))
+    return MemoryAdmission(MemoryConfig(**options, root=str(system.root)))
 
 
 def test_what_fits_is_there_when_it_is_said_to_be(system, slot):
@@ -73,7 +73,7 @@ def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, slot):
 
 
 def test_without_any_limit_everything_may_be_taken(tmp_path, slot):
-    admission = MemoryAdmission(Demand(2, 2, 2, 1000, None, str(tmp_path)))
+    admission = MemoryAdmission(MemoryConfig(2, 2, 2, 1000, None, str(tmp_path)))
     assert admission.grow(slot, 0, 500 * MIB) == 500 * MIB
     assert resident(slot) == 0, "the writer will"
 
@@ -162,10 +162,10 @@ def test_slots_that_may_never_be_used_raise_no_alarm(system, slot, batch_count):
 
 
 def test_an_epoch_of_few_batches_is_told_as_such():
-    demand = Demand(8, 2, 2, batch_count=6)
+    demand = MemoryConfig(8, 2, 2, batch_count=6)
     text = demand.describe(10**6)
     assert text == "6 slots (one for each batch of an epoch) × 1.0 MB = 6.0 MB of shared memory"
-    assert "18 slots (prefetch_factor 2" in Demand(8, 2, 2, batch_count=18).describe(10**6)
+    assert "18 slots (prefetch_factor 2" in MemoryConfig(8, 2, 2, batch_count=18).describe(10**6)
 
 
 @pytest.mark.parametrize(

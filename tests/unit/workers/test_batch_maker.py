@@ -8,7 +8,7 @@ import torch
 from shmloader import sample_rng
 from shmloader.sampling.positions import PositionedIndices
 from shmloader.workers.batch_maker import BatchMaker
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan
+from shmloader.workers.fetch import EmptyBatchError, FetchConfig
 from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.timer import Timer
 
@@ -26,7 +26,7 @@ class Draws(torch.utils.data.Dataset):
 
 
 def make_maker(dataset, on_error="raise", seed=None, **options):
-    plan = FetchPlan(is_iterable=False, auto_collation=True, drop_last=False, seed=seed)
+    plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False, seed=seed)
     rng = None if seed is None else SampleRng(seed)
     return BatchMaker(
         plan, dataset, list, on_error, where="here", timer=Timer(), rng=rng, **options

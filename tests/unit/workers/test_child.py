@@ -25,7 +25,7 @@ from shmloader.messages import (
 from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.child import WorkerStart, _Worker
-from shmloader.workers.fetch import FetchPlan, TolerantFetcher
+from shmloader.workers.fetch import FetchConfig, TolerantFetcher
 from shmloader.workers.remote_error import RemoteError
 from tests.unit.memory.support import MIB
 
@@ -49,7 +49,7 @@ class Bench:
     """A worker with one slot."""
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
-        plan = FetchPlan(is_iterable, auto_collation=True, drop_last=False)
+        plan = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
         self.worker = _Worker(
             None, WorkerStart(3, 4, 0, plan, parent_death=None, status_page=None), None
         )

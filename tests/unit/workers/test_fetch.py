@@ -6,7 +6,7 @@ import weakref
 import pytest
 from torch.utils.data import IterableDataset
 
-from shmloader.workers.fetch import EmptyBatchError, FetchPlan, TolerantFetcher, map_style_stop
+from shmloader.workers.fetch import EmptyBatchError, FetchConfig, TolerantFetcher, map_style_stop
 
 
 class Numbers(IterableDataset):
@@ -17,11 +17,11 @@ class Numbers(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "plan", "tasks", "batches"),
     [
-        ("abcdef", FetchPlan(False, True, False), [[0, 2], [5]], [["a", "c"], ["f"]]),
-        ("abcdef", FetchPlan(False, False, False), [0, 5], ["a", "f"]),
-        (Numbers(), FetchPlan(True, True, False), [[0, 0]] * 3, [[0, 1], [2, 3], [4]]),
-        (Numbers(), FetchPlan(True, True, True), [[0, 0]] * 2, [[0, 1], [2, 3]]),
-        (Numbers(), FetchPlan(True, False, False), [None] * 5, [0, 1, 2, 3, 4]),
+        ("abcdef", FetchConfig(False, True, False), [[0, 2], [5]], [["a", "c"], ["f"]]),
+        ("abcdef", FetchConfig(False, False, False), [0, 5], ["a", "f"]),
+        (Numbers(), FetchConfig(True, True, False), [[0, 0]] * 3, [[0, 1], [2, 3], [4]]),
+        (Numbers(), FetchConfig(True, True, True), [[0, 0]] * 2, [[0, 1], [2, 3]]),
+        (Numbers(), FetchConfig(True, False, False), [None] * 5, [0, 1, 2, 3, 4]),
     ],
 )
 def test_batches_are_made_as_the_plan_says(dataset, plan, tasks, batches):
@@ -80,7 +80,7 @@ class Opaque(Listed):
 
 
 def tolerant(dataset, on_error="skip", *, auto_collation=True, keep_size=False, collate=list):
-    plan = FetchPlan(False, auto_collation, False, keep_size)
+    plan = FetchConfig(False, auto_collation, False, keep_size)
     return plan.make_fetcher(dataset, collate, on_error, "somewhere")
 
 
@@ -93,9 +93,9 @@ def counts(fetcher):
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_an_iterable_is_left_to_torch_whatever_becomes_of_bad_samples(on_error):
-    fetcher = FetchPlan(True, True, False).make_fetcher(Numbers(), list, on_error)
+    fetcher = FetchConfig(True, True, False).make_fetcher(Numbers(), list, on_error)
     assert type(fetcher).__module__.startswith("torch.")
-    fetcher = FetchPlan(False, True, False).make_fetcher("abc", list, on_error)
+    fetcher = FetchConfig(False, True, False).make_fetcher("abc", list, on_error)
     assert (type(fetcher) is TolerantFetcher) is (on_error == "skip")
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shmloader import sample_rng
 from shmloader.sampling.positions import PositionedIndices
 from shmloader.sampling.rng import kept
-from shmloader.workers.fetch import FetchPlan
+from shmloader.workers.fetch import FetchConfig
 from shmloader.workers.sample_rng import SampleRng, base_seed, loading
 
 
@@ -54,7 +54,7 @@ class Stream(IterableDataset):
 
 
 def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
-    plan = plan or FetchPlan(isinstance(dataset, IterableDataset), True, False, may_shard=False)
+    plan = plan or FetchConfig(isinstance(dataset, IterableDataset), True, False, may_shard=False)
     wrapped = streams.wrap(dataset, collate_fn, is_iterable=plan.is_iterable)
     return plan.make_fetcher(*wrapped, **options)
 
@@ -157,7 +157,7 @@ def test_a_normal_number_left_over_by_the_sample_before_is_forgotten():
 
 
 def test_collate_draws_by_the_first_sample_of_its_own_batch():
-    plan = FetchPlan(False, True, False, may_shard=True)
+    plan = FetchConfig(False, True, False, may_shard=True)
 
     def collate(samples):
         return len(samples), draws()
@@ -169,13 +169,13 @@ def test_collate_draws_by_the_first_sample_of_its_own_batch():
 
 
 def test_samples_of_a_step_run_on_through_its_batches():
-    plan = FetchPlan(False, True, False, may_shard=True)
+    plan = FetchConfig(False, True, False, may_shard=True)
     step = load(PositionedIndices([[0, 0], [0]], 1, 30), plan=plan)
     assert [*itertools.chain(*step)] == load(PositionedIndices([0, 0, 0], 1, 30))
 
 
 def test_without_batching_the_one_sample_has_the_position():
-    plan = FetchPlan(False, False, False)
+    plan = FetchConfig(False, False, False)
     given = load(
         PositionedIndices(0, 1, 30, is_whole=True), plan=plan, collate_fn=lambda sample: sample
     )
