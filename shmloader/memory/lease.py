@@ -11,26 +11,11 @@ pointer while views of the old memory are still in use; see :func:`hold`.
 
 import collections
 import ctypes
-import os
 import weakref
 from typing import Any, Final
 
+from shmloader import process_state
 from shmloader.memory.slot import Slot
-
-
-class _Forks:
-    """Counts the forks of this process (I9); the count is all that its callback touches."""
-
-    count = 0
-
-    @classmethod
-    def one_more(cls) -> None:
-        cls.count += 1
-
-
-# Both times: a lease may open or die while other hooks run.
-os.register_at_fork(before=_Forks.one_more, after_in_parent=_Forks.one_more)
-
 
 # No count of forks.
 _NEVER = -1
@@ -83,7 +68,7 @@ class LeaseBook:
         lease = slot.array()
         dead = self.dead
         reference = weakref.ref(lease, lambda _: dead.append(slot_id))
-        self._references[slot_id] = (reference, _Forks.count if is_clean else _NEVER)
+        self._references[slot_id] = (reference, process_state.forks.count if is_clean else _NEVER)
         return lease
 
     def collect(self) -> list[tuple[int, bool]]:
@@ -97,5 +82,5 @@ class LeaseBook:
         while self.dead:
             slot_id = self.dead.popleft()
             _, forks = self._references.pop(slot_id)
-            returned.append((slot_id, forks == _Forks.count))
+            returned.append((slot_id, forks == process_state.forks.count))
         return returned

@@ -16,24 +16,14 @@ import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
 
 import torch
 
+from shmloader import process_state
 from shmloader.interruptions import is_interruption
 from shmloader.memory.slot import Slot
 from shmloader.stages.backend import Backend
 from shmloader.stages.drivers import Driver
-
-
-class _Kept:
-    """Slots that could not be unlocked. They are kept until the process ends.
-
-    If one were unmapped, its addresses could be reused for other memory, and the device would read
-    the old pages instead of it.
-    """
-
-    slots: ClassVar[list[Slot]] = []
 
 
 class PageLocks:
@@ -123,7 +113,9 @@ class PageLocks:
 
     def keep(self, slot: Slot) -> None:
         """Keep a slot that cannot be unlocked, for as long as the process lives."""
-        _Kept.slots.append(slot)
+        # Kept until the process ends: if the slot were unmapped, its addresses could be reused for
+        # other memory, and the device would read the old pages instead of it.
+        process_state.locked_for_good.append(slot)
         warnings.warn(
             f"{self._locked[slot.address]} bytes of shared memory stay page-locked and mapped "
             "until this process ends, since the driver does not release them",

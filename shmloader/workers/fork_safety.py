@@ -12,44 +12,14 @@ user's code (:mod:`shmloader.pools.threads`) are among those; only a fork does n
 import contextlib
 import math
 import multiprocessing.util
-import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import ClassVar
+
+from shmloader import process_state
 
 # Longest wait for one thread to come to such a point: it may be in the user's own transform.
 _PARK_S = 5.0
-
-
-class _Parkables:
-    """The threads of this process.
-
-    Attributes:
-        lock: Held while threads are asked to stand still, until they may go on: none begins or
-            ends meanwhile.
-        live: Those that run.
-        unwilling: Idents of threads that must not wait for one of ours: those themselves, and
-            the one that forks.
-        is_exiting: Whether they stand still for good.
-    """
-
-    lock = threading.Lock()
-    live: ClassVar["set[Parkable]"] = set()
-    unwilling: ClassVar[set[int]] = set()
-    is_exiting = False
-    is_watching_exit = False
-
-    @classmethod
-    def forget(cls) -> None:
-        """In a forked child, where none of them runs."""
-        cls.lock = threading.Lock()
-        cls.live = set()
-        cls.unwilling = set()
-        cls.is_watching_exit = False
-
-
-os.register_at_fork(after_in_child=_Parkables.forget)
 
 
 class Parkable:
@@ -76,11 +46,11 @@ class Parkable:
     def enter(self) -> None:
         """The thread begins."""
         self._ident = threading.get_ident()
-        with _Parkables.lock:
-            _Parkables.live.add(self)
-            _Parkables.unwilling.add(self._ident)
-            if not _Parkables.is_watching_exit:
-                _Parkables.is_watching_exit = True
+        with process_state.threads.lock:
+            process_state.threads.live.add(self)
+            process_state.threads.unwilling.add(self._ident)
+            if not process_state.threads.is_watching_exit:
+                process_state.threads.is_watching_exit = True
                 # Before the pools are closed.
                 multiprocessing.util.Finalize(None, _stand_still_for_good, exitpriority=110)
         with self._changed:
@@ -91,9 +61,9 @@ class Parkable:
         with self._changed:
             self._is_still = True
             self._changed.notify_all()
-        with _Parkables.lock:
-            _Parkables.live.discard(self)
-            _Parkables.unwilling.discard(self._ident)
+        with process_state.threads.lock:
+            process_state.threads.live.discard(self)
+            process_state.threads.unwilling.discard(self._ident)
 
     def pause(self) -> None:
         """Stand still if somebody forks."""
@@ -142,19 +112,19 @@ class Parkable:
     @property
     def stands_for_good(self) -> bool:
         """Whether the interpreter ends, and the thread will not go on."""
-        return _Parkables.is_exiting and self._is_still
+        return process_state.threads.is_exiting and self._is_still
 
 
 @contextlib.contextmanager
 def all_parked() -> Iterator[None]:
     """Fork inside: all threads of ours stand still, or have been waited for for five seconds."""
     ident = threading.get_ident()
-    with _Parkables.lock:
-        was_unwilling = ident in _Parkables.unwilling
-        _Parkables.unwilling.add(ident)
+    with process_state.threads.lock:
+        was_unwilling = ident in process_state.threads.unwilling
+        process_state.threads.unwilling.add(ident)
         parked = [
             thread
-            for thread in _Parkables.live
+            for thread in process_state.threads.live
             if thread.parks_for_forks and thread._ident != ident
         ]
         try:
@@ -164,7 +134,7 @@ def all_parked() -> Iterator[None]:
             for thread in parked:
                 thread.release()
             if not was_unwilling:
-                _Parkables.unwilling.discard(ident)
+                process_state.threads.unwilling.discard(ident)
 
 
 def may_wait_here() -> bool:
@@ -173,12 +143,12 @@ def may_wait_here() -> bool:
     Not so if it is one of them, or forks just now: the other one may stand still for its sake.
     The garbage collector may have us called anywhere.
     """
-    return threading.get_ident() not in _Parkables.unwilling
+    return threading.get_ident() not in process_state.threads.unwilling
 
 
 def is_exiting() -> bool:
     """Whether the interpreter ends: threads of ours stand still for good."""
-    return _Parkables.is_exiting
+    return process_state.threads.is_exiting
 
 
 def _ask(threads: list[Parkable], *, is_exit: bool = False) -> None:
@@ -190,6 +160,6 @@ def _ask(threads: list[Parkable], *, is_exit: bool = False) -> None:
 
 
 def _stand_still_for_good() -> None:
-    with _Parkables.lock:
-        _ask(list(_Parkables.live), is_exit=True)
-    _Parkables.is_exiting = True
+    with process_state.threads.lock:
+        _ask(list(process_state.threads.live), is_exit=True)
+    process_state.threads.is_exiting = True

@@ -17,15 +17,10 @@ import os
 import select
 import signal
 import threading
-import weakref
 from multiprocessing import reduction
-from typing import Any, ClassVar
+from typing import Any
 
-
-class _ParentDeathPipes:
-    """The pipes that this process holds."""
-
-    live: ClassVar["weakref.WeakSet[ParentDeathPipe]"] = weakref.WeakSet()
+from shmloader import process_state
 
 
 class ParentDeathPipe:
@@ -36,7 +31,7 @@ class ParentDeathPipe:
         self._read, self._write = os.pipe()
         # The reading end of a worker that is being started afresh.
         self._next_read = -1
-        _ParentDeathPipes.live.add(self)
+        process_state.parent_death_pipes.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the worker's end; multiprocessing calls this for each worker it starts."""
@@ -122,12 +117,3 @@ def _watch(pidfd: int) -> None:
     poll.register(pidfd, select.POLLIN)
     poll.poll()
     os._exit(1)
-
-
-def _leave_to_parent() -> None:
-    for parent_death in list(_ParentDeathPipes.live):
-        parent_death.close_write()
-
-
-# A forked child of the user's must not keep our workers alive.
-os.register_at_fork(after_in_child=_leave_to_parent)

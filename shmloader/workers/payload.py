@@ -32,6 +32,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from shmloader import process_state
 from shmloader.memory.encoder import Parts, reduce_data
 from shmloader.memory.mapped_file import reduce_memory_map
 from shmloader.memory.outside import Outside, read_with_parts, stays_inside, write_parts
@@ -49,12 +50,6 @@ _MESSAGE_DESCRIPTORS = 250
 _MORE = b"."
 
 
-class _Descriptors:
-    """In a worker: the numbers of the descriptors that its payload came with, by their places."""
-
-    received: ClassVar[list[int]] = []
-
-
 class _Descriptor:
     """A descriptor within a payload. What multiprocessing's reducers take from the other side."""
 
@@ -63,7 +58,7 @@ class _Descriptor:
 
     def detach(self) -> int:
         """Its number in this process; whoever asks owns it."""
-        return _Descriptors.received[self._place]
+        return process_state.received[self._place]
 
 
 class _Recorder:
@@ -313,7 +308,7 @@ class ReceivedPayload:
             Exception: Whatever unpickling the user's objects raises.
         """
         # They stay: an object may open its own when it is first used.
-        _Descriptors.received = self._descriptors
+        process_state.received = self._descriptors
         segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)
         outside: Outside = pickle.loads(whole[outside_at:body_at])

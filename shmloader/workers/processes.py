@@ -33,8 +33,9 @@ from contextlib import nullcontext
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from shmloader import process_state
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryConfig
@@ -81,12 +82,6 @@ def _read_usage(group: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list
         return None if found is None else found.usage(thoroughly=thoroughly)
     except ValueError:  # the status page is closed
         return None
-
-
-class _Live:
-    """The workers of this process, for a forked one to close what is not its own."""
-
-    groups: ClassVar["weakref.WeakSet[WorkerProcesses]"] = weakref.WeakSet()
 
 
 class WorkerProcesses:
@@ -161,7 +156,7 @@ class WorkerProcesses:
             None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
         )
         # Last: another thread may fork a worker at any time, which then abandons what is here.
-        _Live.groups.add(self)
+        process_state.worker_groups.add(self)
         try:
             method = self._context.get_start_method()
             if method == "spawn":
@@ -613,16 +608,8 @@ def _close_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
         group.close()
 
 
-def _leave_to_parent() -> None:
-    for group in list(_Live.groups):
-        group.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
 def close_inherited() -> None:
     """Close, in a forked worker, what the fork gave it of this and of other loaders."""
-    for group in list(_Live.groups):
+    for group in list(process_state.worker_groups):
         group._abandon()
     close_inherited_slots()
