@@ -94,10 +94,10 @@ class ResumeStream(NamedTuple):
     """Main → worker, before its first task: its dataset goes on where another one was.
 
     Attributes:
-        place: A pickled :class:`~shmloader.workers.stream.Place`.
+        checkpoint: A pickled :class:`~shmloader.workers.stream.IterableCheckpoint`.
     """
 
-    place: bytes | Attached
+    checkpoint: bytes | Attached
 
 
 class TooLong(NamedTuple):

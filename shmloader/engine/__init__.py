@@ -61,13 +61,14 @@ an idle one takes the oldest, and the answer says who it was. So it is with ``th
 workers are threads of the main process, there are no messages, and a batch comes as it is; a slot
 is then no more than a place in the window. Draws, order, failures, stages and ends are the same.
 
-The place of each worker's dataset travels with its batches: a state of the dataset's own, where it
-has one, or a fingerprint of the batch. It is noted twice: as far as answers came, from which a dead
-worker is replaced, and as far as batches were delivered, from which the loader's state is made
-(:mod:`shmloader.engine.stream_states`). A dataset goes on by its own state; or it is iterated
-again, with the random generators as they were when it began, and the batches that were delivered
-are read again, discarded, and compared by their fingerprints (:mod:`shmloader.workers.stream`).
-What cannot be resumed ends the iterator, and counts for nothing.
+With each batch comes what a checkpoint of the worker's dataset consists of: the dataset's own
+state, if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up to the last
+answer, from which a dead worker is replaced, and up to the last delivered batch, from which the
+loader's state is made (:mod:`shmloader.engine.iterable_checkpoints`). A dataset is resumed from its
+own state.
+Otherwise it is iterated again, with the random generators as they were when it began; the batches
+that were delivered are read again, discarded, and compared by their fingerprints
+(:mod:`shmloader.workers.stream`). If it cannot be resumed, the iterator raises and ends.
 
 A pipeline's stage on worker processes is an engine, too, on a thread of its own: an item is a
 ticket, the op is the dataset, and the epoch has no end

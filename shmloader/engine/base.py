@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
-from shmloader.engine.stream_states import StreamNote, StreamStates
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.interruptions import is_interruption
@@ -297,7 +297,7 @@ class EngineBase(abc.ABC):
     # Streams of an iterable dataset ------------------------------------------------------
 
     @property
-    def stream_beginnings(self) -> StreamStates | None:
+    def stream_beginnings(self) -> IterableCheckpoints | None:
         """Where they were at the epoch's beginning; None without such a dataset."""
         return None
 

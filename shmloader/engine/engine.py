@@ -15,10 +15,10 @@ from typing import NoReturn
 from shmloader.engine.base import Delivery, EngineBase
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import FREE, LENT, RETIRED
-from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.engine.streams import StreamBook
 from shmloader.engine.wording import (
     describe_change,
@@ -93,7 +93,7 @@ class Engine(EngineBase):
         in_order: bool,
         timeout_s: float,
         worker_restarts: int = 0,
-        streams: StreamStates | None = None,
+        streams: IterableCheckpoints | None = None,
         is_iterable: bool = True,
         is_dynamic: bool = False,
         is_seeded: bool = False,
@@ -118,7 +118,9 @@ class Engine(EngineBase):
             in_order=in_order,
             restart_limit=worker_restarts,
             first_worker=0 if streams is None else streams.next_worker,
-            ended=() if streams is None else [place.has_ended for place in streams.places],
+            ended=()
+            if streams is None
+            else [checkpoint.has_ended for checkpoint in streams.checkpoints],
             is_dynamic=is_dynamic,
             has_queue=pool.has_queue,
             present=present,
@@ -140,10 +142,10 @@ class Engine(EngineBase):
 
     def _resume(self, worker_id: int) -> None:
         if self._streams is not None:
-            self._pool.resume(worker_id, self._streams.place(worker_id))
+            self._pool.resume(worker_id, self._streams.checkpoint(worker_id))
 
     @property
-    def stream_beginnings(self) -> StreamStates | None:
+    def stream_beginnings(self) -> IterableCheckpoints | None:
         """See :attr:`EngineBase.stream_beginnings`."""
         return None if self._streams is None else self._streams.beginnings
 
@@ -497,9 +499,11 @@ class Engine(EngineBase):
         while (worker := self._scheduler.workers.next_restart()) is not None:
             worker_id = worker.worker_id
             assert isinstance(worker.death, Death)
-            place = None if self._streams is None else self._streams.place(worker_id)
+            checkpoint = None if self._streams is None else self._streams.checkpoint(worker_id)
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
-            text = describe_restart(worker_id, worker.death, seqs, place, is_seeded=self._is_seeded)
+            text = describe_restart(
+                worker_id, worker.death, seqs, checkpoint, is_seeded=self._is_seeded
+            )
             self._have_done(functools.partial(self._restart_worker, worker_id, text))
             self._note_start(worker_id)
 

@@ -4,12 +4,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.engine.stream_states import dump_place
+from shmloader.engine.iterable_checkpoints import dump_checkpoint
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import global_rng_state
 from shmloader.sampling.sampler_checkpoint import has_own_state
 from shmloader.workers.sample_rng import SeededIterator
-from shmloader.workers.stream import Place, Saved, parts_of, read, save, save_dataset
+from shmloader.workers.stream import IterableCheckpoint, Saved, parts_of, read, save, save_dataset
 
 
 class DatasetHere:
@@ -54,11 +54,11 @@ class DatasetHere:
     def dump(self) -> dict[str, Any]:
         """See :meth:`StreamHere.dump`."""
         saved = self._before if self._is_reading else self._state()
-        return _dumped(Place(self._given, at=self._given), saved)
+        return _dumped(IterableCheckpoint(self._given, at=self._given), saved)
 
 
 class StreamHere:
-    """The place of an iterable dataset in this process.
+    """The checkpoint of an iterable dataset in this process.
 
     A state of its own is asked for when the loader's is. While a batch is being read, and after
     that was interrupted, the dataset is past what was delivered: then the state at the beginning
@@ -69,14 +69,19 @@ class StreamHere:
 
     Args:
         fetcher: torch's, of the dataset, which was iterated.
-        place: Where it goes on.
+        checkpoint: Where it goes on.
         rng: States of the process's global generators at ``iter(dataset)``; None if samples do
             not depend on them.
         asks: Whether the dataset, or its iterator, is asked for a state of its own.
     """
 
     def __init__(
-        self, fetcher: Any, place: Place, rng: dict[str, Any] | None, *, asks: bool = True
+        self,
+        fetcher: Any,
+        checkpoint: IterableCheckpoint,
+        rng: dict[str, Any] | None,
+        *,
+        asks: bool = True,
     ) -> None:
         iterator, dataset, _ = parts_of(fetcher)
         if isinstance(fetcher.dataset_iter, SeededIterator):
@@ -88,18 +93,20 @@ class StreamHere:
         self._asks = asks
         # Whether the states before the next batch are to be noted: before the first one, since an
         # order may be drawn with it, and where the epoch was resumed.
-        self._notes_rng = place.rng is None and not place.given
+        self._notes_rng = checkpoint.rng is None and not checkpoint.given
         self._is_reading = False
-        # The place before the newest batch.
-        self._before = place
+        # The checkpoint before the newest batch.
+        self._before = checkpoint
         # What is read again goes on from here.
         self._start: Saved | None = None
-        if place.snapshot is not None:
-            self._start = read(place.snapshot)
-        elif not place.given:
+        if checkpoint.snapshot is not None:
+            self._start = read(checkpoint.snapshot)
+        elif not checkpoint.given:
             # Not needed unless the reading of a batch fails.
             self._start = _state_or_none(self._state)
-        self._place = place._replace(snapshot=None, rng=rng if place.rng is None else place.rng)
+        self._checkpoint = checkpoint._replace(
+            snapshot=None, rng=rng if checkpoint.rng is None else checkpoint.rng
+        )
 
     def _state(self) -> Saved | None:
         return copy.deepcopy(save(self._sources)) if self._asks else None
@@ -107,17 +114,19 @@ class StreamHere:
     def begin_batch(self) -> None:
         """The next batch is about to be read."""
         if self._notes_rng:
-            self._place = self._with_rng()
+            self._checkpoint = self._with_rng()
             self._notes_rng = False
         self._is_reading = True
 
-    def _with_rng(self) -> Place:
-        """The place, with the states that the next batch is drawn from."""
+    def _with_rng(self) -> IterableCheckpoint:
+        """Return the checkpoint with the generator states that the next batch is drawn from."""
         now = global_rng_state() if self._draws else None
-        place = self._place
-        if now is None or now == (place.rng_at[-1][1] if place.rng_at else place.rng):
-            return place
-        return place._replace(rng_at=(*place.rng_at, (place.given, now)))
+        checkpoint = self._checkpoint
+        if now is None or now == (
+            checkpoint.rng_at[-1][1] if checkpoint.rng_at else checkpoint.rng
+        ):
+            return checkpoint
+        return checkpoint._replace(rng_at=(*checkpoint.rng_at, (checkpoint.given, now)))
 
     def note_rng(self) -> None:
         """The process's generators are others than those that earlier batches left behind."""
@@ -131,44 +140,49 @@ class StreamHere:
             has_failed: Whether it raised.
             is_short: Whether torch's fetcher has seen the stream's end with it.
         """
-        self._before = self._place
-        self._place = self._place.gave(None, fingerprint, has_failed=has_failed)
+        self._before = self._checkpoint
+        self._checkpoint = self._checkpoint.gave(None, fingerprint, has_failed=has_failed)
         self._sources.ended = is_short
         self._is_reading = False
 
     def mark(self) -> int:
         """What :meth:`go_back` takes."""
-        return self._place.given
+        return self._checkpoint.given
 
     def go_back(self, given: int) -> None:
         """Take back what was noted since the mark, one batch at most: it was not delivered."""
-        if self._place.given != given:
+        if self._checkpoint.given != given:
             self._is_reading = True
-            self._place = self._before
+            self._checkpoint = self._before
 
     def end(self) -> None:
         """The epoch has ended."""
-        self._place = self._place._replace(has_ended=True)
+        self._checkpoint = self._checkpoint._replace(has_ended=True)
 
     def dump(self) -> dict[str, Any]:
-        """As :meth:`StreamStates.dump`.
+        """As :meth:`IterableCheckpoints.dump`.
 
         Raises:
             Exception: What the user's ``state_dict()`` raises, or copying its state.
         """
-        place = self._place
-        if place.has_ended:
+        checkpoint = self._checkpoint
+        if checkpoint.has_ended:
             saved = save_dataset(self._sources.dataset) if self._asks else None
-            ended = Place(place.given, at=place.given, has_ended=True)
+            ended = IterableCheckpoint(checkpoint.given, at=checkpoint.given, has_ended=True)
             return _dumped(ended, copy.deepcopy(saved))
         if self._notes_rng:
-            place = self._with_rng()
+            checkpoint = self._with_rng()
         saved = None if self._is_reading else self._state()
         if saved is None:
-            return _dumped(place, self._start)
+            return _dumped(checkpoint, self._start)
         # What draws its order again does so from the states before its first batch.
-        rng_at = tuple(each for each in place.rng_at if each[0] == 0)
-        return _dumped(Place(place.given, at=place.given, rng=place.rng, rng_at=rng_at), saved)
+        rng_at = tuple(each for each in checkpoint.rng_at if each[0] == 0)
+        return _dumped(
+            IterableCheckpoint(
+                checkpoint.given, at=checkpoint.given, rng=checkpoint.rng, rng_at=rng_at
+            ),
+            saved,
+        )
 
 
 def _state_or_none(ask: Callable[[], Saved | None]) -> Saved | None:
@@ -190,10 +204,10 @@ class _Sources:
         self.ended = ended
 
 
-def _dumped(place: Place, saved: Saved | None) -> dict[str, Any]:
+def _dumped(checkpoint: IterableCheckpoint, saved: Saved | None) -> dict[str, Any]:
     return {
         "num_workers": 0,
         "next_worker": 0,
         "base_seed": None,
-        "streams": [dump_place(place, saved)],
+        "streams": [dump_checkpoint(checkpoint, saved)],
     }

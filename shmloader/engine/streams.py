@@ -9,8 +9,8 @@ import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shmloader.engine.stream_states import StreamNote, StreamStates
-from shmloader.workers.stream import Beginning, Place
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
+from shmloader.workers.stream import Beginning, IterableCheckpoint
 
 
 class _End(NamedTuple):
@@ -19,10 +19,10 @@ class _End(NamedTuple):
 
 
 class StreamBook:
-    """The places of all streams, on the engine's thread.
+    """The checkpoints of all streams, on the engine's thread.
 
     Attributes:
-        beginnings: The streams' places at the beginning of the present epoch, or where it went on.
+        beginnings: The streams' checkpoints at the beginning of the epoch, or where it went on.
 
     Args:
         start: The same, for the first epoch.
@@ -31,26 +31,28 @@ class StreamBook:
             of a map-style dataset.
     """
 
-    def __init__(self, start: StreamStates, *, in_order: bool, is_iterable: bool = True) -> None:
+    def __init__(
+        self, start: IterableCheckpoints, *, in_order: bool, is_iterable: bool = True
+    ) -> None:
         self.beginnings = start
-        self._places = list(start.places)
+        self._checkpoints = list(start.checkpoints)
         self._in_order = in_order
         self._is_iterable = is_iterable
         # Answers that are not handed over yet, for each worker.
-        self._waiting = [0] * len(self._places)
+        self._waiting = [0] * len(self._checkpoints)
         # Ends that no delivery has told yet.
         self._ends: list[_End] = []
         self._is_left = False
         self._parts: dict[int, bytearray] = {}
 
-    def place(self, worker_id: int) -> Place:
-        """From where a worker goes on that takes this one's place."""
-        return self._places[worker_id]
+    def checkpoint(self, worker_id: int) -> IterableCheckpoint:
+        """Return the checkpoint from which the worker that replaces this one goes on."""
+        return self._checkpoints[worker_id]
 
     def answered(self, note: StreamNote) -> None:
         """A batch has come, or an exception in its place."""
         worker_id = note.worker_id
-        self._places[worker_id] = note.applied_to(self._places[worker_id])
+        self._checkpoints[worker_id] = note.applied_to(self._checkpoints[worker_id])
         self._waiting[worker_id] += 1
 
     def ended(self, worker_id: int, seq: int, next_epoch: Beginning) -> None:
@@ -63,7 +65,7 @@ class StreamBook:
         """
         if not self._is_left:
             note = StreamNote(worker_id, next_epoch=next_epoch)
-            self._places[worker_id] = note.applied_to(self._places[worker_id])
+            self._checkpoints[worker_id] = note.applied_to(self._checkpoints[worker_id])
             self._ends.append(_End(seq, note))
 
     def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
@@ -91,7 +93,7 @@ class StreamBook:
         """The epoch is given up: a worker that is new now begins the next one."""
         self._is_left = True
         if self._is_iterable:
-            self._places = [place.begun_anew() for place in self._places]
+            self._checkpoints = [checkpoint.begun_anew() for checkpoint in self._checkpoints]
         self._parts.clear()
 
     def note_part(self, worker_id: int, data: bytes) -> None:
@@ -107,7 +109,7 @@ class StreamBook:
         """
         parts = self._parts.pop(worker_id, b"")
         beginning = Beginning.loads(data if data is None else bytes(parts) + data)
-        self._places[worker_id] = Place(0, beginning.snapshot, rng=beginning.rng)
+        self._checkpoints[worker_id] = IterableCheckpoint(0, beginning.snapshot, rng=beginning.rng)
 
     def lost(self, worker_id: int) -> None:
         """A worker is dead: forget the pieces that it sent."""
@@ -117,8 +119,10 @@ class StreamBook:
         """Begin the next epoch, at worker 0."""
         self._is_left = False
         self._ends.clear()
-        self._waiting = [0] * len(self._places)
-        self.beginnings = StreamStates(self._places, base_seed=self.beginnings.base_seed)
+        self._waiting = [0] * len(self._checkpoints)
+        self.beginnings = IterableCheckpoints(
+            self._checkpoints, base_seed=self.beginnings.base_seed
+        )
 
 
 def _in_order(ends: Iterable[_End]) -> list[StreamNote]:

@@ -12,7 +12,7 @@ from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import Death
 from shmloader.sampling.positions import without_position
 from shmloader.workers.status_page import AtWork, Phase
-from shmloader.workers.stream import Place
+from shmloader.workers.stream import IterableCheckpoint
 
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
@@ -98,26 +98,33 @@ def _describe_oom(death: Death) -> str:
 
 
 def describe_restart(
-    worker_id: int, death: Death, seqs: list[int], place: Place | None, *, is_seeded: bool = False
+    worker_id: int,
+    death: Death,
+    seqs: list[int],
+    checkpoint: IterableCheckpoint | None,
+    *,
+    is_seeded: bool = False,
 ) -> str:
     """For the log: a worker has taken a dead one's place."""
     again = ", ".join(map(str, seqs))
     text = f"{describe_end(death)}A new process takes the place of worker {worker_id}"
     text += f" and loads again what it had in work: batch {again}." if seqs else "."
-    if place is not None and not place.has_ended:
-        text += _describe_resumption(place)
-    if not (is_seeded or (place is not None and place.snapshot is None)):
+    if checkpoint is not None and not checkpoint.has_ended:
+        text += _describe_resumption(checkpoint)
+    if not (is_seeded or (checkpoint is not None and checkpoint.snapshot is None)):
         text += " Its random streams start anew."
     return text + _describe_oom(death)
 
 
-def _describe_resumption(place: Place) -> str:
-    given = "the batch that was" if place.skip == 1 else f"{place.skip} batches that were"
-    if place.snapshot is None:
-        return f" Its dataset is iterated anew, past {given} given already." if place.skip else ""
-    batches = "its first batch" if place.at == 1 else f"{place.at} batches"
+def _describe_resumption(checkpoint: IterableCheckpoint) -> str:
+    given = "the batch that was" if checkpoint.skip == 1 else f"{checkpoint.skip} batches that were"
+    if checkpoint.snapshot is None:
+        return (
+            f" Its dataset is iterated anew, past {given} given already." if checkpoint.skip else ""
+        )
+    batches = "its first batch" if checkpoint.at == 1 else f"{checkpoint.at} batches"
     text = f" Its dataset goes on from its state after {batches}"
-    return f"{text}, past {given} given since." if place.skip else f"{text}."
+    return f"{text}, past {given} given since." if checkpoint.skip else f"{text}."
 
 
 def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
@@ -217,10 +224,10 @@ def describe_timeout(
     """
     parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
     for ticket, worker_id, pid in waiting:
-        place = "waits for a worker"
+        where = "waits for a worker"
         if worker_id is not None:
-            place = f"is with {describe_worker(worker_id, pid)}"
-        parts.append(f"B{describe_ticket(ticket)[1:]} {place}.")
+            where = f"is with {describe_worker(worker_id, pid)}"
+        parts.append(f"B{describe_ticket(ticket)[1:]} {where}.")
     head = " ".join([*parts, "No batch is lost: next() may be called again."])
     return "\n".join([head, *work])
 

@@ -15,8 +15,8 @@ import torch
 
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
-from shmloader.engine.stream_states import StreamStates
 from shmloader.memory.collate import is_plain
 from shmloader.options import LEND_LIMIT, LOOP_HOLDS, slot_share
 from shmloader.stages.target import Destination
@@ -158,11 +158,11 @@ class LoaderParts:
     failures: FailureList[FailedSample] = field(default_factory=FailureList)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
-    streams: StreamStates | StreamHere | DatasetHere | None = None
-    resume_streams: StreamStates | None = None
+    streams: IterableCheckpoints | StreamHere | DatasetHere | None = None
+    resume_streams: IterableCheckpoints | None = None
     has_counted_objects: bool = False
 
-    def take_resumed(self) -> StreamStates | None:
+    def take_resumed(self) -> IterableCheckpoints | None:
         """Return where the datasets of an iterator that begins go on; None for the beginning."""
         resumed = self.resume_streams
         self.streams = self.resume_streams = None

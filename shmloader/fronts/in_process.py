@@ -30,7 +30,7 @@ from shmloader.workers.fetch import EmptyBatchError, map_style_stop
 from shmloader.workers.fingerprint import FingerprintingCollate
 from shmloader.workers.sample_rng import SampleRng
 from shmloader.workers.stream import (
-    Place,
+    IterableCheckpoint,
     Saved,
     load_dataset,
     load_iterator,
@@ -57,9 +57,9 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         """Begin an epoch; the arguments are those of :class:`EngineIterator`."""
         begin_ns = time.monotonic_ns()
         resumed, fetch = parts.take_resumed(), config.fetch
-        place = Place() if resumed is None else resumed.places[0]
-        saved = None if place.snapshot is None else read(place.snapshot)
-        with _as_before(place.rng):
+        checkpoint = IterableCheckpoint() if resumed is None else resumed.checkpoints[0]
+        saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+        with _as_before(checkpoint.rng):
             load_dataset(config.dataset, saved)
         # Not torch's own for one process, which calls iter(dataset).
         begin_by_torch(self, loader, plan)
@@ -75,14 +75,14 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._closed_because = ""
         self._watch = config.watch_failures(parts.failures)
         self._timer = Timer()
-        self._gatherer = fetch.make_gatherer()
+        self._concurrent_fetcher = fetch.make_concurrent_fetcher()
         rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
         sample_rng: SampleRng | None = None
         if fetch.seed is not None:
             sample_rng = SampleRng(
                 fetch.seed, epoch=plan.epoch, sets_global=fetch.sets_global_streams
             )
-        with _as_before(place.rng) if sample_rng is None else kept():
+        with _as_before(checkpoint.rng) if sample_rng is None else kept():
             self._maker = BatchMaker(
                 fetch,
                 self._dataset,
@@ -91,7 +91,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 where="in the main process",
                 timer=self._timer,
                 rng=sample_rng,
-                gatherer=self._gatherer,
+                concurrent_fetcher=self._concurrent_fetcher,
                 keeps_global=True,
             )
             if fetch.is_iterable and sample_rng is None:
@@ -105,7 +105,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             )
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
         self._ticket_count = 0
-        self._begin_stream(config, place, saved, rng)
+        self._begin_stream(config, checkpoint, saved, rng)
         parts.streams = self._streams
         self._finishing = "build"
         if config.has_device or self._has_steps:
@@ -119,7 +119,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     def _begin_stream(
         self,
         config: LoaderConfig,
-        place: Place,
+        checkpoint: IterableCheckpoint,
         saved: Saved | None,
         rng: dict[str, Any] | None,
     ) -> None:
@@ -127,17 +127,17 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._streams: StreamHere | DatasetHere | None = None
         self._fingerprints: FingerprintingCollate | None = None
         # Where the stream is resumed with the first batch.
-        self._resumed_at: Place | None = None
+        self._resumed_at: IterableCheckpoint | None = None
         fetch = config.fetch
         if fetch.is_iterable:
-            if place.rng is not None or place.skip:
-                self._resumed_at = place
+            if checkpoint.rng is not None or checkpoint.skip:
+                self._resumed_at = checkpoint
             fetcher = self._dataset_fetcher
             if fetch.seed is not None:
                 load_iterator(fetcher, saved)
-            fetcher.ended |= place.has_ended
+            fetcher.ended |= checkpoint.has_ended
             self._fingerprints = take_fingerprints(fetcher)
-            self._streams = StreamHere(fetcher, place, rng, asks=fetch.snapshot_every > 0)
+            self._streams = StreamHere(fetcher, checkpoint, rng, asks=fetch.snapshot_every > 0)
         elif config.saves_dataset:
             self._streams = DatasetHere(config.dataset)
         self._only_reads = is_plain(config.collate_fn)
@@ -225,25 +225,29 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if self._fingerprints is not None:
             self._fingerprints.reset()
         try:
-            place = self._resumed_at
-            return self._maker.make(index) if place is None else self._load_resumed(index, place)
+            checkpoint = self._resumed_at
+            return (
+                self._maker.make(index)
+                if checkpoint is None
+                else self._load_resumed(index, checkpoint)
+            )
         except StopIteration as error:
             if self._dataset_kind == _DatasetKind.Iterable:
                 raise
             raise map_style_stop(error) from error
 
-    def _load_resumed(self, index: Any, place: Place) -> Any:
+    def _load_resumed(self, index: Any, checkpoint: IterableCheckpoint) -> Any:
         """The first batch since the stream was resumed."""
         assert self._fingerprints is not None
         assert isinstance(self._streams, StreamHere)
         # An order may be drawn with the first sample that is read.
-        rng = dict(place.rng_at).get(0, place.rng)
+        rng = dict(checkpoint.rng_at).get(0, checkpoint.rng)
         try:
-            if place.skip:
+            if checkpoint.skip:
                 with _as_before(rng), self._maker.loading(index) as indices:
                     replay(
                         self._dataset_fetcher,
-                        place,
+                        checkpoint,
                         indices,
                         self._fingerprints,
                         only_reads=self._only_reads,
@@ -258,7 +262,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if rng is None:
             return self._maker.make(index)
         now = global_rng_state()
-        if place.skip:
+        if checkpoint.skip:
             if left != now:
                 self._streams.note_rng()
                 self._streams.begin_batch()
@@ -309,8 +313,8 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     def close(self) -> None:
         """No further batch; may be called again."""
         self._is_closed = True
-        if self._gatherer is not None:
-            self._gatherer.close()
+        if self._concurrent_fetcher is not None:
+            self._concurrent_fetcher.close()
         if hasattr(self, "_record"):
             self._record.end()
 

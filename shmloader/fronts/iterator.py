@@ -13,7 +13,7 @@ from typing import Any
 
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
-from shmloader.engine.stream_states import StreamStates
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.fronts.calls import CountingIterator
 from shmloader.fronts.common import (
     begin_by_torch,
@@ -82,9 +82,11 @@ class EngineIterator(CountingIterator):
         self._config, self._plan, self._parts = config, plan, parts
         self._base_seed = seed_of_workers(config, plan, self._base_seed)
         self._progress = plan.progress
-        self._streams: StreamStates | None = None
+        self._streams: IterableCheckpoints | None = None
         if config.saves_dataset:
-            begun = resumed or StreamStates.at_beginning(config.num_workers, int(self._base_seed))
+            begun = resumed or IterableCheckpoints.at_beginning(
+                config.num_workers, int(self._base_seed)
+            )
             if begun.base_seed is not None:
                 self._base_seed = begun.base_seed
             self._streams = parts.streams = begun.copy()

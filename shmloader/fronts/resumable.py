@@ -10,7 +10,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from shmloader.engine.adapting import Adapter
-from shmloader.engine.stream_states import StreamStates
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.config import LoaderParts
 from shmloader.fronts.states import check_state, sealed
@@ -97,9 +97,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
         if "streams" in state:
-            resumed = StreamStates.load(state["streams"], self.num_workers)
+            resumed = IterableCheckpoints.load(state["streams"], self.num_workers)
             self._parts.resume_streams = resumed
-            again = sum(place.skip for place in resumed.places)
+            again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
             if again and isinstance(self.dataset, IterableDataset):
                 _log.info(
                     "epoch %d goes on at batch %d: %d batches that were delivered before are read "
@@ -166,7 +166,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             if is_iterable:
                 state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
         elif is_persistent:
-            ended = StreamStates.load(streams.dump(), self.num_workers)
+            ended = IterableCheckpoints.load(streams.dump(), self.num_workers)
             state["streams"] = ended.next_epoch(is_iterable=is_iterable).dump()
         return state
 
@@ -213,7 +213,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                     "dataset needs state_dict() and load_state_dict(), and the loader worker "
                     "processes of a fixed number, or none, and snapshot_every_n_steps of 1 or more"
                 )
-            StreamStates.load(loaded["streams"], self.num_workers)  # whether it fits
+            IterableCheckpoints.load(loaded["streams"], self.num_workers)  # whether it fits
         elif self._saves_dataset and loaded["position"]:
             raise ValueError(
                 f"the state is of batch {loaded['position']}, and lacks the place or the state "

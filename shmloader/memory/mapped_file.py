@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.memory.outside import address_of
+from shmloader.memory.buffer_table import address_of
 
 
 def reduce_memory_map(array: "np.memmap[Any, Any]") -> Any:

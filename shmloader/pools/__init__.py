@@ -40,7 +40,7 @@ from shmloader.pools.answers import Answer, Batch, Death
 from shmloader.stats.readings import Readings
 from shmloader.stats.record import Counts
 from shmloader.workers.status_page import AtWork
-from shmloader.workers.stream import Beginning, Place
+from shmloader.workers.stream import Beginning, IterableCheckpoint
 
 
 class SentTicket(Protocol):
@@ -158,7 +158,7 @@ class Pool(Protocol):
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
 
-    def resume(self, worker_id: int, place: Place) -> None:
+    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task.
 
         Raises:

@@ -36,7 +36,7 @@ from shmloader.workers.bad_samples import SampleReport
 from shmloader.workers.processes import WorkerProcesses
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.status_page import AtWork
-from shmloader.workers.stream import Beginning, Place
+from shmloader.workers.stream import Beginning, IterableCheckpoint
 from shmloader.workers.uninterruptible import uninterruptible
 
 
@@ -107,9 +107,9 @@ class ProcessPool:
         """Have a worker begin a further epoch."""
         self._workers.send(worker_id, pack(StartEpoch(epoch)))
 
-    def resume(self, worker_id: int, place: Place) -> None:
+    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
         """Tell a worker where its dataset goes on."""
-        self._sender.resume(worker_id, place)
+        self._sender.resume(worker_id, checkpoint)
 
     # Events ------------------------------------------------------------------------------
 

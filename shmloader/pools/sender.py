@@ -20,7 +20,7 @@ from shmloader.pools import SentTicket
 from shmloader.pools.arena import Arena
 from shmloader.workers.processes import WorkerProcesses
 from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.stream import Place
+from shmloader.workers.stream import IterableCheckpoint
 
 
 class Sender:
@@ -65,16 +65,16 @@ class Sender:
             FAULTS.reach("main.dispatch")
         return None
 
-    def resume(self, worker_id: int, place: Place) -> None:
+    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
         """Tell a worker that was sent no task yet where its dataset goes on, unless it begins.
 
         Raises:
             OSError: If there are no descriptors left for its state.
             SharedMemoryError: If there is no memory for it.
         """
-        if place == Place():
+        if checkpoint == IterableCheckpoint():
             return
-        data = pickle.dumps(tuple(place), pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(tuple(checkpoint), pickle.HIGHEST_PROTOCOL)
         sent: bytes | Attached = data
         descriptors: tuple[int, ...] = ()
         if len(data) > INLINE_BYTES // 2:

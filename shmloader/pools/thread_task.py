@@ -8,8 +8,8 @@ from typing import Any
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
 from shmloader.workers.batch_maker import BatchMaker
+from shmloader.workers.concurrent_fetcher import ConcurrentFetcher
 from shmloader.workers.fetch import EmptyBatchError, FetchConfig, OnError
-from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.sample_rng import SampleRng, one_by_one
 from shmloader.workers.timer import Timer, bytes_of
@@ -79,7 +79,10 @@ class _Samples:
 
 
 def load(
-    task: ThreadTask, config: ThreadConfig, where: str, gatherer: Gatherer | None = None
+    task: ThreadTask,
+    config: ThreadConfig,
+    where: str,
+    concurrent_fetcher: ConcurrentFetcher | None = None,
 ) -> Answer | None:
     """Make a task's batch.
 
@@ -87,7 +90,7 @@ def load(
         task: It.
         config: How batches are made.
         where: Where this runs, as the texts of failures have it.
-        gatherer: Loads several samples at once.
+        concurrent_fetcher: Loads several samples at once.
 
     Returns:
         What came of it; None if it was dropped meanwhile.
@@ -101,7 +104,7 @@ def load(
         where=where,
         timer=timer,
         rng=None if fetch.seed is None else SampleRng(fetch.seed, sets_global=False),
-        gatherer=gatherer,
+        concurrent_fetcher=concurrent_fetcher,
         watch_samples=functools.partial(_Samples, task),
     )
     if config.arrays is not None:

@@ -48,11 +48,11 @@ from shmloader.stats.readings import Readings, Usage
 from shmloader.stats.record import Counts
 from shmloader.workers.background import BackgroundThread
 from shmloader.workers.batch_maker import BatchMaker
+from shmloader.workers.concurrent_fetcher import ConcurrentFetcher
 from shmloader.workers.fork_safety import is_exiting, may_wait_here
-from shmloader.workers.gathering import Gatherer
 from shmloader.workers.remote_error import RemoteError
 from shmloader.workers.status_page import AtWork, Phase, stalled_here, stalled_thread
-from shmloader.workers.stream import Place
+from shmloader.workers.stream import IterableCheckpoint
 from shmloader.workers.uninterruptible import uninterruptible
 from shmloader.workers.wakeup import Wakeup
 
@@ -89,7 +89,7 @@ class _Worker(BackgroundThread):
         self._init_fn = init_fn
         self._where = f"in DataLoader worker thread {worker_id}"
         self._post = post
-        self._gatherer: Gatherer | None = None
+        self._concurrent_fetcher: ConcurrentFetcher | None = None
         # Where worker_init_fn failed: the answer to each task.
         self._init_answer: Failure | None = None
         # Read by others: what it is at, and since when.
@@ -150,8 +150,8 @@ class _Worker(BackgroundThread):
 
     def depart(self) -> None:
         """End what loads samples for it."""
-        if self._gatherer is not None:
-            self._gatherer.close()
+        if self._concurrent_fetcher is not None:
+            self._concurrent_fetcher.close()
 
     def _note(self, phase: Phase, task: ThreadTask | None = None) -> None:
         self._at_work = (phase, task, time.monotonic())
@@ -177,9 +177,9 @@ class _Worker(BackgroundThread):
         # After it was noted: whoever closes drops what is noted.
         config, task.config = task.config, None
         if config is not None and not self._post.is_closed and not task.is_dropped:
-            if self._gatherer is None:
-                self._gatherer = config.fetch.make_gatherer()
-            answer = self._init_answer or load(task, config, self._where, self._gatherer)
+            if self._concurrent_fetcher is None:
+                self._concurrent_fetcher = config.fetch.make_concurrent_fetcher()
+            answer = self._init_answer or load(task, config, self._where, self._concurrent_fetcher)
             self._cpu_ns = time.thread_time_ns()
             if answer is not None:
                 self._post.answers.append((task, self._worker_id, answer))
@@ -270,7 +270,7 @@ class ThreadPool(Slotless):
         self._tasks.clear()
         self._post.answers.clear()
 
-    def resume(self, worker_id: int, place: Place) -> None:
+    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
         """Nothing to do: an iterable dataset has no threads."""
 
     # Events ------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.memory.buffer_table import address_of, storage_at
 from shmloader.memory.codec import Part, rebuild_tensor
 from shmloader.memory.encoder import is_plain
-from shmloader.memory.outside import address_of, storage_at
 from shmloader.memory.segment import Segment, find_segment
 
 _HINT = (

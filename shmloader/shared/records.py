@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.memory.encoder import Parts, batch_dispatch_table, reduce_data
-from shmloader.memory.outside import (
+from shmloader.memory.buffer_table import (
     BULK_BYTES,
-    Outside,
+    BufferTable,
     read_with_parts,
     stays_inside,
     write_parts,
 )
+from shmloader.memory.encoder import Parts, batch_dispatch_table, reduce_data
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.shared.arrays import array_over, reduce_tensor
 
@@ -176,9 +176,9 @@ class RecordWriter:
             return file.getvalue(), Kind.PICKLE
         self._flush()
         self._is_dense = False
-        outside = write_parts(parts, self._writer)
+        table = write_parts(parts, self._writer)
         self._base = self._writer.used_bytes
-        body = (file.getvalue(), outside.spans, outside.order)
+        body = (file.getvalue(), table.spans, table.order)
         return pickle.dumps(body, pickle.HIGHEST_PROTOCOL), Kind.PARTS
 
     def finish(self) -> RecordsPlace:
@@ -234,7 +234,7 @@ class Records:
             return _FLOAT.unpack(data)[0]
         if kind == _PARTS:
             body, spans, order = pickle.loads(data)
-            return read_with_parts(body, Outside(spans, order), self._segment)
+            return read_with_parts(body, BufferTable(spans, order), self._segment)
         return _CONSTANTS[Kind(kind)]
 
     def __iter__(self) -> Iterator[Any]:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.memory.buffer_table import BufferTable, storage_at, write_parts
 from shmloader.memory.codec import Part, rebuild_tensor
 from shmloader.memory.encoder import Parts, is_plain
-from shmloader.memory.outside import Outside, storage_at, write_parts
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.probing import probe
@@ -193,7 +193,7 @@ def _write(
         item, first = tensor.element_size(), tensor.storage_offset()
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         storage.add(first * item, (last + 1) * item, item)
-    outside = write_parts(parts, writer)
+    table = write_parts(parts, writer)
     arrays = {key: _write_array(array, writer) for key, array in walk.arrays.items()}
     lists = {
         key: _write_items(items, writer, "item", writable=writable)
@@ -208,7 +208,7 @@ def _write(
         dicts[key] = keys, values, write_index(known, writer) if len(known) == len(hashes) else None
 
     def build(segment: Segment) -> dict[int, Any]:
-        opened = _open_storages(outside, segment)
+        opened = _open_storages(table, segment)
         twins: dict[int, Any] = {
             key: open_array(segment, *place, is_writable=writable) for key, place in arrays.items()
         }
@@ -229,10 +229,10 @@ def _write(
     return build
 
 
-def _open_storages(outside: Outside, segment: Segment) -> list[Part]:
+def _open_storages(table: BufferTable, segment: Segment) -> list[Part]:
     return [
         Part(storage_at(segment, offset, nbytes), first_byte)
-        for offset, nbytes, first_byte in outside.spans
+        for offset, nbytes, first_byte in table.spans
     ]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from shmloader.sampling.rng import kept
 from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.fetch import FetchConfig, OnError, Together, TolerantFetcher
-from shmloader.workers.gathering import Gatherer
+from shmloader.workers.concurrent_fetcher import ConcurrentFetcher
+from shmloader.workers.fetch import FetchConfig, OnError, SampleLoader, TolerantFetcher
 from shmloader.workers.sample_rng import SampleRng, loading
 from shmloader.workers.timer import Timer
 
@@ -36,7 +36,7 @@ class BatchMaker:
         where: Where this runs, as the texts of failures have it.
         timer: See the attribute.
         rng: See the attribute.
-        gatherer: Loads several samples at once; None loads one after the other.
+        concurrent_fetcher: Loads several samples at once; None loads one after the other.
         keeps_global: Whether the process's global generators, which a sample's seed sets, are put
             back after each batch: in the main process, where they are the user's.
         begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
@@ -55,7 +55,7 @@ class BatchMaker:
         where: str,
         timer: Timer,
         rng: SampleRng | None = None,
-        gatherer: Gatherer | None = None,
+        concurrent_fetcher: ConcurrentFetcher | None = None,
         keeps_global: bool = False,
         begins_collate: bool = True,
         watch_samples: Callable[[Any], Any] | None = None,
@@ -70,15 +70,17 @@ class BatchMaker:
                 collate_fn,
                 is_iterable=plan.is_iterable,
                 may_fail=on_error != "raise",
-                begins_samples=gatherer is None,
+                begins_samples=concurrent_fetcher is None,
                 begins_collate=begins_collate,
             )
-        together = None
-        if gatherer is not None:
-            together = Together(gatherer, None if rng is None else rng.begin_sample)
+        sample_loader = None
+        if concurrent_fetcher is not None:
+            sample_loader = SampleLoader(
+                concurrent_fetcher, None if rng is None else rng.begin_sample
+            )
         if watch_samples is not None:
             dataset = watch_samples(dataset)
-        self.fetcher = plan.make_fetcher(dataset, collate_fn, on_error, where, together)
+        self.fetcher = plan.make_fetcher(dataset, collate_fn, on_error, where, sample_loader)
 
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.

@@ -57,9 +57,9 @@ from shmloader.workers.allocator import give_freed_memory_back
 from shmloader.workers.array_fetch import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.workers.batch_maker import BatchMaker
 from shmloader.workers.channel import receive_soon
+from shmloader.workers.concurrent_fetcher import ConcurrentFetcher
 from shmloader.workers.fetch import EmptyBatchError, FetchConfig, OnError
 from shmloader.workers.fingerprint import FingerprintingCollate
-from shmloader.workers.gathering import Gatherer
 from shmloader.workers.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.workers.payload import receive_payload
 from shmloader.workers.remote_error import RemoteError
@@ -69,7 +69,7 @@ from shmloader.workers.startup_semaphore import StartupSemaphore, WorkerTurn, is
 from shmloader.workers.status_page import MEMORY_IDLE_MS, Line, Phase, StatusPage, WorkerStatusPage
 from shmloader.workers.stream import (
     Beginning,
-    Place,
+    IterableCheckpoint,
     Saved,
     dump_here,
     load_dataset,
@@ -184,14 +184,14 @@ class _Worker:
         self._collate: SlotCollate | None = None
         self._on_error: OnError = "raise"
         self._maker: BatchMaker | None = None
-        self._gatherer: Gatherer | None = None
+        self._concurrent_fetcher: ConcurrentFetcher | None = None
         self._by_value = False
         # Raised while getting ready; the answer to every task, at its place in the order.
         self._prepare_error: bytes | None = None
         self._fetcher_error: bytes | None = None
         self._stream_ended = False
         # Where the dataset is resumed; an iterable one when it is iterated, before the first task.
-        self._place = Place()
+        self._checkpoint = IterableCheckpoint()
         self._is_ready = False
         # Whether batches that were delivered before are yet to be read again.
         self._has_to_replay = False
@@ -250,7 +250,7 @@ class _Worker:
                 note(Phase.LEAVING_EPOCH)
                 self._start_epoch(message.epoch)
             elif type(message) is ResumeStream:
-                self._resume(_attached(message.place, ancillary, flags))
+                self._resume(_attached(message.checkpoint, ancillary, flags))
             else:
                 raise InternalError(f"a worker does not take {message!r}")
 
@@ -307,8 +307,8 @@ class _Worker:
     def _index_dataset(self) -> BatchMaker:
         plan = self._start.plan
         # One for all epochs: what an async dataset has opened belongs to its loop.
-        if self._gatherer is None:
-            self._gatherer = plan.make_gatherer()
+        if self._concurrent_fetcher is None:
+            self._concurrent_fetcher = plan.make_concurrent_fetcher()
         assert self._collate is not None
         maker = self._make_maker(self._collate)
         if self._on_error == "raise" and plan.auto_collation:
@@ -350,18 +350,18 @@ class _Worker:
             where=self._where,
             timer=self._timer,
             rng=rng,
-            gatherer=self._gatherer,
+            concurrent_fetcher=self._concurrent_fetcher,
             begins_collate=not is_packed,
         )
 
-    def _resume(self, place: bytes) -> None:
+    def _resume(self, checkpoint: bytes) -> None:
         """Take over from a worker before this one, or from an earlier run."""
-        self._place = Place(*pickle.loads(place))
+        self._checkpoint = IterableCheckpoint(*pickle.loads(checkpoint))
         if self._start.plan.is_iterable or self._prepare_error is not None:
             return
         try:
-            if self._place.snapshot is not None:
-                load_dataset(self._dataset, read(self._place.snapshot))
+            if self._checkpoint.snapshot is not None:
+                load_dataset(self._dataset, read(self._checkpoint.snapshot))
         except BaseException:  # noqa: BLE001 - as above
             self._lose_dataset()
 
@@ -372,13 +372,13 @@ class _Worker:
 
     def _begin_stream(self) -> BatchMaker | None:
         """Call ``iter(dataset)``, and go on where a worker before this one was."""
-        place = self._place
-        self._given, self._stream_ended = place.given, place.has_ended
-        self._has_to_replay = place.skip > 0
+        checkpoint = self._checkpoint
+        self._given, self._stream_ended = checkpoint.given, checkpoint.has_ended
+        self._has_to_replay = checkpoint.skip > 0
         try:
-            saved = None if place.snapshot is None else read(place.snapshot)
-            if place.rng is not None:
-                set_global_rng_state(place.rng)
+            saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+            if checkpoint.rng is not None:
+                set_global_rng_state(checkpoint.rng)
             if not self._stream_ended:
                 return self._iterate_dataset(saved)
             load_dataset(self._dataset, saved)  # for the next epoch
@@ -386,7 +386,7 @@ class _Worker:
             if self._stream_ended:
                 # No task of this epoch is there to be failed.
                 self._prepare_error = RemoteError.caught(self._where).dumps()
-            self._is_lost = place != Place()
+            self._is_lost = checkpoint != IterableCheckpoint()
             raise
         return None
 
@@ -580,7 +580,7 @@ class _Worker:
         fetcher = self._maker.fetcher
         try:
             with self._maker.loading(indices) as plain, self._writer.withheld():
-                replay(fetcher, self._place, plain, self._fingerprints, only_reads=only_reads)
+                replay(fetcher, self._checkpoint, plain, self._fingerprints, only_reads=only_reads)
         except BaseException:
             self._lose_dataset()
             raise

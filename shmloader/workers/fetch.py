@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.steps import is_sharded
 from shmloader.workers.bad_samples import BadSample, SampleReport
-from shmloader.workers.gathering import Gatherer, Outcome
+from shmloader.workers.concurrent_fetcher import ConcurrentFetcher, SampleResult
 from shmloader.workers.sample_rng import one_by_one
 
 #: What is done about a sample that fails; a function gets its index and its exception, and gives
@@ -59,9 +59,9 @@ class FetchConfig(NamedTuple):
         """Whether the process's random streams can be set for a sample: not for several at once."""
         return self.concurrency is None
 
-    def make_gatherer(self) -> Gatherer | None:
+    def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """What loads several samples at once, if that is wanted; its owner closes it."""
-        return None if self.concurrency is None else Gatherer(self.concurrency)
+        return None if self.concurrency is None else ConcurrentFetcher(self.concurrency)
 
     def make_fetcher(
         self,
@@ -69,7 +69,7 @@ class FetchConfig(NamedTuple):
         collate_fn: Callable[[Any], Any],
         on_error: OnError = "raise",
         where: str = "in the main process",
-        together: "Together | None" = None,
+        sample_loader: "SampleLoader | None" = None,
     ) -> Any:
         """A fetcher of torch's, which calls ``iter(dataset)`` for an iterable one; or ours.
 
@@ -79,12 +79,12 @@ class FetchConfig(NamedTuple):
             on_error: Other than "raise", it makes a :class:`TolerantFetcher`. Not for an iterable
                 dataset: an iterator that has raised gives nothing more.
             where: Where it runs, as the texts of failures have it.
-            together: Loads several samples at once.
+            sample_loader: Loads several samples at once.
         """
         if on_error != "raise" and not self.is_iterable:
-            return TolerantFetcher(self, dataset, collate_fn, on_error, where, together)
-        if together is not None:
-            dataset = _ConcurrentSamples(dataset, together)
+            return TolerantFetcher(self, dataset, collate_fn, on_error, where, sample_loader)
+        if sample_loader is not None:
+            dataset = _ConcurrentSamples(dataset, sample_loader)
         if self.may_shard:
             return ShardFetcher(dataset, self.auto_collation, collate_fn, self.drop_last)
         kind = _DatasetKind.Iterable if self.is_iterable else _DatasetKind.Map
@@ -93,37 +93,39 @@ class FetchConfig(NamedTuple):
         )
 
 
-class Together:
+class SampleLoader:
     """Loads several samples of a dataset at once, in order.
 
     Args:
-        gatherer: Does it.
+        concurrent_fetcher: Does it.
         begin: Sets a sample's random stream, in its context; None: it has none of its own.
     """
 
-    def __init__(self, gatherer: Gatherer, begin: Callable[[], None] | None = None) -> None:
-        self._gatherer = gatherer
+    def __init__(
+        self, concurrent_fetcher: ConcurrentFetcher, begin: Callable[[], None] | None = None
+    ) -> None:
+        self._concurrent_fetcher = concurrent_fetcher
         self._begin = begin
 
     def load(
         self, get: Callable[[Any], Any], indices: Iterable[Any], *, wants_all: bool
-    ) -> list[Outcome]:
-        """See :meth:`Gatherer.gather`."""
-        return self._gatherer.gather(get, indices, self._begin, wants_all=wants_all)
+    ) -> list[SampleResult]:
+        """See :meth:`ConcurrentFetcher.load`."""
+        return self._concurrent_fetcher.load(get, indices, self._begin, wants_all=wants_all)
 
 
 class _ConcurrentSamples:
     """A map-style dataset for torch's fetcher, which asks for a batch by ``__getitems__``."""
 
-    def __init__(self, dataset: Any, together: Together) -> None:
+    def __init__(self, dataset: Any, sample_loader: SampleLoader) -> None:
         self._get = one_by_one(dataset)
-        self._together = together
+        self._sample_loader = sample_loader
 
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
-        outcomes = self._together.load(self._get, indices, wants_all=False)
-        for outcome in outcomes:
-            outcome.take()  # the first that failed is raised, whether or not others were begun
-        return [outcome.value for outcome in outcomes]
+        results = self._sample_loader.load(self._get, indices, wants_all=False)
+        for result in results:
+            result.take()  # the first that failed is raised, whether or not others were begun
+        return [result.value for result in results]
 
     def __getitem__(self, index: Any) -> Any:
         (sample,) = self.__getitems__([index])
@@ -155,9 +157,9 @@ class TolerantFetcher:
         collate_fn: Callable[[Any], Any],
         on_error: OnError,
         where: str,
-        together: Together | None = None,
+        sample_loader: SampleLoader | None = None,
     ) -> None:
-        self._together = together
+        self._sample_loader = sample_loader
         self._plan = plan
         self._dataset: Any = dataset
         self._collate_fn = collate_fn
@@ -199,7 +201,7 @@ class TolerantFetcher:
         if not self._plan.auto_collation:
             return self._collate_fn(self._settle(self._load_each(self._get_one, [index]))[0])
         getitems = getattr(self._dataset, "__getitems__", None)
-        if getitems and self._together is None:
+        if getitems and self._sample_loader is None:
             samples = self._load_together(getitems, index)
         else:
             samples = self._settle(self._load_each(self._get_one, index))
@@ -208,17 +210,17 @@ class TolerantFetcher:
     def _get_one(self, index: Any) -> Any:
         return self._dataset[index]
 
-    def _load_at_once(self, together: Together, indices: Iterable[Any]) -> list[Any]:
+    def _load_at_once(self, sample_loader: SampleLoader, indices: Iterable[Any]) -> list[Any]:
         """As :meth:`_load_each`."""
         samples = []
-        for outcome in together.load(one_by_one(self._dataset), indices, wants_all=True):
+        for result in sample_loader.load(one_by_one(self._dataset), indices, wants_all=True):
             self._report.sample_count += 1
             try:
-                sample = outcome.take()
+                sample = result.take()
             except Exception as error:
                 if _is_from_outside(error):
                     raise
-                sample = outcome.context.run(self._instead_of, outcome.index, error)
+                sample = result.context.run(self._instead_of, result.index, error)
             samples.append(sample)
         return samples
 
@@ -250,8 +252,8 @@ class TolerantFetcher:
         unwrap: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
         """A sample for each index; for one that failed what ``on_error`` gives, or ``_SKIPPED``."""
-        if self._together is not None:
-            return self._load_at_once(self._together, indices)
+        if self._sample_loader is not None:
+            return self._load_at_once(self._sample_loader, indices)
         samples = []
         for index in indices:
             self._report.sample_count += 1

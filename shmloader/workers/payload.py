@@ -33,9 +33,9 @@ import numpy as np
 import torch
 
 from shmloader import process_state
+from shmloader.memory.buffer_table import BufferTable, read_with_parts, stays_inside, write_parts
 from shmloader.memory.encoder import Parts, reduce_data
 from shmloader.memory.mapped_file import reduce_memory_map
-from shmloader.memory.outside import Outside, read_with_parts, stays_inside, write_parts
 from shmloader.memory.segment import SealedSegment, SegmentWriter
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.shared.arrays import reduce_tensor
@@ -311,5 +311,5 @@ class ReceivedPayload:
         process_state.received = self._descriptors
         segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)
-        outside: Outside = pickle.loads(whole[outside_at:body_at])
+        outside: BufferTable = pickle.loads(whole[outside_at:body_at])
         return read_with_parts(whole[body_at : body_at + nbytes], outside, segment)

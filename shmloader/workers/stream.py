@@ -1,4 +1,4 @@
-"""How a dataset's place in an epoch is saved, and how a dataset is resumed there.
+"""Checkpoints of datasets: how one is taken within an epoch, and how a dataset is resumed from it.
 
 Runs where the dataset is: in a worker, or in-process. What is saved of an iterable dataset is the
 iterator's own state if it has both ``state_dict`` and ``load_state_dict``, else the dataset's if it
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
     position: int = 0
 
 
-class Place(NamedTuple):
+class IterableCheckpoint(NamedTuple):
     """How far the dataset of one worker has come in an epoch.
 
     Of a map-style dataset with a state of its own, the state is taken after every batch, and
@@ -85,7 +85,7 @@ class Place(NamedTuple):
         fingerprint: int | None = None,
         *,
         has_failed: bool = False,
-    ) -> "Place":
+    ) -> "IterableCheckpoint":
         """The same after a further batch.
 
         Args:
@@ -95,20 +95,24 @@ class Place(NamedTuple):
         """
         given = self.given + 1
         if snapshot is not None:
-            return Place(given, snapshot, given, rng=self.rng, rng_at=self.rng_at)
+            return IterableCheckpoint(given, snapshot, given, rng=self.rng, rng_at=self.rng_at)
         check = self.check if fingerprint is None else chained(self.check, fingerprint)
         failed = (*self.failed, self.given) if has_failed else self.failed
         return self._replace(given=given, check=check, failed=failed)
 
-    def ended(self, next_epoch: "Beginning") -> "Place":
+    def ended(self, next_epoch: "Beginning") -> "IterableCheckpoint":
         """The same at the stream's end."""
-        return Place(
+        return IterableCheckpoint(
             self.given, next_epoch.snapshot, self.given, has_ended=True, rng=next_epoch.rng
         )
 
-    def begun_anew(self) -> "Place":
+    def begun_anew(self) -> "IterableCheckpoint":
         """The next epoch's beginning, if the dataset lives on."""
-        return Place(0, self.snapshot, rng=self.rng) if self.has_ended else Place()
+        return (
+            IterableCheckpoint(0, self.snapshot, rng=self.rng)
+            if self.has_ended
+            else IterableCheckpoint()
+        )
 
 
 class Beginning(NamedTuple):
@@ -197,7 +201,7 @@ def load_iterator(fetcher: Any, saved: Saved | None) -> None:
 
 def replay(
     fetcher: Any,
-    place: Place,
+    checkpoint: IterableCheckpoint,
     indices: Any,
     collate: FingerprintingCollate,
     *,
@@ -207,7 +211,7 @@ def replay(
 
     Args:
         fetcher: torch's, of the dataset, at the snapshot.
-        place: Where the stream is resumed.
+        checkpoint: Where the stream is resumed.
         indices: What the index sampler gives; only its length counts.
         collate: The fetcher's collate function.
         only_reads: Whether batches need not be collated: to collate them draws nothing, and keeps
@@ -217,11 +221,11 @@ def replay(
         ValueError: If the stream ends too early, or gives other samples than it gave before.
         BaseException: What the dataset, or collate, raises where it did not raise before.
     """
-    check, failed, rng_at = 0, frozenset(place.failed), dict(place.rng_at)
+    check, failed, rng_at = 0, frozenset(checkpoint.failed), dict(checkpoint.rng_at)
     if only_reads:
         fetcher.collate_fn = collate.take
     try:
-        for number in range(place.at, place.given):
+        for number in range(checkpoint.at, checkpoint.given):
             if number in rng_at:
                 set_global_rng_state(rng_at[number])
             collate.reset()
@@ -229,8 +233,8 @@ def replay(
                 fetcher.fetch(indices)
             except StopIteration:
                 raise ValueError(
-                    f"the state does not fit: the stream had given {place.given} batches, and now "
-                    f"ends after {number}"
+                    f"the state does not fit: the stream had given {checkpoint.given} batches, "
+                    f"and now ends after {number}"
                 ) from None
             except BaseException as error:
                 if number not in failed or isinstance(error, KeyboardInterrupt):
@@ -241,17 +245,17 @@ def replay(
                 check = chained(check, collate.value)
     finally:
         fetcher.collate_fn = collate
-    if check != place.check:
-        raise _other_samples(place)
+    if check != checkpoint.check:
+        raise _other_samples(checkpoint)
 
 
-def _other_samples(place: Place) -> ValueError:
+def _other_samples(checkpoint: IterableCheckpoint) -> ValueError:
+    start = "the start" if checkpoint.snapshot is None else "its state"
     return ValueError(
-        "the state does not fit: read again from "
-        f"{'its state' if place.snapshot is not None else 'the start'}, the dataset gives other "
-        f"samples than the {place.skip} batches that it gave before, so that some would be lost "
-        "and others come twice. Have its order depend on the loader's seed=, on the global random "
-        "generators of a worker process, or on get_worker_info().seed alone; or give it "
+        f"the state does not fit: read again from {start}, the dataset gives other samples than "
+        f"the {checkpoint.skip} batches that it gave before, so that some would be lost and others "
+        "come twice. Have its order depend on the loader's seed=, on the global random generators "
+        "of a worker process, or on get_worker_info().seed alone; or give it "
         "state_dict() and load_state_dict()"
     )
 

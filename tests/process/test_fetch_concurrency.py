@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
-from shmloader.workers import gathering
+from shmloader.workers import concurrent_fetcher
 from tests.process.support import Bad
 
 SOON_S = 20.0
@@ -279,7 +279,7 @@ def test_a_sample_that_is_cancelled_costs_its_batch(workers):
 
 
 def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
-    monkeypatch.setattr(gathering, "_JOIN_S", 0.2)
+    monkeypatch.setattr(concurrent_fetcher, "_JOIN_S", 0.2)
     helper_count = 20
     stuck, let_go = threading.Barrier(helper_count + 1), threading.Event()
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmloader.fronts.calls
 from shmloader import DataLoader
-from shmloader.engine.stream_states import StreamStates
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from tests.late import switched_on
 from tests.process.support import Switch, wait_until
 from tests.process.test_restarts import Deaths, answered, told
@@ -63,34 +63,34 @@ class Plain(Stream):
 class Saved(Stream):
     """A generator whose place the dataset knows."""
 
-    place = 0
+    checkpoint = 0
     epoch = 0
 
     def __iter__(self) -> Iterator[int]:
         numbers = self.numbers()
-        while self.place < len(numbers):
+        while self.checkpoint < len(numbers):
             self.note()
-            self.place += 1
-            yield numbers[self.place - 1]
-        self.place = 0
+            self.checkpoint += 1
+            yield numbers[self.checkpoint - 1]
+        self.checkpoint = 0
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place, "epoch": self.epoch}
+        return {"place": self.checkpoint, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place, self.epoch = state["place"], state["epoch"]
+        self.checkpoint, self.epoch = state["place"], state["epoch"]
 
 
 class Eager(Saved):
     """One that looks at its place when it is iterated, not when the first sample is wanted."""
 
     def __iter__(self) -> Iterator[int]:
-        return self._numbers_from(self.place)
+        return self._numbers_from(self.checkpoint)
 
-    def _numbers_from(self, place: int) -> Iterator[int]:
-        for number in self.numbers()[place:]:
-            self.place += 1
+    def _numbers_from(self, checkpoint: int) -> Iterator[int]:
+        for number in self.numbers()[checkpoint:]:
+            self.checkpoint += 1
             yield number
 
 
@@ -106,12 +106,12 @@ class Numbers:
         return self
 
     def __next__(self) -> int:
-        (place,) = self.state["place"]
-        if place >= len(self.numbers):
+        (checkpoint,) = self.state["place"]
+        if checkpoint >= len(self.numbers):
             raise StopIteration
         self.stream.note()
         self.state["place"][0] += 1
-        return self.numbers[place]
+        return self.numbers[checkpoint]
 
     def state_dict(self) -> dict[str, Any]:
         return self.state  # its own, which goes on changing
@@ -129,16 +129,16 @@ class Itself(Saved):
     """A dataset that is its own iterator, and begins anew at `iter()`."""
 
     def __iter__(self) -> Iterator[int]:
-        self.place = 0
+        self.checkpoint = 0
         return self
 
     def __next__(self) -> int:
         numbers = self.numbers()
-        if self.place >= len(numbers):
+        if self.checkpoint >= len(numbers):
             raise StopIteration
         self.note()
-        self.place += 1
-        return numbers[self.place - 1]
+        self.checkpoint += 1
+        return numbers[self.checkpoint - 1]
 
 
 class Heavy(Saved):
@@ -147,7 +147,7 @@ class Heavy(Saved):
     nbytes = 5_000_000
 
     def state_dict(self) -> dict[str, Any]:
-        weight = torch.full((self.nbytes,), self.place, dtype=torch.uint8)
+        weight = torch.full((self.nbytes,), self.checkpoint, dtype=torch.uint8)
         return {**super().state_dict(), "weight": weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def state_of(loader: DataLoader) -> dict[str, Any]:
 
 
 def resume(loader: DataLoader, state: dict[str, Any]) -> None:
-    states = StreamStates.load(state, loader.num_workers)
+    states = IterableCheckpoints.load(state, loader.num_workers)
     is_over = all(stream["has_ended"] for stream in state["streams"])
     loader._parts.resume_streams = states.next_epoch() if is_over else states
     loader._iterator = None
@@ -707,7 +707,7 @@ class Fails(Saved):
     """Cannot be saved at one place."""
 
     def state_dict(self) -> dict[str, Any]:
-        if self.place == 4:
+        if self.checkpoint == 4:
             raise LookupError("no state here")
         return super().state_dict()
 
@@ -734,7 +734,7 @@ def test_a_state_that_cannot_be_taken_fails_its_batch_and_no_other() -> None:
 def test_a_state_dict_ends_neither_the_stream_nor_the_worker(error) -> None:
     class Ends(Saved):
         def state_dict(self) -> dict[str, Any]:
-            if self.place == 1:
+            if self.checkpoint == 1:
                 raise error
             return super().state_dict()
 
@@ -747,7 +747,7 @@ def test_a_state_dict_ends_neither_the_stream_nor_the_worker(error) -> None:
 def test_a_state_that_cannot_be_pickled_fails_its_batch() -> None:
     class Generates(Saved):
         def state_dict(self) -> Any:
-            return iter(()) if self.place != 1 else (number for number in ())
+            return iter(()) if self.checkpoint != 1 else (number for number in ())
 
     batches = iter(DataLoader(Generates([2]), num_workers=1))
     with pytest.raises(TypeError, match="pickle"):

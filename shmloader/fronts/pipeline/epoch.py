@@ -15,25 +15,31 @@ from typing import Protocol
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.fronts.calls import refuse
-from shmloader.fronts.pipeline.arrival import opened
-from shmloader.fronts.pipeline.failures import FailedItem, Limit, StageTally, explained, text_of
+from shmloader.fronts.pipeline.device_future import opened
+from shmloader.fronts.pipeline.failures import (
+    FailedItem,
+    Limit,
+    StageFailureCounter,
+    explained,
+    text_of,
+)
 from shmloader.fronts.pipeline.flow import (
     END,
     NOTHING,
-    Belt,
     Flow,
     GroupStage,
     Job,
     PipeStage,
     Raised,
     Stage,
+    StageQueue,
 )
 from shmloader.fronts.pipeline.ops import OpKind
-from shmloader.fronts.pipeline.plan import BELT_ROOM, SOURCE_ROOM, Group, Plan
+from shmloader.fronts.pipeline.plan import QUEUE_ROOM, SOURCE_ROOM, Group, Plan
 from shmloader.workers.wakeup import Wakeup
 
 
-class Crew(Protocol):
+class StageExecutor(Protocol):
     """Runs jobs."""
 
     def put(self, task: "Task") -> None:
@@ -47,30 +53,30 @@ class Call:
         name: The stage's.
         op: What is called with an item.
         kind: Of the op.
-        crew: Who calls it.
+        executor: Who calls it.
         is_source: Whether it is the source, which has no item, and may give None.
     """
 
-    __slots__ = ("crew", "is_source", "kind", "name", "op")
+    __slots__ = ("executor", "is_source", "kind", "name", "op")
 
     def __init__(
         self,
         name: str,
         op: Callable[[object], object],
         kind: OpKind,
-        crew: Crew,
+        executor: StageExecutor,
         *,
         is_source: bool = False,
     ) -> None:
         self.name = name
         self.op = op
         self.kind = kind
-        self.crew = crew
+        self.executor = executor
         self.is_source = is_source
 
 
 class Task:
-    """A job, as a crew gets it.
+    """A job, as an executor gets it.
 
     Attributes:
         epoch: Whom to bring the results to.
@@ -125,13 +131,13 @@ class Epoch:
             ready = self._take_ready(flow)
         self._hand_out(ready)
 
-    # Results in; on crews ----------------------------------------------------------------
+    # Results in; on executors ----------------------------------------------------------------
 
     def gave(self, task: Task, output: object) -> bool:
         """A job that gives many results has one; None is none.
 
         Returns:
-            Whether the job may go on. If not, it is given to its crew again when it may; nobody
+            Whether the job may go on. If not, it is given to its executor again when it may; nobody
             may touch it after this.
         """
         if output is None and not task.call.is_source:
@@ -149,9 +155,9 @@ class Epoch:
         """A job is done, with its last results; None is none.
 
         Returns:
-            A job that the same crew may go on with at once.
+            A job that the same executor may go on with at once.
         """
-        return self._settle(lambda flow: flow.finished(task.job, *outputs), task.call.crew)
+        return self._settle(lambda flow: flow.finished(task.job, *outputs), task.call.executor)
 
     def failed(self, task: Task, error: BaseException) -> Task | None:
         """A job's op has raised; returns as :meth:`finished`."""
@@ -161,30 +167,31 @@ class Epoch:
         flow = self._flow
         if flow is None:
             return None
-        tally = flow.stages[task.job.number].tally
-        assert isinstance(tally, StageTally)
-        if not tally.leaves_out or not isinstance(error, Exception):
+        failure_counter = flow.stages[task.job.number].failure_counter
+        assert isinstance(failure_counter, StageFailureCounter)
+        if not failure_counter.leaves_out or not isinstance(error, Exception):
             return self.broke(task, error)
-        listed, good = tally.describe(error, item), error
+        listed, good = failure_counter.describe(error, item), error
         kept = self._settle(
-            lambda flow: flow.failed(task.job, tally.note_bad(listed, good)), task.call.crew
+            lambda flow: flow.failed(task.job, failure_counter.note_bad(listed, good)),
+            task.call.executor,
         )
-        tally.log_first(listed, error)
+        failure_counter.log_first(listed, error)
         return kept
 
     def broke(self, task: Task, error: BaseException) -> Task | None:
         """As :meth:`failed`, whatever may fail: nothing can go on after it."""
         raised = explained(error, task.call.name, task.job.item)
-        return self._settle(lambda flow: flow.failed(task.job, raised), task.call.crew)
+        return self._settle(lambda flow: flow.failed(task.job, raised), task.call.executor)
 
-    def _settle(self, change: Callable[[Flow], None], crew: Crew) -> Task | None:
+    def _settle(self, change: Callable[[Flow], None], executor: StageExecutor) -> Task | None:
         with self._lock:
             flow = self._flow
             if flow is None:
                 return None
             change(flow)
             ready = self._take_ready(flow)
-        return self._hand_out(ready, crew) if ready else None
+        return self._hand_out(ready, executor) if ready else None
 
     def _take_ready(self, flow: Flow) -> list[Job]:
         if flow.has_news:
@@ -196,18 +203,22 @@ class Epoch:
         flow.ready = []
         return ready
 
-    def _hand_out(self, ready: list[Job], crew: Crew | None = None) -> Task | None:
-        """Give jobs to their crews, but for one that ``crew`` may go on with: the last stage's."""
+    def _hand_out(self, ready: list[Job], executor: StageExecutor | None = None) -> Task | None:
+        """Give jobs to their executors, except for one of the last stage of ``executor``.
+
+        Returns:
+            That one, with which the executor continues.
+        """
         kept: Task | None = None
         ready.sort(key=_number, reverse=True)
         for job in ready:
             call = self._calls[job.number]
             assert call is not None
             task = Task(self, job, call)
-            if kept is None and call.crew is crew:
+            if kept is None and call.executor is executor:
                 kept = task
             else:
-                call.crew.put(task)
+                call.executor.put(task)
         return kept
 
     # The consumer ------------------------------------------------------------------------
@@ -307,24 +318,35 @@ def _number(job: Job) -> int:
 
 
 def _make_flow(plan: Plan, listed: FailureList[FailedItem]) -> Flow:
-    before = Belt(1)
-    after = Belt(SOURCE_ROOM, SOURCE_ROOM // 2) if plan.stages else Belt(plan.buffer_size)
-    stages: list[Stage] = [PipeStage(0, before, after, 1, in_order=True, tally=None)]
+    before = StageQueue(1)
+    after = (
+        StageQueue(SOURCE_ROOM, SOURCE_ROOM // 2) if plan.stages else StageQueue(plan.buffer_size)
+    )
+    stages: list[Stage] = [PipeStage(0, before, after, 1, in_order=True, failure_counter=None)]
     shared = None if plan.max_failures is None else Limit(plan.max_failures, "the pipeline")
     last_pipe = max(
         (place for place, one in enumerate(plan.stages) if not isinstance(one, Group)), default=-1
     )
     for place, one in enumerate(plan.stages):
         is_last = place == len(plan.stages) - 1
-        before, after = after, Belt(plan.buffer_size if is_last else BELT_ROOM)
+        before, after = after, StageQueue(plan.buffer_size if is_last else QUEUE_ROOM)
         if isinstance(one, Group):
             stages.append(GroupStage(place + 1, before, after, one.size, drop_last=one.drop_last))
             continue
         own = None
         if one.max_failures is not None:
             own = Limit(one.max_failures, f"stage '{one.name}'")
-        tally = StageTally(one.name, own, shared, listed, judges_shared=place == last_pipe)
+        failure_counter = StageFailureCounter(
+            one.name, own, shared, listed, judges_shared=place == last_pipe
+        )
         stages.append(
-            PipeStage(place + 1, before, after, one.places, in_order=one.in_order, tally=tally)
+            PipeStage(
+                place + 1,
+                before,
+                after,
+                one.places,
+                in_order=one.in_order,
+                failure_counter=failure_counter,
+            )
         )
     return Flow(stages, after)

@@ -45,8 +45,8 @@ class FailedItem:
     error: Exception
 
 
-class StageTally:
-    """Counts the calls of one stage in one flow. See :class:`shmloader.fronts.pipeline.flow.Tally`.
+class StageFailureCounter:
+    """Counts the calls of one stage in one flow; see ``FailureCounter`` in ``flow``.
 
     Args:
         name: The stage's.

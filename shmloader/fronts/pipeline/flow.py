@@ -1,7 +1,7 @@
 """Where each item is, and which job may start. Pure: no thread, no clock, nothing of the user's.
 
 Guarantees:
-    * A belt holds at most its room, and a stage at most its places: items in work, and results
+    * A queue holds at most its room, and a stage at most its places: items in work, and results
       that wait for room. So what is in flight is bounded, whatever the consumer does.
     * Each item that is taken in leaves once: as its results, or not at all if it has none.
     * With ``in_order``, a stage's results come in the order of its items.
@@ -46,7 +46,7 @@ NOTHING = Mark("NOTHING")
 END = Mark("END")
 
 
-class Tally(Protocol):
+class FailureCounter(Protocol):
     """Counts the calls of one stage."""
 
     def note_good(self) -> None:
@@ -63,7 +63,7 @@ class Job:
         number: Its stage's place in the flow.
         item: It; None once the job is done.
         stream: What gives its results one by one; the runner's.
-        outputs: Results that wait for room on the belt; None: there are none.
+        outputs: Results that wait for room on the queue; None: there are none.
         is_done: Whether no further result comes.
     """
 
@@ -79,7 +79,7 @@ class Job:
         self.is_done = False
 
 
-class Belt:
+class StageQueue:
     """Items between two stages.
 
     Attributes:
@@ -106,29 +106,29 @@ class PipeStage:
         number: Its place in the flow; the source has 0.
         before: Where items come from.
         after: Where results go to.
-        tally: Counts its calls.
+        failure_counter: Counts its calls.
         is_cut: Whether it takes in nothing more, since it has failed, or a later one.
 
     Args:
         places: Items that may be in the stage.
         in_order: Whether results come in the order of the items.
-        tally: See above; None where a failure is raised.
+        failure_counter: See above; None where a failure is raised.
     """
 
     def __init__(
         self,
         number: int,
-        before: Belt,
-        after: Belt,
+        before: StageQueue,
+        after: StageQueue,
         places: int,
         *,
         in_order: bool,
-        tally: Tally | None,
+        failure_counter: FailureCounter | None,
     ) -> None:
         self.number = number
         self.before = before
         self.after = after
-        self.tally = tally
+        self.failure_counter = failure_counter
         self._in_order = in_order
         self._places = places
         self._free = places
@@ -208,13 +208,13 @@ class PipeStage:
         return has_moved
 
     def end(self) -> bool:
-        """End the belt after it, if all is done; whether it was ended now."""
+        """End the queue after it, if all is done; whether it was ended now."""
         after = self.after
         if after.is_ended or not self.before.is_ended or self.before.items:
             return False
         if self._free < self._places or self._held:
             return False
-        error = None if self.tally is None or self.is_cut else self.tally.end()
+        error = None if self.failure_counter is None or self.is_cut else self.failure_counter.end()
         if error is not None:
             # The stage is empty, and takes nothing in any more.
             self._free -= 1
@@ -238,10 +238,10 @@ class GroupStage:
         drop_last: Whether a last list that is shorter is left out.
     """
 
-    tally: Tally | None = None
+    failure_counter: FailureCounter | None = None
 
     def __init__(
-        self, number: int, before: Belt, after: Belt, size: int, *, drop_last: bool
+        self, number: int, before: StageQueue, after: StageQueue, size: int, *, drop_last: bool
     ) -> None:
         self.number = number
         self.before = before
@@ -286,7 +286,7 @@ class GroupStage:
         return True
 
     def end(self) -> bool:
-        """End the belt after it, if all is done; whether anything has changed."""
+        """End the queue after it, if all is done; whether anything has changed."""
         if self.after.is_ended or not self.before.is_ended or self.before.items:
             return False
         if self._full is not NOTHING:
@@ -313,10 +313,10 @@ class Flow:
 
     Args:
         stages: They.
-        sink: The belt after the last.
+        sink: The queue after the last.
     """
 
-    def __init__(self, stages: Sequence[Stage], sink: Belt) -> None:
+    def __init__(self, stages: Sequence[Stage], sink: StageQueue) -> None:
         self.stages = list(stages)
         self.ready: list[Job] = []
         self._pipes = {stage.number: stage for stage in stages if isinstance(stage, PipeStage)}
@@ -346,8 +346,8 @@ class Flow:
     def finished(self, job: Job, *outputs: object) -> None:
         """A job is done, with its last results, or none."""
         stage = self._pipes[job.number]
-        if stage.tally is not None:
-            stage.tally.note_good()
+        if stage.failure_counter is not None:
+            stage.failure_counter.note_good()
         for output in outputs:
             stage.put(job, output)
         self._finish(stage, job)

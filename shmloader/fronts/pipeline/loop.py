@@ -1,4 +1,4 @@
-"""A crew of coroutines: one event loop, on a daemon thread.
+"""An executor of coroutines: one event loop, on a daemon thread.
 
 One coroutine runs one job after the other, as long as there is a next at once. That of an async
 generator stays with it to its end, at rest while there is no room for its results: what such a
@@ -65,7 +65,7 @@ class _LoopThread(BackgroundThread):
             self.loop.close()
 
 
-class LoopCrew:
+class LoopExecutor:
     """Runs coroutines and async generators on a loop of its own.
 
     Args:

@@ -18,7 +18,7 @@ OutputOrder = Literal["completion", "input"]
 
 #: Items that may wait between two stages. They bridge the time between a place that becomes free
 #: and the next item; what is to be ready ahead is the sink's to say.
-BELT_ROOM = 2
+QUEUE_ROOM = 2
 
 #: Items that may wait after the source, which is woken when half of them are gone. It has a thread
 #: of its own, and to go to and fro between two threads for each item costs more than all else.
@@ -123,7 +123,7 @@ class Plan:
         """
         size, count = 1, self.stages[place].places
         for stage in self.stages[place + 1 :]:
-            count += size * (BELT_ROOM + stage.places)
+            count += size * (QUEUE_ROOM + stage.places)
             if isinstance(stage, Group):
                 size *= stage.size
                 count += size

@@ -1,8 +1,8 @@
-"""A crew of worker processes: the loader's own engine, pool and slots.
+"""An executor of worker processes: the loader's own engine, pool and slots.
 
 ::
 
-    whoever brings a result             the crew's thread                       a worker
+    whoever brings a result             the executor's thread                       a worker
     ───────────────────────             ─────────────────                       ────────
     task ── a deque, the engine ──────▶ engine.next_batch():
             is woken                    the item is a ticket ── a task ───────▶ op(item), its result
@@ -188,7 +188,7 @@ def end(engine: Engine) -> None:
         engine.detach()  # it need not wait for the collector of cycles
 
 
-class ProcessCrew:
+class ProcessExecutor:
     """Runs one stage's tasks in worker processes.
 
     Start it before any thread of the pipeline: it may fork.
@@ -197,7 +197,7 @@ class ProcessCrew:
         pipe: The stage.
         lent: Most results that lie in their slots at once; beyond, they are copied out.
         locker: Locks the slots' pages, if a device reads results out of them.
-        sibling_count: How many such crews the pipeline has.
+        sibling_count: How many such executors the pipeline has.
     """
 
     def __init__(

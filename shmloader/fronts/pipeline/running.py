@@ -1,8 +1,8 @@
-"""What runs for a pipeline: its crews, and the present epoch. Holds nothing of the pipeline object.
+"""What runs for a pipeline: its executors, and the present epoch. Does not hold the pipeline.
 
-Crews are made when the pipeline starts, and live on from one epoch to the next. Where an epoch was
+Executors are made when the pipeline starts, and persist from one epoch to the next. If an epoch was
 left before its end, threads may still be in its ops: they are left behind, and the next epoch gets
-new ones. Worker processes stay.
+new ones. Worker processes persist.
 """
 
 import collections.abc
@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.fronts.pipeline.arrival import AfterTransfer, Arrival
-from shmloader.fronts.pipeline.epoch import Call, Crew, Epoch
+from shmloader.fronts.pipeline.device_future import AfterTransfer, DeviceFuture
+from shmloader.fronts.pipeline.epoch import Call, Epoch, StageExecutor
+from shmloader.fronts.pipeline.executor_stage import ExecutorStage
 from shmloader.fronts.pipeline.failures import FailedItem
-from shmloader.fronts.pipeline.loop import LoopCrew
+from shmloader.fronts.pipeline.loop import LoopExecutor
 from shmloader.fronts.pipeline.ops import OpKind
-from shmloader.fronts.pipeline.outside import ExecutorCrew
 from shmloader.fronts.pipeline.plan import Group, Pipe, Plan, Where
-from shmloader.fronts.pipeline.processes import ProcessCrew
-from shmloader.fronts.pipeline.threads import ThreadCrew
+from shmloader.fronts.pipeline.processes import ProcessExecutor
+from shmloader.fronts.pipeline.threads import ThreadExecutor
 from shmloader.pools.arena import PageLocker
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.target import Destination
@@ -38,8 +38,8 @@ _AHEAD = 2
 SOURCE = "the source"
 
 
-class _Ending(Crew, Protocol):
-    """A crew, as whoever ends it sees it."""
+class _Ending(StageExecutor, Protocol):
+    """An executor, as whoever ends it sees it."""
 
     def end(self) -> None:
         """Tell it to end; from anywhere, does not wait."""
@@ -48,7 +48,7 @@ class _Ending(Crew, Protocol):
         """Wait for its end, until ``deadline`` (``time.monotonic()``)."""
 
 
-class _DeviceCrew(ThreadCrew):
+class _DeviceExecutor(ThreadExecutor):
     """One thread that copies batches to a device.
 
     Args:
@@ -61,15 +61,15 @@ class _DeviceCrew(ThreadCrew):
         self.stage = DeviceStage(backend, destination.locks, _AHEAD)
         super().__init__(DeviceStage.name, 1, self.stage.start)
 
-    def copy(self, batch: object) -> Arrival:
+    def copy(self, batch: object) -> DeviceFuture:
         """Start a batch's copy. On the thread."""
         try:
-            return Arrival(self.stage, self.stage.run(batch))
+            return DeviceFuture(self.stage, self.stage.run(batch))
         finally:
             del batch  # a traceback keeps this frame, which must not keep the slot
 
     def join(self, deadline: float) -> bool:
-        """As a thread crew's; waits for the copies under way, too."""
+        """As a thread executor's; waits for the copies under way, too."""
         has_ended = super().join(deadline)
         if has_ended:
             self.stage.close()
@@ -96,9 +96,9 @@ class Running:
         self._epoch_count = 0
         self._end_count = 0
         # Ended when an epoch is left; None: there are none.
-        self._hands: list[_Ending] | None = None
+        self._executors: list[_Ending] | None = None
         self._calls: list[Call | None] = []
-        self._processes: dict[int, ProcessCrew] = {}
+        self._processes: dict[int, ProcessExecutor] = {}
         self._destinations: dict[int, Destination] = {}
 
     @property
@@ -107,12 +107,12 @@ class Running:
         return self.epoch is not None and not self.epoch.is_over
 
     @property
-    def process_crews(self) -> list[ProcessCrew]:
+    def process_executors(self) -> list[ProcessExecutor]:
         """Those of the stages on processes, in order."""
         return list(self._processes.values())
 
     def begin_epoch(self) -> Epoch:
-        """Begin an epoch, with crews made where there are none.
+        """Begin an epoch, with executors made where there are none.
 
         Raises:
             RuntimeError: If the source is an iterator, and an epoch has used it.
@@ -143,10 +143,10 @@ class Running:
         return epoch
 
     def settle(self) -> None:
-        """An epoch was told to its end: crews stay, but for what they hold of it."""
-        for crew in self._hands or ():
-            if isinstance(crew, _DeviceCrew):
-                crew.stage.close()
+        """An epoch was told to its end: executors stay, but for what they hold of it."""
+        for executor in self._executors or ():
+            if isinstance(executor, _DeviceExecutor):
+                executor.stage.close()
 
     def leave_epoch(self, why: str) -> None:
         """Leave the present epoch, wherever it is. May be called from anywhere, and again."""
@@ -170,36 +170,36 @@ class Running:
         )
 
     def _end_crews(self, ended: list[_Ending], deadline: float, *, with_processes: bool) -> None:
-        """Tell crews to end, and wait for them; again after an interruption.
+        """Tell executors to end, and wait for them; again after an interruption.
 
         Args:
             ended: Those that were to be ended before the interruption.
             deadline: Until when to wait, as ``time.monotonic()`` has it.
             with_processes: Whether worker processes are ended, too.
         """
-        ended += self._hands or ()
-        self._hands = None
+        ended += self._executors or ()
+        self._executors = None
         if with_processes:
             ended += self._processes.values()
             self._processes = {}
         with contextlib.ExitStack() as stack:  # one that is interrupted keeps none of the others
-            for crew in reversed(ended):
-                stack.callback(uninterruptible, functools.partial(_join, crew, deadline))
-            for crew in ended:
-                crew.end()
+            for executor in reversed(ended):
+                stack.callback(uninterruptible, functools.partial(_join, executor, deadline))
+            for executor in ended:
+                executor.end()
 
-    # Crews -------------------------------------------------------------------------------
+    # Executors -------------------------------------------------------------------------------
 
     def _make_crews(self) -> None:
         processes = self._make_processes()
-        if self._hands is None:
-            hands: list[_Ending] = []
+        if self._executors is None:
+            executors: list[_Ending] = []
             try:
-                self._calls = self._make_hands(hands, processes)
+                self._calls = self._make_executors(executors, processes)
             finally:
-                self._hands = hands
+                self._executors = executors
 
-    def _make_processes(self) -> dict[int, ProcessCrew]:
+    def _make_processes(self) -> dict[int, ProcessExecutor]:
         """Start workers where there are none, before any thread of the pipeline's; all of them."""
         plan, started, processes = self._plan, [], {}
         wanted = {
@@ -215,15 +215,15 @@ class Running:
                 known.join(time.monotonic() + _JOIN_S)
                 known = None
             if known is None:
-                # Calls of another crew's are no use any more.
+                # Calls of another executor's are no use any more.
                 self.leave_epoch("its workers were ended")
                 lent, locker = plan.lent_after(place), self._locker_of(place)
-                crew = ProcessCrew(pipe, lent, locker, len(wanted))
-                self._processes[place] = known = crew
-                started.append(crew)
+                executor = ProcessExecutor(pipe, lent, locker, len(wanted))
+                self._processes[place] = known = executor
+                started.append(executor)
             processes[place] = known
-        for crew in started:
-            crew.start()
+        for executor in started:
+            executor.start()
         return processes
 
     def _locker_of(self, place: int) -> PageLocker | None:
@@ -241,57 +241,57 @@ class Running:
             self._destinations[place] = Destination([pipe.device])
         return self._destinations[place]
 
-    def _make_hands(
-        self, hands: list[_Ending], processes: dict[int, ProcessCrew]
+    def _make_executors(
+        self, executors: list[_Ending], processes: dict[int, ProcessExecutor]
     ) -> list[Call | None]:
         plan = self._plan
         pipes = [stage for stage in plan.stages if isinstance(stage, Pipe)]
         is_async = not isinstance(plan.source, collections.abc.Iterable)
-        loop: LoopCrew | None = None
+        loop: LoopExecutor | None = None
         if is_async or any(pipe.where is Where.LOOP for pipe in pipes):
-            loop = LoopCrew("shmloader_loop")
-            hands.append(loop)
-        threads: ThreadCrew | None = None
+            loop = LoopExecutor("shmloader_loop")
+            executors.append(loop)
+        threads: ThreadExecutor | None = None
         if any(pipe.where is Where.THREADS for pipe in pipes):
-            threads = ThreadCrew("shmloader_pipe", plan.num_threads)
-            hands.append(threads)
-        device_crew: _DeviceCrew | None = None
-        calls: list[Call | None] = [self._source_call(loop, hands)]
+            threads = ThreadExecutor("shmloader_pipe", plan.num_threads)
+            executors.append(threads)
+        device_executor: _DeviceExecutor | None = None
+        calls: list[Call | None] = [self._source_call(loop, executors)]
         for place, stage in enumerate(plan.stages):
             if isinstance(stage, Group):
                 calls.append(None)
                 continue
-            crew: Any
+            executor: Any
             op: Callable[[Any], object] = stage.op
             if stage.where is Where.PROCESSES:
-                crew = processes[place]
+                executor = processes[place]
             elif stage.where is Where.LOOP:
-                crew = loop
+                executor = loop
             elif stage.where is Where.THREADS:
-                crew = threads
+                executor = threads
             elif stage.where is Where.EXECUTOR:
                 assert stage.executor is not None
-                crew = ExecutorCrew(stage.executor)
-                hands.append(crew)
+                executor = ExecutorStage(stage.executor)
+                executors.append(executor)
             else:
-                device_crew = crew = _DeviceCrew(self._destination(place, stage))
-                op = crew.copy
-                hands.append(crew)
-            if device_crew is not None and crew is not device_crew:
-                op = AfterTransfer(op, stage.kind, device_crew.stage)
-            calls.append(Call(stage.name, op, stage.kind, crew))
+                device_executor = executor = _DeviceExecutor(self._destination(place, stage))
+                op = executor.copy
+                executors.append(executor)
+            if device_executor is not None and executor is not device_executor:
+                op = AfterTransfer(op, stage.kind, device_executor.stage)
+            calls.append(Call(stage.name, op, stage.kind, executor))
         return calls
 
-    def _source_call(self, loop: LoopCrew | None, hands: list[_Ending]) -> Call:
+    def _source_call(self, loop: LoopExecutor | None, executors: list[_Ending]) -> Call:
         source = self._plan.source
         if not isinstance(source, collections.abc.Iterable):
             assert loop is not None
             results = functools.partial(_iterate_async, source)
             return Call(SOURCE, results, OpKind.ASYNC_GENERATOR, loop, is_source=True)
-        crew = ThreadCrew("shmloader_source", 1)
-        hands.append(crew)
+        executor = ThreadExecutor("shmloader_source", 1)
+        executors.append(executor)
         return Call(
-            SOURCE, functools.partial(_iterate, source), OpKind.GENERATOR, crew, is_source=True
+            SOURCE, functools.partial(_iterate, source), OpKind.GENERATOR, executor, is_source=True
         )
 
     def check_process(self) -> None:
@@ -300,8 +300,8 @@ class Running:
             raise ClosedLoaderError("the pipeline belongs to the process that started it")
 
 
-def _join(crew: _Ending, deadline: float) -> None:
-    crew.join(deadline)
+def _join(executor: _Ending, deadline: float) -> None:
+    executor.join(deadline)
 
 
 def _iterate(source: Iterable[Any], _: object) -> Iterator[Any]:

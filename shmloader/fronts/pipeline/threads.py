@@ -1,4 +1,4 @@
-"""A crew of daemon threads.
+"""An executor of daemon threads.
 
 ::
 
@@ -10,7 +10,7 @@
 Guarantees:
     * A thread that waits holds nothing but the queue, so it keeps no pipeline alive.
     * What a generator function has begun is closed on one of the threads, when it has ended or the
-      crew does.
+      executor does.
     * ``end`` does not wait for an op. A thread that is in one ends when it comes out; it keeps
       neither the caller nor the interpreter.
     * At the interpreter's exit the threads are asked to stand still, and waited for at most
@@ -27,12 +27,12 @@ from shmloader.fronts.pipeline.flow import Job
 from shmloader.fronts.pipeline.ops import OpKind, refuse_coroutine
 from shmloader.workers.background import BackgroundThread
 
-#: How long the interpreter's exit waits for a crew's threads, which may be in an op.
+#: How long the interpreter's exit waits for an executor's threads, which may be in an op.
 EXIT_S = 0.3
 
 
 class _Thread(BackgroundThread):
-    """One of a crew's."""
+    """One of an executor's."""
 
     parks_for_forks = False
     exit_s = EXIT_S
@@ -88,25 +88,25 @@ def run(task: Task) -> Task | None:
 
 def _run_stream(task: Task) -> Task | None:
     """Take results until there is no room for a further one, or none comes."""
-    job, epoch, crew = task.job, task.epoch, task.call.crew
-    assert isinstance(crew, ThreadCrew)
+    job, epoch, executor = task.job, task.epoch, task.call.executor
+    assert isinstance(executor, ThreadExecutor)
     if job.stream is None:
         results = cast("Callable[[object], Iterator[object]]", task.call.op)(job.item)
         job.stream = iter(results)
-        crew.begun.add(job)
+        executor.begun.add(job)
     try:
         for result in cast("Iterator[object]", job.stream):
             if not epoch.gave(task, result):
                 return None
     except BaseException:
-        crew.begun.discard(job)
+        executor.begun.discard(job)
         raise
-    crew.begun.discard(job)
+    executor.begun.discard(job)
     job.stream = None
     return epoch.finished(task)
 
 
-class ThreadCrew:
+class ThreadExecutor:
     """Daemon threads that take tasks off one queue.
 
     Attributes:

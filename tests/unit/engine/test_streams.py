@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.slots import SlotState
 from shmloader.engine.stream_here import StreamHere
-from shmloader.engine.stream_states import StreamNote, StreamStates
 from shmloader.engine.streams import StreamBook
 from shmloader.workers.fingerprint import chained
-from shmloader.workers.stream import Beginning, Place, Saved, dump_for_workers
+from shmloader.workers.stream import Beginning, IterableCheckpoint, Saved, dump_for_workers
 
 #: States of random number generators, which are only passed on here.
 RNG = {"torch": "text"}
@@ -29,11 +29,11 @@ class Run:
         self.lengths = lengths
         self.scheduler = Scheduler(
             count, window, 4, in_order=in_order, first_worker=states.next_worker,
-            ended=[place.has_ended for place in states.places],
+            ended=[checkpoint.has_ended for checkpoint in states.checkpoints],
         )  # fmt: skip
         self.book = StreamBook(states.copy(), in_order=in_order)
         self.user = states.copy()
-        self.given = [place.given for place in states.places]
+        self.given = [checkpoint.given for checkpoint in states.checkpoints]
         self.queues = [deque() for _ in range(count)]
         self.walk = []
         self.seen = [self.user.mark()]
@@ -109,23 +109,23 @@ streams = st.lists(st.integers(0, 6), min_size=1, max_size=4)
 def test_in_order_the_batches_are_a_walk_round_the_streams_whatever_their_speed(
     lengths, ahead, data
 ):
-    beginning = StreamStates.at_beginning(len(lengths))
+    beginning = IterableCheckpoints.at_beginning(len(lengths))
     run = Run(lengths, ahead * len(lengths), beginning).finish(data.draw)
     assert run.walk == walked(lengths)
     other = Run(lengths, len(lengths), beginning).finish(data.draw)
     assert other.seen == run.seen, "what is noted depends on the timing"
-    assert all(place.has_ended for place in run.user.places)
-    assert [place.given for place in run.user.places] == lengths
+    assert all(checkpoint.has_ended for checkpoint in run.user.checkpoints)
+    assert [checkpoint.given for checkpoint in run.user.checkpoints] == lengths
 
 
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
 def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, data):
-    run = Run(lengths, ahead * len(lengths), StreamStates.at_beginning(len(lengths)))
+    run = Run(lengths, ahead * len(lengths), IterableCheckpoints.at_beginning(len(lengths)))
     run.finish(data.draw)
     stop = min(stop, len(run.walk))
-    resumed = Run(lengths, len(lengths), StreamStates(*run.seen[stop])).finish(data.draw)
+    resumed = Run(lengths, len(lengths), IterableCheckpoints(*run.seen[stop])).finish(data.draw)
     assert resumed.walk == run.walk[stop:]
     assert resumed.seen == run.seen[stop:]
 
@@ -134,10 +134,10 @@ def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, d
 @settings(max_examples=150)
 @given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
 def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahead, data):
-    beginning = StreamStates.at_beginning(len(lengths))
+    beginning = IterableCheckpoints.at_beginning(len(lengths))
     run = Run(lengths, ahead * len(lengths), beginning, in_order=False).finish(data.draw)
     stop = min(stop, len(run.walk))
-    states = StreamStates(*run.seen[stop])
+    states = IterableCheckpoints(*run.seen[stop])
     resumed = Run(lengths, len(lengths), states, in_order=False).finish(data.draw)
     assert sorted(run.walk[:stop] + resumed.walk) == sorted(walked(lengths))
     for worker_id, length in enumerate(lengths):
@@ -146,35 +146,35 @@ def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahea
 
 
 def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_was_delivered():
-    run = Run([9], 4, StreamStates.at_beginning(1))
+    run = Run([9], 4, IterableCheckpoints.at_beginning(1))
     for _ in range(3):
         run.answer(0)
     run.take()
-    assert run.book.place(0) == Place(3, b"3", 3)
-    assert run.user.places == (Place(1, b"1", 1),)
+    assert run.book.checkpoint(0) == IterableCheckpoint(3, b"3", 3)
+    assert run.user.checkpoints == (IterableCheckpoint(1, b"1", 1),)
 
 
 def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
-    book = StreamBook(StreamStates.at_beginning(3), in_order=True)
+    book = StreamBook(IterableCheckpoints.at_beginning(3), in_order=True)
     book.answered(StreamNote(0, b"in the midst"))
     book.ended(1, 1, Beginning(RNG, b"at the end"))
     book.leave()
     book.ended(2, 2, Beginning(None, b"late"))
-    assert [book.place(worker_id) for worker_id in range(3)] == [
-        Place(), Place(0, b"at the end", rng=RNG), Place(),
+    assert [book.checkpoint(worker_id) for worker_id in range(3)] == [
+        IterableCheckpoint(), IterableCheckpoint(0, b"at the end", rng=RNG), IterableCheckpoint(),
     ]  # fmt: skip
 
 
 def test_the_state_of_a_map_style_dataset_stays_with_its_worker_when_an_epoch_is_left():
-    book = StreamBook(StreamStates.at_beginning(2), in_order=True, is_iterable=False)
+    book = StreamBook(IterableCheckpoints.at_beginning(2), in_order=True, is_iterable=False)
     book.answered(StreamNote(0, b"after a batch"))
     book.leave()
-    assert book.place(0).snapshot == b"after a batch"
-    assert book.place(1) == Place()
+    assert book.checkpoint(0).snapshot == b"after a batch"
+    assert book.checkpoint(1) == IterableCheckpoint()
 
 
 def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
-    book = StreamBook(StreamStates.at_beginning(3, base_seed=5), in_order=True)
+    book = StreamBook(IterableCheckpoints.at_beginning(3, base_seed=5), in_order=True)
     long, short = Beginning(RNG, b"long").dumps(), Beginning(None, b"state").dumps()
     assert Beginning().dumps() is None
     book.ended(0, 0, Beginning())
@@ -187,7 +187,11 @@ def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
     book.entered(1, short)
     book.entered(2, None)
     book.start_epoch()
-    assert book.beginnings.places == (Place(0, b"long", rng=RNG), Place(0, b"state"), Place())
+    assert book.beginnings.checkpoints == (
+        IterableCheckpoint(0, b"long", rng=RNG),
+        IterableCheckpoint(0, b"state"),
+        IterableCheckpoint(),
+    )
     assert book.beginnings.base_seed == 5
     assert book.beginnings.next_worker == 0
     assert book.take_ends() == []
@@ -201,7 +205,7 @@ def saved(state, of="iterator", is_short=False):
 
 
 def test_without_states_what_is_dumped_is_a_few_numbers():
-    states = StreamStates.at_beginning(2, base_seed=12)
+    states = IterableCheckpoints.at_beginning(2, base_seed=12)
     failed = StreamNote(0, has_failed=True)
     states.note([StreamNote(0, None, 3), StreamNote(1, None, 4), StreamNote(0, None, 5), failed])
     states.note([StreamNote(1, next_epoch=Beginning())])
@@ -216,13 +220,13 @@ def test_without_states_what_is_dumped_is_a_few_numbers():
         ],
     }
     assert json.loads(json.dumps(states.dump())) == expected
-    again = StreamStates.load(expected, 2)
+    again = IterableCheckpoints.load(expected, 2)
     assert again.mark() == states.mark()
     assert again.dump() == expected
 
 
 def test_what_is_dumped_is_nobody_else_s():
-    states = StreamStates.at_beginning(1)
+    states = IterableCheckpoints.at_beginning(1)
     states.note([StreamNote(0, saved({"at": [1]}))])
     first = states.dump()
     first["streams"][0]["snapshot"]["state"]["at"].append(2)
@@ -236,19 +240,19 @@ def test_what_is_dumped_is_nobody_else_s():
 
 
 def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
-    states = StreamStates.at_beginning(1, base_seed=7)
+    states = IterableCheckpoints.at_beginning(1, base_seed=7)
     states.note([StreamNote(0, saved({"at": [1]}, "dataset", is_short=True)), StreamNote(0)])
     mine = states.dump()
     kept = copy.deepcopy(mine)
-    loaded = StreamStates.load(mine, 1)
+    loaded = IterableCheckpoints.load(mine, 1)
     assert mine == kept, "load has changed what it was given"
     mine["streams"][0]["snapshot"]["state"]["at"].append(2)
     assert loaded.dump() == kept
-    assert loaded.places[0].skip == 1
+    assert loaded.checkpoints[0].skip == 1
 
 
 def test_going_back_takes_back_what_was_noted_since():
-    states = StreamStates.at_beginning(2)
+    states = IterableCheckpoints.at_beginning(2)
     states.note([StreamNote(0)])
     mark, before = states.mark(), states.dump()
     states.note([StreamNote(1, next_epoch=Beginning()), StreamNote(0)])
@@ -258,9 +262,12 @@ def test_going_back_takes_back_what_was_noted_since():
 
 
 def test_the_next_epoch_begins_where_the_dataset_was_at_the_end():
-    ended = Place(3, b"end", 3, has_ended=True, rng=RNG)
-    states = StreamStates([ended, Place(2, b"now", 2)], 1, base_seed=5)
-    assert states.next_epoch().mark() == ((Place(0, b"end", rng=RNG), Place()), 0)
+    ended = IterableCheckpoint(3, b"end", 3, has_ended=True, rng=RNG)
+    states = IterableCheckpoints([ended, IterableCheckpoint(2, b"now", 2)], 1, base_seed=5)
+    assert states.next_epoch().mark() == (
+        (IterableCheckpoint(0, b"end", rng=RNG), IterableCheckpoint()),
+        0,
+    )
     assert states.next_epoch().base_seed == 5
 
 
@@ -271,9 +278,9 @@ def test_another_number_of_workers_is_refused(worker_count, other):
         "base_seed": 7 if worker_count else None,
         "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
     }  # fmt: skip
-    assert StreamStates.load(state, worker_count).dump() == state
+    assert IterableCheckpoints.load(state, worker_count).dump() == state
     with pytest.raises(ValueError, match=f"num_workers={worker_count}, .*num_workers={other}"):
-        StreamStates.load(state, other)
+        IterableCheckpoints.load(state, other)
 
 
 GOOD = {"given": 1, "has_ended": False}
@@ -331,15 +338,15 @@ SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
 )  # fmt: skip
 def test_what_is_no_state_of_streams_is_refused(bad):
     with pytest.raises(ValueError, match="state") as caught:
-        StreamStates.load({"base_seed": 7, **bad} if isinstance(bad, dict) else bad, 1)
+        IterableCheckpoints.load({"base_seed": 7, **bad} if isinstance(bad, dict) else bad, 1)
     assert len(str(caught.value)) < 1000
 
 
 def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
     state = {**GOOD, "snapshot": {**SNAPSHOT, "state": lambda: 5}}
     whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "streams": [state]}
-    loaded = StreamStates.load(whole, 1)
-    assert pickle.loads(loaded.places[0].snapshot)[2]() == 5
+    loaded = IterableCheckpoints.load(whole, 1)
+    assert pickle.loads(loaded.checkpoints[0].snapshot)[2]() == 5
 
 
 class Fetcher:
@@ -360,7 +367,7 @@ class Saving:
 
 def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
     dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])), Place(), None)
+    here = StreamHere(Fetcher(dataset, iter([])), IterableCheckpoint(), None)
     first = here.dump()
     dataset.state["at"].append(1)
     here.gave(None, has_failed=False, is_short=True)
@@ -374,7 +381,7 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
 
 
 def test_in_process_an_iterator_s_state_goes_before_the_dataset_s_until_it_has_ended():
-    here = StreamHere(Fetcher(Saving(), Saving()), Place(), None)
+    here = StreamHere(Fetcher(Saving(), Saving()), IterableCheckpoint(), None)
     assert here.dump()["streams"][0]["snapshot"]["of"] == "iterator"
     here.end()
     assert here.dump()["streams"][0]["snapshot"]["of"] == "dataset"
@@ -389,7 +396,7 @@ def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
 
     iterator = Numbers()
     gone = weakref.ref(iterator)
-    here = StreamHere(Fetcher(object(), iterator), Place(), None)
+    here = StreamHere(Fetcher(object(), iterator), IterableCheckpoint(), None)
     del iterator
     assert gone() is None
     assert here.dump()["streams"] == [{"given": 0, "has_ended": False}]
@@ -397,7 +404,7 @@ def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
 
 def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
     dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])), Place(), None)
+    here = StreamHere(Fetcher(dataset, iter([])), IterableCheckpoint(), None)
     here.begin_batch()
     dataset.state["at"].append(1)
     here.gave(None, has_failed=False, is_short=False)

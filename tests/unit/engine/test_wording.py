@@ -17,7 +17,7 @@ from shmloader.engine.wording import (
 )
 from shmloader.pools.answers import Death
 from shmloader.workers.status_page import AtWork, Phase
-from shmloader.workers.stream import Place
+from shmloader.workers.stream import IterableCheckpoint
 
 
 @pytest.mark.parametrize(
@@ -193,22 +193,28 @@ def test_a_death_says_why_the_worker_was_not_replaced():
 
 def test_a_restart_says_what_is_done_again():
     death = Death(812, -9)
-    text = describe_restart(1, death, [5, 7], Place(2))
+    text = describe_restart(1, death, [5, 7], IterableCheckpoint(2))
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
     assert "batch 5, 7." in text
     assert "past 2 batches" in text
     assert "random streams" not in text
-    for place in (None, Place(2, b"state", 2)):
-        assert "random streams start anew" in describe_restart(1, death, [5, 7], place)
+    for checkpoint in (None, IterableCheckpoint(2, b"state", 2)):
+        assert "random streams start anew" in describe_restart(1, death, [5, 7], checkpoint)
     assert "anew" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
-    for place in (None, Place(), Place(4, b"state", 4, has_ended=True)):
-        assert "dataset" not in describe_restart(1, death, [], place)
+    for checkpoint in (
+        None,
+        IterableCheckpoint(),
+        IterableCheckpoint(4, b"state", 4, has_ended=True),
+    ):
+        assert "dataset" not in describe_restart(1, death, [], checkpoint)
 
 
 def test_a_restart_says_from_which_state_a_dataset_goes_on():
     death = Death(812, -9)
-    text = describe_restart(1, death, [], Place(6, b"state", 4))
+    text = describe_restart(1, death, [], IterableCheckpoint(6, b"state", 4))
     assert "goes on from its state after 4 batches, past 2 batches that were given since." in text
-    text = describe_restart(1, death, [], Place(2, b"state", 1))
+    text = describe_restart(1, death, [], IterableCheckpoint(2, b"state", 1))
     assert "state after its first batch, past the batch that was given since." in text
-    assert "state after 4 batches. " in describe_restart(1, death, [], Place(4, b"state", 4))
+    assert "state after 4 batches. " in describe_restart(
+        1, death, [], IterableCheckpoint(4, b"state", 4)
+    )

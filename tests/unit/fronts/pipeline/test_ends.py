@@ -335,18 +335,18 @@ def test_a_ctrl_c_while_an_item_is_handed_over_ends_the_epoch(monkeypatch):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("crew", ["ThreadCrew", "ProcessCrew"])
-def test_a_stop_while_it_starts_leaves_nothing(crew, monkeypatch):
+@pytest.mark.parametrize("executor", ["ThreadExecutor", "ProcessExecutor"])
+def test_a_stop_while_it_starts_leaves_nothing(executor, monkeypatch):
     builder = PipelineBuilder().add_source(range(3)).pipe(abs, executor="process").pipe(abs)
     pipeline = builder.add_sink().build()
 
-    class Stopped(getattr(running, crew)):
+    class Stopped(getattr(running, executor)):
         def __init__(self, *args):
             super().__init__(*args)
             pipeline.stop()  # as another thread may
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, crew, Stopped)
+        patch.setattr(running, executor, Stopped)
         with pytest.raises(ClosedLoaderError, match="stopped while it started"):
             pipeline.start()
     assert list(pipeline) == [0, 1, 2]

@@ -12,7 +12,7 @@ from shmloader.fronts.pipeline.ops import OpKind
 from tests.unit.fronts.pipeline.support import chain
 
 
-class Crew:
+class StageExecutor:
     """Notes what it is given, and runs nothing."""
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class OvertakenLock:
 
 
 def test_a_job_that_another_thread_makes_ready_is_handed_out_once():
-    crew = Crew()
+    executor = StageExecutor()
     calls = [
-        Call("the source", iter, OpKind.GENERATOR, crew, is_source=True),
-        Call("abs", abs, OpKind.FUNCTION, crew),
+        Call("the source", iter, OpKind.GENERATOR, executor, is_source=True),
+        Call("abs", abs, OpKind.FUNCTION, executor),
     ]
     epoch = Epoch(chain([1], abs)._plan, calls, FailureList())
     epoch.begin()
-    [source] = crew.tasks
+    [source] = executor.tasks
     epoch._lock = OvertakenLock(lambda: epoch.gave(source, 1))
     with pytest.raises(TimeoutError):
         epoch.take(0)
-    assert [task.job.item for task in crew.tasks[1:]] == [1]
+    assert [task.job.item for task in executor.tasks[1:]] == [1]

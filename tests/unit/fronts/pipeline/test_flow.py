@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from shmloader.fronts.pipeline.flow import (
     END,
     NOTHING,
-    Belt,
     Flow,
     GroupStage,
     Job,
     PipeStage,
     Raised,
+    StageQueue,
 )
 
-BELT = 2
+QUEUE = 2
 
 
-class Tally:
+class FailureCounter:
     """Fails at its stage's end if it is told to."""
 
     def __init__(self, error: BaseException | None = None) -> None:
@@ -40,18 +40,18 @@ class Tally:
 
 def make_flow(*stages: Any, sink: int = 1) -> Flow:
     """Stages are (places, in_order), or (size, drop_last, "group")."""
-    before, after = Belt(1), Belt(BELT if stages else sink)
-    made: list[Any] = [PipeStage(0, before, after, 1, in_order=True, tally=None)]
+    before, after = StageQueue(1), StageQueue(QUEUE if stages else sink)
+    made: list[Any] = [PipeStage(0, before, after, 1, in_order=True, failure_counter=None)]
     for number, stage in enumerate(stages, start=1):
-        before, after = after, Belt(sink if number == len(stages) else BELT)
+        before, after = after, StageQueue(sink if number == len(stages) else QUEUE)
         if stage[-1] == "group":
             made.append(GroupStage(number, before, after, stage[0], drop_last=stage[1]))
         else:
-            places, in_order, *tally = stage
+            places, in_order, *failure_counter = stage
             made.append(
                 PipeStage(
                     number, before, after, places, in_order=in_order,
-                    tally=tally[0] if tally else None,
+                    failure_counter=failure_counter[0] if failure_counter else None,
                 )
             )  # fmt: skip
     return Flow(made, after)
@@ -167,7 +167,7 @@ def test_a_consumer_that_takes_nothing_stops_the_source(stages, sink, seed):
     # The formula of Pipeline's docstring, in items of the source.
     size, bound = 1, 1
     for stage in stages:
-        bound += size * BELT
+        bound += size * QUEUE
         if stage[-1] == "group":
             bound += size * stage[0] * 2
             size *= stage[0]
@@ -222,15 +222,15 @@ def test_what_failed_comes_after_what_was_before_it_and_nothing_comes_after():
 
 def test_a_stage_whose_end_is_judged_bad_raises_before_the_end():
     error = ValueError("too many")
-    tally = Tally(error)
-    flow = make_flow((1, False, tally), (1, True), sink=2)
+    failure_counter = FailureCounter(error)
+    flow = make_flow((1, False, failure_counter), (1, True), sink=2)
     runner = Runner(flow, 1)
     while runner.left:
         runner.step(0)
     first, raised = drain(flow)
     assert first == ((0, 0), 0)
     assert raised.error is error
-    assert tally.calls == 1
+    assert failure_counter.calls == 1
 
 
 def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
@@ -252,8 +252,8 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
 
 
 def test_a_belt_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
-    belt = Belt(4, 1)
-    flow = Flow([PipeStage(0, Belt(1), belt, 1, in_order=True, tally=None)], belt)
+    queue = StageQueue(4, 1)
+    flow = Flow([PipeStage(0, StageQueue(1), queue, 1, in_order=True, failure_counter=None)], queue)
     flow.begin()
     (source,) = flow.ready
     flow.ready = []
@@ -262,7 +262,7 @@ def test_a_belt_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     assert flow.ready == []
     assert flow.take() == 2
     assert flow.ready == [source]
-    assert list(belt.items) == [3, 4]
+    assert list(queue.items) == [3, 4]
 
 
 @pytest.mark.parametrize("in_order", [False, True])

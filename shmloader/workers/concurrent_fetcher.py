@@ -13,7 +13,7 @@ Runs wherever samples are loaded: in a worker process, in a worker thread, in th
     outcomes, in the order of the indices
 
 What a dataset is shows when it is first asked: where ``dataset[index]`` gives a coroutine, samples
-are awaited together, on an event loop of the gatherer's, which stays the same for its life; else
+are awaited together, on an event loop of its own, which stays the same for its life; else
 threads share them.
 
 Guarantees:
@@ -42,7 +42,7 @@ Get = Callable[[Any], Any]
 _JOIN_S = 1.0
 
 
-class Outcome:
+class SampleResult:
     """What came of one sample.
 
     Attributes:
@@ -72,12 +72,12 @@ class Outcome:
 class _Batch:
     """The samples of one call of ``gather``, as threads share them."""
 
-    def __init__(self, get: Get, outcomes: list[Outcome], *, wants_all: bool) -> None:
+    def __init__(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
         self._get: Get | None = get
-        self._waiting = collections.deque(outcomes)
+        self._waiting = collections.deque(results)
         self._wants_all = wants_all
         self._owner = threading.get_ident()
-        self._left = len(outcomes)
+        self._left = len(results)
         self._lock = threading.Lock()
         self.over = Wakeup()
 
@@ -85,21 +85,21 @@ class _Batch:
         """Load one sample after the other, until none waits."""
         while True:
             try:
-                outcome = self._waiting.popleft()
+                result = self._waiting.popleft()
             except IndexError:
                 return
-            self._load(outcome)
+            self._load(result)
             self._note_one()
 
-    def _load(self, outcome: Outcome) -> None:
+    def _load(self, result: SampleResult) -> None:
         get = self._get
         if get is None:  # one has failed, or nobody wants them
             return
-        outcome.is_begun = True
+        result.is_begun = True
         try:
-            outcome.value = outcome.context.run(get, outcome.index)
+            result.value = result.context.run(get, result.index)
         except BaseException as error:
-            outcome.error = error
+            result.error = error
             if not self._wants_all:
                 self.drop()
             if not isinstance(error, Exception) and threading.get_ident() == self._owner:
@@ -139,7 +139,7 @@ class _Helper(BackgroundThread):
         return True
 
 
-class Gatherer:
+class ConcurrentFetcher:
     """Loads several samples at once. One thread at a time uses it.
 
     Args:
@@ -154,14 +154,14 @@ class Gatherer:
         # Whether the dataset gives coroutines; None: it was not asked yet.
         self._is_async: bool | None = None
 
-    def gather(
+    def load(
         self,
         get: Get,
         indices: Iterable[Any],
         begin: Callable[[], None] | None,
         *,
         wants_all: bool,
-    ) -> list[Outcome]:
+    ) -> list[SampleResult]:
         """Load samples.
 
         Args:
@@ -174,38 +174,38 @@ class Gatherer:
             What came of each, in order; an outcome that has failed was the first to fail, or
             began before that one had.
         """
-        outcomes = []
+        results = []
         for index in indices:
             context = contextvars.copy_context()
             if begin is not None:
                 context.run(begin)
-            outcomes.append(Outcome(index, context))
-        rest = outcomes
-        if self._is_async is None and outcomes:
-            self._ask_first(get, outcomes[0], wants_all=wants_all)
-            if outcomes[0].error is not None and not wants_all:
-                return outcomes
-            rest = outcomes[1:]
+            results.append(SampleResult(index, context))
+        rest = results
+        if self._is_async is None and results:
+            self._ask_first(get, results[0], wants_all=wants_all)
+            if results[0].error is not None and not wants_all:
+                return results
+            rest = results[1:]
         if not self._is_async and rest:
             self._share(get, rest, wants_all=wants_all)
             rest = []
-        left = [*rest, *(outcome for outcome in outcomes if inspect.iscoroutine(outcome.value))]
+        left = [*rest, *(result for result in results if inspect.iscoroutine(result.value))]
         if left:
             self._await_all(get, left, wants_all=wants_all)
-        return outcomes
+        return results
 
-    def _ask_first(self, get: Get, outcome: Outcome, *, wants_all: bool) -> None:
+    def _ask_first(self, get: Get, result: SampleResult, *, wants_all: bool) -> None:
         """Load the first sample of all, which says what the dataset is."""
-        alone = _Batch(get, [outcome], wants_all=wants_all)
+        alone = _Batch(get, [result], wants_all=wants_all)
         alone.work()
-        if outcome.error is None:
-            self._is_async = inspect.iscoroutine(outcome.value)
+        if result.error is None:
+            self._is_async = inspect.iscoroutine(result.value)
 
     # Threads -----------------------------------------------------------------------------
 
-    def _share(self, get: Get, outcomes: list[Outcome], *, wants_all: bool) -> None:
-        batch = _Batch(get, outcomes, wants_all=wants_all)
-        wanted = min(self._concurrency, len(outcomes)) - 1
+    def _share(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
+        batch = _Batch(get, results, wants_all=wants_all)
+        wanted = min(self._concurrency, len(results)) - 1
         while len(self._helpers) < wanted:
             helper = _Helper(self._batches)
             helper.start()
@@ -221,10 +221,10 @@ class Gatherer:
 
     # A loop ------------------------------------------------------------------------------
 
-    def _await_all(self, get: Get, outcomes: list[Outcome], *, wants_all: bool) -> None:
+    def _await_all(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        self._run(self._loop, self._work_all(get, outcomes, wants_all=wants_all))
+        self._run(self._loop, self._work_all(get, results, wants_all=wants_all))
 
     def _run(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
         if asyncio._get_running_loop() is None:
@@ -246,34 +246,34 @@ class Gatherer:
             if left:
                 loop.run_until_complete(asyncio.wait(left))
 
-    async def _work_all(self, get: Get, outcomes: list[Outcome], *, wants_all: bool) -> None:
-        waiting = collections.deque(outcomes)
+    async def _work_all(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
+        waiting = collections.deque(results)
         runners = [
             asyncio.ensure_future(self._work(get, waiting, wants_all=wants_all))
-            for _ in range(min(self._concurrency, len(outcomes)))
+            for _ in range(min(self._concurrency, len(results)))
         ]
         await asyncio.gather(*runners)
-        for outcome in outcomes:
-            if inspect.iscoroutine(outcome.value):  # the first, after another has failed
-                outcome.value.close()
+        for result in results:
+            if inspect.iscoroutine(result.value):  # the first, after another has failed
+                result.value.close()
 
     async def _work(
-        self, get: Get, waiting: collections.deque[Outcome], *, wants_all: bool
+        self, get: Get, waiting: collections.deque[SampleResult], *, wants_all: bool
     ) -> None:
         while waiting:
-            outcome = waiting.popleft()
+            result = waiting.popleft()
             try:
-                if outcome.is_begun:
-                    sample, outcome.value = outcome.value, None
+                if result.is_begun:
+                    sample, result.value = result.value, None
                 else:
-                    outcome.is_begun = True
-                    sample = outcome.context.run(get, outcome.index)
+                    result.is_begun = True
+                    sample = result.context.run(get, result.index)
                 if inspect.iscoroutine(sample):
                     loop = asyncio.get_running_loop()
-                    sample = await loop.create_task(sample, context=outcome.context)
-                outcome.value = sample
+                    sample = await loop.create_task(sample, context=result.context)
+                result.value = sample
             except BaseException as error:  # noqa: BLE001 - the worker's thread looks at it
-                outcome.error = error
+                result.error = error
                 if not wants_all:
                     waiting.clear()
 

@@ -2,8 +2,8 @@
 
 Work on a device is asynchronous: a copy, or what an op computes, may be under way still when its
 thread goes on. Each thread has current streams of its own. So what leaves a stage on a device
-travels as an :class:`Arrival`, with events of the streams that it was made on, and the thread that
-takes it, of the next op or the consumer, has its own current streams wait for them first.
+travels as a :class:`DeviceFuture`, with events of the streams that it was made on, and the thread
+that takes it, of the next op or the consumer, has its own current streams wait for them first.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ def _itself(value: object) -> object:
     return value
 
 
-class Arrival:
+class DeviceFuture:
     """A batch whose work was enqueued.
 
     Args:
@@ -43,11 +43,11 @@ class Arrival:
 
 def opened(item: object) -> object:
     """An item for its user: a batch that has arrived, or the item as it is."""
-    return item.open() if type(item) is Arrival else item
+    return item.open() if type(item) is DeviceFuture else item
 
 
 class AfterTransfer:
-    """An op of a stage after a transfer: takes arrivals, and gives them.
+    """An op of a stage after a transfer: takes futures, and gives them.
 
     Args:
         op: The op itself, which runs alone where this is sent to another process.
@@ -93,6 +93,6 @@ class AfterTransfer:
 
     def _departed(self, result: object, item: object) -> object:
         """A result of the calling thread, as it travels on."""
-        came = item.result if type(item) is Arrival else None
+        came = item.result if type(item) is DeviceFuture else None
         made = self._stage.depart(result, came)
-        return result if made is None else Arrival(self._stage, made)
+        return result if made is None else DeviceFuture(self._stage, made)

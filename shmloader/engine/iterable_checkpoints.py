@@ -1,13 +1,14 @@
 """Where the streams of an iterable dataset are: one in each worker, or one in this process.
 
-A map-style dataset that has a state of its own is treated alike: it has one place for each worker.
+A map-style dataset that has a state of its own is treated alike: there is one checkpoint for each
+worker.
 
 Twice for each epoch with workers: as far as their answers came (:mod:`shmloader.engine.streams`),
 from which a worker is replaced; and as far as the user was given their batches, from which the
 loader is saved. The latter is noted on the user's thread, from the deliveries.
 
 In order, batches are handed over on a walk round the workers that passes over those whose streams
-have ended, however fast each of them is. So the places of the streams, and whose turn it is,
+have ended, however fast each of them is. So the checkpoints of the streams, and whose turn it is,
 say how an epoch goes on.
 """
 
@@ -19,7 +20,7 @@ from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import kept, set_global_rng_state
 from shmloader.workers.stream import (
     Beginning,
-    Place,
+    IterableCheckpoint,
     Saved,
     dump_for_workers,
     read,
@@ -43,23 +44,23 @@ class StreamNote(NamedTuple):
     has_failed: bool = False
     next_epoch: Beginning | None = None
 
-    def applied_to(self, place: Place) -> Place:
+    def applied_to(self, checkpoint: IterableCheckpoint) -> IterableCheckpoint:
         """Where the worker's dataset is after this."""
         if self.next_epoch is not None:
-            return place.ended(self.next_epoch)
-        return place.gave(self.snapshot, self.fingerprint, has_failed=self.has_failed)
+            return checkpoint.ended(self.next_epoch)
+        return checkpoint.gave(self.snapshot, self.fingerprint, has_failed=self.has_failed)
 
 
-class StreamStates:
-    """The places of all workers' streams.
+class IterableCheckpoints:
+    """The checkpoints of all workers' streams.
 
     Attributes:
-        places: By worker number.
+        checkpoints: By worker number.
         next_worker: Whose turn it is; it may have ended.
         base_seed: What the workers were seeded from when they started; None in-process.
 
     Args:
-        places: See there.
+        checkpoints: See there.
         next_worker: See there.
         base_seed: See there.
         worker_count: 0 where the one stream is in this process.
@@ -67,53 +68,56 @@ class StreamStates:
 
     def __init__(
         self,
-        places: Iterable[Place],
+        checkpoints: Iterable[IterableCheckpoint],
         next_worker: int = 0,
         base_seed: int | None = None,
         worker_count: int | None = None,
     ) -> None:
-        self.places = tuple(places)
+        self.checkpoints = tuple(checkpoints)
         self.next_worker = next_worker
         self.base_seed = base_seed
-        self._worker_count = len(self.places) if worker_count is None else worker_count
+        self._worker_count = len(self.checkpoints) if worker_count is None else worker_count
 
     @classmethod
     def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
         """All at their beginnings."""
-        return cls([Place()] * worker_count, base_seed=base_seed)
+        return cls([IterableCheckpoint()] * worker_count, base_seed=base_seed)
 
-    def copy(self) -> "StreamStates":
+    def copy(self) -> "IterableCheckpoints":
         """The same, to be noted in by itself."""
-        return StreamStates(self.places, self.next_worker, self.base_seed, self._worker_count)
+        return IterableCheckpoints(
+            self.checkpoints, self.next_worker, self.base_seed, self._worker_count
+        )
 
     def note(self, notes: Iterable[StreamNote]) -> None:
         """Take note of what was handed over, in its order."""
-        places = list(self.places)
+        checkpoints = list(self.checkpoints)
         for note in notes:
             worker_id = note.worker_id
-            places[worker_id] = note.applied_to(places[worker_id])
+            checkpoints[worker_id] = note.applied_to(checkpoints[worker_id])
             if note.next_epoch is None:
-                self.next_worker = (worker_id + 1) % len(places)
-        self.places = tuple(places)
+                self.next_worker = (worker_id + 1) % len(checkpoints)
+        self.checkpoints = tuple(checkpoints)
 
-    def mark(self) -> tuple[tuple[Place, ...], int]:
+    def mark(self) -> tuple[tuple[IterableCheckpoint, ...], int]:
         """What :meth:`go_back` takes."""
-        return self.places, self.next_worker
+        return self.checkpoints, self.next_worker
 
-    def go_back(self, mark: tuple[tuple[Place, ...], int]) -> None:
+    def go_back(self, mark: tuple[tuple[IterableCheckpoint, ...], int]) -> None:
         """Take back what was noted since: it did not reach the user."""
-        self.places, self.next_worker = mark
+        self.checkpoints, self.next_worker = mark
 
-    def next_epoch(self, *, is_iterable: bool = True) -> "StreamStates":
+    def next_epoch(self, *, is_iterable: bool = True) -> "IterableCheckpoints":
         """The next epoch's beginning: datasets go on from where they were at the end of this one.
 
         Only those of workers that live on were saved there. A map-style dataset has no end of its
         own.
         """
-        places = [
-            place.begun_anew() if is_iterable else Place(0, place.snapshot) for place in self.places
+        checkpoints = [
+            checkpoint.begun_anew() if is_iterable else IterableCheckpoint(0, checkpoint.snapshot)
+            for checkpoint in self.checkpoints
         ]
-        return StreamStates(places, 0, self.base_seed, self._worker_count)
+        return IterableCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
 
     def dump(self) -> dict[str, Any]:
         """All that it takes to go on, as a dict of its own at each call.
@@ -129,13 +133,15 @@ class StreamStates:
             "next_worker": self.next_worker,
             "base_seed": self.base_seed,
             "streams": [
-                dump_place(place, None if place.snapshot is None else read(place.snapshot))
-                for place in self.places
+                dump_checkpoint(
+                    checkpoint, None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+                )
+                for checkpoint in self.checkpoints
             ],
         }
 
     @classmethod
-    def load(cls, state: object, worker_count: int) -> "StreamStates":
+    def load(cls, state: object, worker_count: int) -> "IterableCheckpoints":
         """Read what :meth:`dump` gave; nothing of it is kept.
 
         Args:
@@ -169,35 +175,37 @@ class StreamStates:
                 f"of worker {_short(next_worker)}, base seed {_short(base_seed)}, "
                 f"num_workers={_short(saved_count)}"
             )
-        return StreamStates(map(_load_place, streams), next_worker, base_seed, worker_count)
+        return IterableCheckpoints(
+            map(_load_checkpoint, streams), next_worker, base_seed, worker_count
+        )
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 64
 
 
-def dump_place(place: Place, saved: Saved | None) -> dict[str, Any]:
-    """A place as plain values.
+def dump_checkpoint(checkpoint: IterableCheckpoint, saved: Saved | None) -> dict[str, Any]:
+    """Return a checkpoint as plain values.
 
     Args:
-        place: The place.
+        checkpoint: The checkpoint.
         saved: Its snapshot, if it has one.
     """
-    stream: dict[str, Any] = {"given": place.given, "has_ended": place.has_ended}
+    stream: dict[str, Any] = {"given": checkpoint.given, "has_ended": checkpoint.has_ended}
     if saved is not None:
-        stream["snapshot"] = {"at": place.at, **saved._asdict()}
-    if place.skip:
-        stream["check"] = place.check
-    if place.failed:
-        stream["failed"] = list(place.failed)
-    if place.rng is not None:
-        stream["rng"] = dict(place.rng)
-    if place.rng_at:
-        stream["rng_at"] = [[number, dict(rng)] for number, rng in place.rng_at]
+        stream["snapshot"] = {"at": checkpoint.at, **saved._asdict()}
+    if checkpoint.skip:
+        stream["check"] = checkpoint.check
+    if checkpoint.failed:
+        stream["failed"] = list(checkpoint.failed)
+    if checkpoint.rng is not None:
+        stream["rng"] = dict(checkpoint.rng)
+    if checkpoint.rng_at:
+        stream["rng_at"] = [[number, dict(rng)] for number, rng in checkpoint.rng_at]
     return stream
 
 
-def _load_place(stream: Any) -> Place:
+def _load_checkpoint(stream: Any) -> IterableCheckpoint:
     try:
         given, has_ended = stream["given"], stream["has_ended"]
         fields = None if stream.get("snapshot") is None else dict(stream["snapshot"])
@@ -230,4 +238,6 @@ def _load_place(stream: Any) -> Place:
             with kept():
                 set_global_rng_state(each)  # whether it can be
     snapshot = None if saved is None else dump_for_workers(saved)
-    return Place(given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed))
+    return IterableCheckpoint(
+        given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed)
+    )

@@ -26,7 +26,7 @@ def stays_inside(buffer: pickle.PickleBuffer, parts: Parts) -> bool:
     return False
 
 
-class Outside(NamedTuple):
+class BufferTable(NamedTuple):
     """Where the parts of a pickle lie in a segment.
 
     Attributes:
@@ -38,7 +38,7 @@ class Outside(NamedTuple):
     order: tuple[int, ...]
 
 
-def write_parts(parts: Parts, writer: SegmentWriter) -> Outside:
+def write_parts(parts: Parts, writer: SegmentWriter) -> BufferTable:
     """Write what was taken out of a stream.
 
     Raises:
@@ -52,10 +52,10 @@ def write_parts(parts: Parts, writer: SegmentWriter) -> Outside:
     for index, buffer in parts.buffers:
         raw = buffer.raw()
         spans[index] = Span(writer.append(raw), raw.nbytes, -1)
-    return Outside(tuple((*spans[n],) for n in range(len(spans))), tuple(parts.order))
+    return BufferTable(tuple((*spans[n],) for n in range(len(spans))), tuple(parts.order))
 
 
-def read_with_parts(body: Any, outside: Outside, segment: Segment) -> Any:
+def read_with_parts(body: Any, table: BufferTable, segment: Segment) -> Any:
     """Unpickle a body whose parts lie in a segment: its tensors and arrays are views of that.
 
     Raises:
@@ -63,12 +63,12 @@ def read_with_parts(body: Any, outside: Outside, segment: Segment) -> Any:
     """
     whole = memoryview(segment)
     parts: list[object] = []
-    for offset, nbytes, first_byte in outside.spans:
+    for offset, nbytes, first_byte in table.spans:
         if first_byte < 0:
             parts.append(whole[offset : offset + nbytes])
         else:
             parts.append(Part(storage_at(segment, offset, nbytes), first_byte))
-    return pickle.loads(body, buffers=[parts[index] for index in outside.order])
+    return pickle.loads(body, buffers=[parts[index] for index in table.order])
 
 
 def storage_at(segment: Segment, offset: int, nbytes: int) -> torch.UntypedStorage:

@@ -1,4 +1,4 @@
-"""A crew that is a ``concurrent.futures.Executor`` of the user's, who also shuts it down."""
+"""An executor that is a ``concurrent.futures.Executor`` of the user's, who also shuts it down."""
 
 import collections
 import concurrent.futures
@@ -10,7 +10,7 @@ from shmloader.fronts.pipeline.ops import OpKind, call_all, refuse_coroutine
 from shmloader.interruptions import is_interruption
 
 
-class ExecutorCrew:
+class ExecutorStage:
     """Submits tasks. All that a generator function gives for an item comes together.
 
     Args:
