@@ -56,26 +56,34 @@ class Threads:
         self.is_watching_exit = False
 
 
-forks = Forks()
-threads = Threads()
-worker_groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
-parent_death_pipes: "weakref.WeakSet[Any]" = weakref.WeakSet()
-received: list[int] = []
-locked_for_good: list[Any] = []
+class ProcessState:
+    """The state of this process; see the head of the module for what each attribute is."""
+
+    def __init__(self) -> None:
+        self.forks = Forks()
+        self.threads = Threads()
+        self.worker_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.received: list[int] = []
+        self.locked_for_good: list[Any] = []
+
+    def close_pipes(self) -> None:
+        """Close the pipes, in a forked child: it must not keep our workers alive."""
+        for pipe in list(self.parent_death_pipes):
+            pipe.close_write()
+
+    def leave_groups(self) -> None:
+        """Leave the workers to the parent, in a forked child."""
+        for group in list(self.worker_groups):
+            group.leave_to_parent()
 
 
-def _close_pipes() -> None:
-    for pipe in list(parent_death_pipes):
-        pipe.close_write()  # a child of the user's must not keep our workers alive
-
-
-def _leave_groups() -> None:
-    for group in list(worker_groups):
-        group.leave_to_parent()
-
+#: The only one. Import it by this name: at the interpreter's exit the modules' own names become
+#: None, and what is left of the package still needs it then.
+PROCESS = ProcessState()
 
 # The count goes up on both sides of a fork: a lease may begin or end while other hooks run.
-os.register_at_fork(before=forks.one_more, after_in_parent=forks.one_more)
+os.register_at_fork(before=PROCESS.forks.one_more, after_in_parent=PROCESS.forks.one_more)
 # In the child, in this order. Each by itself: what one raises does not keep the next from running.
-for _hook in (threads.forget, _close_pipes, _leave_groups):
+for _hook in (PROCESS.threads.forget, PROCESS.close_pipes, PROCESS.leave_groups):
     os.register_at_fork(after_in_child=_hook)

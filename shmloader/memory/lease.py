@@ -14,8 +14,8 @@ import ctypes
 import weakref
 from typing import Any, Final
 
-from shmloader import process_state
 from shmloader.memory.slot import Slot
+from shmloader.process_state import PROCESS
 
 # No count of forks.
 _NEVER = -1
@@ -68,7 +68,7 @@ class LeaseBook:
         lease = slot.array()
         dead = self.dead
         reference = weakref.ref(lease, lambda _: dead.append(slot_id))
-        self._references[slot_id] = (reference, process_state.forks.count if is_clean else _NEVER)
+        self._references[slot_id] = (reference, PROCESS.forks.count if is_clean else _NEVER)
         return lease
 
     def collect(self) -> list[tuple[int, bool]]:
@@ -82,5 +82,5 @@ class LeaseBook:
         while self.dead:
             slot_id = self.dead.popleft()
             _, forks = self._references.pop(slot_id)
-            returned.append((slot_id, forks == process_state.forks.count))
+            returned.append((slot_id, forks == PROCESS.forks.count))
         return returned

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from shmloader.sampling.carry_over import CarryOver
 from shmloader.sampling.index_arrays import as_list
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
+from shmloader.sampling.rollover import RolloverEpoch
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
     are_known,
@@ -39,6 +41,7 @@ class ResumableSampler(Iterator[Any]):
         drawing: An iterator of it.
         progress: The epoch's progress; drawing begins at its position.
         checkpoint: Takes and restores checkpoints of the sampler.
+        carry_over: Takes over what the epoch leaves over, if it leaves anything over.
         state: What :meth:`dump` returned for this epoch; None for a new epoch.
     """
 
@@ -48,10 +51,12 @@ class ResumableSampler(Iterator[Any]):
         drawing: Iterator[Any],
         progress: Progress,
         checkpoint: SamplerCheckpoint,
+        carry_over: CarryOver | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._index_sampler = index_sampler
-        self._drawing = drawing
+        self._carry_over = carry_over
+        self._drawing = self._registered(drawing)
         self._progress = progress
         self._checkpoint = checkpoint
         self._state = state
@@ -117,13 +122,22 @@ class ResumableSampler(Iterator[Any]):
             if self._stateful is not None:
                 self._take_own_state()
             if state is not None and "own" in state:
-                self._drawing = restart_if_exhausted(self._drawing, self._index_sampler)
+                self._drawing = restart_if_exhausted(self._drawing, self._iterate)
             return self._drawing
         self._last_checksum = state.get("last")
         with self._checkpoint.drawing(state):
             items = self._continue(state)
             first = list(islice(items, 1))
         return self._without_done(first, items)
+
+    def _iterate(self) -> Iterator[Any]:
+        return self._registered(iter(self._index_sampler))
+
+    def _registered(self, drawing: Iterator[Any]) -> Iterator[Any]:
+        """Have the carry-over follow this iterator, and return it."""
+        if self._carry_over is not None and isinstance(drawing, RolloverEpoch):
+            self._carry_over.begin(drawing, drawing)
+        return drawing
 
     def _without_done(self, first: list[Any], items: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches that were not delivered ahead of their turn."""
@@ -163,9 +177,9 @@ class ResumableSampler(Iterator[Any]):
             self._own_states.append((at, state["own"]))
             self._stateful.load_state_dict(copy.deepcopy(state["own"]))
             if self._stateful is self._checkpoint.stateful:
-                self._drawing = iter(self._index_sampler)  # the iterator is older than the state
+                self._drawing = self._iterate()  # the iterator there is is older than the state
             if not at:
-                self._drawing = restart_if_exhausted(self._drawing, self._index_sampler)
+                self._drawing = restart_if_exhausted(self._drawing, self._iterate)
             if not self._tells_position:
                 log_redraw(self._index_sampler, position)
         elif (sequential := self._sequential_from(position)) is not None:

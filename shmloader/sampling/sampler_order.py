@@ -12,7 +12,7 @@ from shmloader.sampling.index_arrays import array_batches
 from shmloader.sampling.positions import PositionedStreams
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.resumable_sampler import ResumableSampler
-from shmloader.sampling.rollover import RolloverBatchSampler, RolloverEpoch
+from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
     describe,
@@ -109,12 +109,15 @@ class SamplerOrder:
             # The base seed of these workers was drawn by now, and is not the one that counts.
             checkpoint.restore_generators(self._state or {})
             return drawing
-        if isinstance(drawing, RolloverEpoch) and self.carry_over is not None:
-            self.carry_over.begin(drawing, drawing)
-        elif as_arrays:
+        if as_arrays:
             drawing = array_batches(self.index_sampler) or drawing
         self._drawn = ResumableSampler(
-            self.index_sampler, drawing, self._progress, checkpoint, self._state
+            self.index_sampler,
+            drawing,
+            self._progress,
+            checkpoint,
+            self.carry_over,
+            self._state,
         )
         return self._drawn
 

@@ -337,7 +337,7 @@ class SeededOrder(Sampler[list[Any]]):
         items = iter(self._items)
         if begun_from is None or "own" not in begun_from:
             return items
-        return restart_if_exhausted(items, self._items)
+        return restart_if_exhausted(items, self._items.__iter__)
 
     def _shape(self, steps: Steps, epoch: int, done_ahead: frozenset[int]) -> Iterator[Any]:
         cut = self._cut

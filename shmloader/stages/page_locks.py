@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from shmloader import process_state
 from shmloader.interruptions import is_interruption
 from shmloader.memory.slot import Slot
+from shmloader.process_state import PROCESS
 from shmloader.stages.backend import Backend
 from shmloader.stages.drivers import Driver
 
@@ -115,7 +115,7 @@ class PageLocks:
         """Keep a slot that cannot be unlocked, for as long as the process lives."""
         # Kept until the process ends: if the slot were unmapped, its addresses could be reused for
         # other memory, and the device would read the old pages instead of it.
-        process_state.locked_for_good.append(slot)
+        PROCESS.locked_for_good.append(slot)
         warnings.warn(
             f"{self._locked[slot.address]} bytes of shared memory stay page-locked and mapped "
             "until this process ends, since the driver does not release them",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from shmloader import process_state
+from shmloader.process_state import PROCESS
 
 # Longest wait for one thread to come to such a point: it may be in the user's own transform.
 _PARK_S = 5.0
@@ -46,11 +46,11 @@ class Parkable:
     def enter(self) -> None:
         """The thread begins."""
         self._ident = threading.get_ident()
-        with process_state.threads.lock:
-            process_state.threads.live.add(self)
-            process_state.threads.unwilling.add(self._ident)
-            if not process_state.threads.is_watching_exit:
-                process_state.threads.is_watching_exit = True
+        with PROCESS.threads.lock:
+            PROCESS.threads.live.add(self)
+            PROCESS.threads.unwilling.add(self._ident)
+            if not PROCESS.threads.is_watching_exit:
+                PROCESS.threads.is_watching_exit = True
                 # Before the pools are closed.
                 multiprocessing.util.Finalize(None, _stand_still_for_good, exitpriority=110)
         with self._changed:
@@ -61,9 +61,9 @@ class Parkable:
         with self._changed:
             self._is_still = True
             self._changed.notify_all()
-        with process_state.threads.lock:
-            process_state.threads.live.discard(self)
-            process_state.threads.unwilling.discard(self._ident)
+        with PROCESS.threads.lock:
+            PROCESS.threads.live.discard(self)
+            PROCESS.threads.unwilling.discard(self._ident)
 
     def pause(self) -> None:
         """Stand still if somebody forks."""
@@ -112,19 +112,19 @@ class Parkable:
     @property
     def stands_for_good(self) -> bool:
         """Whether the interpreter ends, and the thread will not go on."""
-        return process_state.threads.is_exiting and self._is_still
+        return PROCESS.threads.is_exiting and self._is_still
 
 
 @contextlib.contextmanager
 def all_parked() -> Iterator[None]:
     """Fork inside: all threads of ours stand still, or have been waited for for five seconds."""
     ident = threading.get_ident()
-    with process_state.threads.lock:
-        was_unwilling = ident in process_state.threads.unwilling
-        process_state.threads.unwilling.add(ident)
+    with PROCESS.threads.lock:
+        was_unwilling = ident in PROCESS.threads.unwilling
+        PROCESS.threads.unwilling.add(ident)
         parked = [
             thread
-            for thread in process_state.threads.live
+            for thread in PROCESS.threads.live
             if thread.parks_for_forks and thread._ident != ident
         ]
         try:
@@ -134,7 +134,7 @@ def all_parked() -> Iterator[None]:
             for thread in parked:
                 thread.release()
             if not was_unwilling:
-                process_state.threads.unwilling.discard(ident)
+                PROCESS.threads.unwilling.discard(ident)
 
 
 def may_wait_here() -> bool:
@@ -143,12 +143,12 @@ def may_wait_here() -> bool:
     Not so if it is one of them, or forks just now: the other one may stand still for its sake.
     The garbage collector may have us called anywhere.
     """
-    return threading.get_ident() not in process_state.threads.unwilling
+    return threading.get_ident() not in PROCESS.threads.unwilling
 
 
 def is_exiting() -> bool:
     """Whether the interpreter ends: threads of ours stand still for good."""
-    return process_state.threads.is_exiting
+    return PROCESS.threads.is_exiting
 
 
 def _ask(threads: list[Parkable], *, is_exit: bool = False) -> None:
@@ -160,6 +160,6 @@ def _ask(threads: list[Parkable], *, is_exit: bool = False) -> None:
 
 
 def _stand_still_for_good() -> None:
-    with process_state.threads.lock:
-        _ask(list(process_state.threads.live), is_exit=True)
-    process_state.threads.is_exiting = True
+    with PROCESS.threads.lock:
+        _ask(list(PROCESS.threads.live), is_exit=True)
+    PROCESS.threads.is_exiting = True

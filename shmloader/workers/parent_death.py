@@ -20,7 +20,7 @@ import threading
 from multiprocessing import reduction
 from typing import Any
 
-from shmloader import process_state
+from shmloader.process_state import PROCESS
 
 
 class ParentDeathPipe:
@@ -31,7 +31,7 @@ class ParentDeathPipe:
         self._read, self._write = os.pipe()
         # The reading end of a worker that is being started afresh.
         self._next_read = -1
-        process_state.parent_death_pipes.add(self)
+        PROCESS.parent_death_pipes.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the worker's end; multiprocessing calls this for each worker it starts."""

@@ -32,12 +32,12 @@ import cloudpickle
 import numpy as np
 import torch
 
-from shmloader import process_state
 from shmloader.memory.buffer_table import BufferTable, read_with_parts, stays_inside, write_parts
 from shmloader.memory.encoder import Parts, reduce_data
 from shmloader.memory.mapped_file import reduce_memory_map
 from shmloader.memory.segment import SealedSegment, SegmentWriter
 from shmloader.messages import RECEIVE_BYTES
+from shmloader.process_state import PROCESS
 from shmloader.shared.arrays import reduce_tensor
 
 #: What pickling raises for an object that cannot be pickled.
@@ -58,7 +58,7 @@ class _Descriptor:
 
     def detach(self) -> int:
         """Its number in this process; whoever asks owns it."""
-        return process_state.received[self._place]
+        return PROCESS.received[self._place]
 
 
 class _Recorder:
@@ -308,7 +308,7 @@ class ReceivedPayload:
             Exception: Whatever unpickling the user's objects raises.
         """
         # They stay: an object may open its own when it is first used.
-        process_state.received = self._descriptors
+        PROCESS.received = self._descriptors
         segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)
         outside: BufferTable = pickle.loads(whole[outside_at:body_at])

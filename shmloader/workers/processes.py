@@ -35,13 +35,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from shmloader import process_state
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.slot import close_inherited_slots
+from shmloader.process_state import PROCESS
 from shmloader.stats.readings import Readings, Usage
 from shmloader.workers.child import WorkerStart, worker_main
 from shmloader.workers.cores import usable_cores
@@ -156,7 +156,7 @@ class WorkerProcesses:
             None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
         )
         # Last: another thread may fork a worker at any time, which then abandons what is here.
-        process_state.worker_groups.add(self)
+        PROCESS.worker_groups.add(self)
         try:
             method = self._context.get_start_method()
             if method == "spawn":
@@ -610,6 +610,6 @@ def _close_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
 
 def close_inherited() -> None:
     """Close, in a forked worker, what the fork gave it of this and of other loaders."""
-    for group in list(process_state.worker_groups):
+    for group in list(PROCESS.worker_groups):
         group._abandon()
     close_inherited_slots()

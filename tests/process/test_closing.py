@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError, process_state
+from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
+from shmloader.process_state import PROCESS
 from shmloader.workers import processes
 from tests.process.support import (
     TOLD_S,
@@ -390,7 +391,7 @@ class Forks(weakref.WeakSet):
 
 def test_another_thread_may_fork_a_worker_while_a_pool_is_made(monkeypatch) -> None:
     seen = Forks()
-    monkeypatch.setattr(process_state, "worker_groups", seen)
+    monkeypatch.setattr(PROCESS, "worker_groups", seen)
     with DataLoader(Calls(large, 8), batch_size=2, num_workers=2) as loader:
         assert [numbers(b) for b in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert seen.code == 0

@@ -19,10 +19,11 @@ import threading
 import pytest
 import torch
 
-from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError, process_state
+from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
 from shmloader.errors import ClosedLoaderError, SharedMemoryError
 from shmloader.memory.slot import Slot
 from shmloader.pools.arena import Arena
+from shmloader.process_state import PROCESS
 from shmloader.stages.backend import Backend
 from shmloader.stages.device import DeviceStage
 from shmloader.stages.page_locks import PageLocks
@@ -161,7 +162,7 @@ def refusing_to_unregister(late: LateDevice):
 
 
 def test_memory_that_cannot_be_unregistered_stays_mapped(late, locks, monkeypatch) -> None:
-    monkeypatch.setattr(process_state, "locked_for_good", [])
+    monkeypatch.setattr(PROCESS, "locked_for_good", [])
     arena = Arena(1 << 20, locks)
     slot = arena[0]
     slot.mapping[:10] = b"0123456789"

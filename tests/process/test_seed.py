@@ -295,7 +295,7 @@ def test_any_sampler_gives_the_same_run_in_workers_and_the_length_is_torch_s(kin
     here = loader()
     unseeded = loader(seed=None)
     assert len(here) == len(unseeded)
-    assert type(here.sampler) is type(unseeded.sampler)
+    assert isinstance(here.sampler, type(unseeded.sampler))
     assert type(here.batch_sampler) is type(unseeded.batch_sampler)
     before = states()
     first = epochs_of(here)

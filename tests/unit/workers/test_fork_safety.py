@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shmloader import process_state
+from shmloader.process_state import PROCESS
 from shmloader.workers import fork_safety
 from shmloader.workers.fork_safety import Parkable, all_parked, may_wait_here
 
@@ -51,8 +51,8 @@ def counters():
     yield made
     for counter in made:
         counter.end()
-    assert process_state.threads.live == set()
-    assert process_state.threads.unwilling == set()
+    assert PROCESS.threads.live == set()
+    assert PROCESS.threads.unwilling == set()
 
 
 def test_nobody_moves_while_all_are_parked(counters) -> None:
@@ -139,7 +139,7 @@ def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypat
         while loader.count == before:
             assert time.monotonic() < deadline
             time.sleep(0)
-    monkeypatch.setattr(process_state.threads, "is_exiting", False)
+    monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     assert not fork_safety.is_exiting()
     fork_safety._stand_still_for_good()
     assert fork_safety.is_exiting()
@@ -194,7 +194,7 @@ def test_several_may_fork_at_once_while_threads_come_and_go() -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert errors == []
-    assert process_state.threads.live == set()
+    assert PROCESS.threads.live == set()
 
 
 def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
@@ -203,9 +203,7 @@ def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
         if pid == 0:
             # The lock was held, and a request is out: neither is the child's.
             with all_parked():
-                is_right = process_state.threads.live == set() and len(
-                    process_state.threads.unwilling
-                )
+                is_right = PROCESS.threads.live == set() and len(PROCESS.threads.unwilling)
             os._exit(0 if is_right == 1 else 1)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -215,7 +213,7 @@ def test_at_the_interpreter_s_exit_they_stand_still_for_good(monkeypatch) -> Non
     counter = Counter()
     while not counter.count:
         time.sleep(0)
-    monkeypatch.setattr(process_state.threads, "is_exiting", False)
+    monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     fork_safety._stand_still_for_good()
     before = counter.count
     time.sleep(0.01)
