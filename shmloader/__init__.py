@@ -15,7 +15,8 @@ The layers; imports run downward only::
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
     messages    what crosses between processes
-    options, errors
+    options     the checks of arguments
+    errors, and process_state: all state that belongs to the process
     stats       where the time goes: what is noted of each batch, and the verdict
 """
 

@@ -178,7 +178,7 @@ class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
     ``kept`` and ``touched_bytes`` as above. ``beginning``: a pickled
-    :class:`~shmloader.workers.stream.Beginning` of the next epoch, where workers live on.
+    :class:`~shmloader.workers.stream.Beginning` of the next epoch, where workers are persistent.
     """
 
     seq: int

@@ -61,6 +61,11 @@ an idle one takes the oldest, and the answer says who it was. So it is with ``th
 workers are threads of the main process, there are no messages, and a batch comes as it is; a slot
 is then no more than a place in the window. Draws, order, failures, stages and ends are the same.
 
+Which index batches there are is not the engine's affair: the loader's one ``EpochPlan``
+(:mod:`shmloader.sampling.plan`) knows the epoch, its order, how far the user is in it, and what it
+leaves over for the next one. What the loader was asked for reaches all parts as one frozen
+``LoaderConfig`` (:mod:`shmloader.fronts.config`).
+
 With each batch comes what a checkpoint of the worker's dataset consists of: the dataset's own
 state, if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up to the last
 answer, from which a dead worker is replaced, and up to the last delivered batch, from which the

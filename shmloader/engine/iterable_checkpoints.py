@@ -110,7 +110,7 @@ class IterableCheckpoints:
     def next_epoch(self, *, is_iterable: bool = True) -> "IterableCheckpoints":
         """The next epoch's beginning: datasets go on from where they were at the end of this one.
 
-        Only those of workers that live on were saved there. A map-style dataset has no end of its
+        Only those of persistent workers were saved there. A map-style dataset has no end of its
         own.
         """
         checkpoints = [

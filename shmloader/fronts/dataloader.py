@@ -133,7 +133,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         multiprocessing_context: A start method's name or a context.
         generator: Random stream for shuffling and the base seed.
         prefetch_factor: Batches in flight for each worker; 2 if None.
-        persistent_workers: Whether workers live on after an epoch.
+        persistent_workers: Whether workers persist after an epoch.
         pin_memory_device: Deprecated by torch.
         in_order: Whether batches come in the sampler's order.
         shm_size: Cap on the shared memory of one iterator: bytes, or text such as ``"512MiB"``.
@@ -184,7 +184,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             back after each batch. A position is that in this loader's order: of several ranks,
             give each a seed of its own, or use :class:`shmloader.ShardedDataLoader`. The samples
             of an iterable dataset depend on the number of the worker and the position in its
-            stream. Not with ``generator``. None: all is torch's.
+            stream. ``loader.sampler`` is the order that is delivered, whose ``set_epoch`` names the
+            next epoch, where torch would have a ``RandomSampler``. Not with ``generator``. None:
+            all is torch's.
         snapshot_every_n_steps: After how many batches a worker takes the state of a dataset that
             has ``state_dict`` and ``load_state_dict``, or whose iterator has; 0 or None: never. An
             iterable dataset goes on from there when the loader is resumed, or the worker replaced:

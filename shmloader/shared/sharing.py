@@ -1,4 +1,4 @@
-"""``share``: finds the bulk in an object, moves it to shared memory, and builds a twin around it.
+"""``share`` returns an equivalent object whose bulk is in shared memory.
 
 Three steps: the object's containers are walked, and the bulk in them is noted; it is written to one
 segment, which is sealed; the walk is done once more, and copies each container, with views of the
@@ -39,7 +39,7 @@ _WHOLE = (SharedList, SharedDict, np.ndarray, torch.Tensor, str, bytes, type)
 
 
 def share(obj: _T, writable: bool = False) -> _T:
-    """A twin of an object whose bulk lies in shared memory, once for all processes.
+    """Return an equivalent object whose bulk lies in shared memory, once for all processes.
 
     Bulk is: numpy arrays and CPU tensors; lists, tuples and dicts of 1,000 items and more, which
     become a ``SharedList`` or ``SharedDict``: these read as they did, cannot be changed, and build
@@ -48,7 +48,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     tuples and dicts, at any depth. What has no bulk in it is the very object that it was. A memory
     map stays: it is there once already. What was shared before is not copied again.
 
-    The twin may be used here, be in a dataset of a loader, and be sent to any process that
+    The shared copy may be used here, be in a dataset of a loader, and be sent to any process that
     multiprocessing starts, under fork, spawn or forkserver: what crosses is a handle. The memory
     has no name, cannot be changed, and is gone with its last user.
 
@@ -80,15 +80,15 @@ def share(obj: _T, writable: bool = False) -> _T:
         segment = writer.finish()
     if walk.tensors:
         enable_tensor_handles()
-    twin: _T = _Twins(walk, build(segment)).twin(obj)
-    return twin
+    shared_copy: _T = _SharedCopies(walk, build(segment)).shared_copy(obj)
+    return shared_copy
 
 
 class _Walk:
     """Finds the bulk. What it has found it keeps, so that no address is used twice.
 
     Attributes:
-        changing: The ids of what has bulk in it, at any depth: all that gets a twin.
+        changing: The ids of what has bulk in it, at any depth: all that gets a shared copy.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def _may_share(tensor: torch.Tensor) -> bool:
 
 
 def _fields_of(value: Any, *, is_root: bool) -> dict[str, Any] | None:
-    """The attributes of a dataset or dataclass, or of any root, if a twin of it can be made."""
+    """Return the attributes of a dataset, a dataclass or any root that can have a shared copy."""
     kind = type(value)
     is_looked_at = (
         is_root
@@ -185,7 +185,7 @@ def _parts_of(value: Any, *, is_root: bool) -> Iterable[Any] | None:
 def _write(
     walk: _Walk, writer: SegmentWriter, *, writable: bool
 ) -> Callable[[Segment], dict[int, Any]]:
-    """Write all bulk; gives what then opens it: each piece's twin, by the piece's id."""
+    """Write all bulk; gives what then opens it: each piece's shared copy, by the piece's id."""
     parts = Parts()
     storages = {}
     for key, tensor in walk.tensors.items():
@@ -209,22 +209,22 @@ def _write(
 
     def build(segment: Segment) -> dict[int, Any]:
         opened = _open_storages(table, segment)
-        twins: dict[int, Any] = {
+        copies: dict[int, Any] = {
             key: open_array(segment, *place, is_writable=writable) for key, place in arrays.items()
         }
         for key, tensor in walk.tensors.items():
-            twins[key] = rebuild_tensor(
+            copies[key] = rebuild_tensor(
                 opened[storages[key].index], tensor.dtype, tuple(tensor.shape), tensor.stride(),
                 int(tensor.storage_offset()), tensor.requires_grad,
                 type(tensor) is torch.nn.Parameter,
             )  # fmt: skip
         for key, place in lists.items():
-            twins[key] = SharedList(Records(segment, place))
+            copies[key] = SharedList(Records(segment, place))
         for key, (keys, values, index) in dicts.items():
-            twins[key] = SharedDict(
+            copies[key] = SharedDict(
                 segment, Records(segment, keys), Records(segment, values), index
             )
-        return twins
+        return copies
 
     return build
 
@@ -237,7 +237,7 @@ def _open_storages(table: BufferTable, segment: Segment) -> list[Part]:
 
 
 def _write_array(array: Any, writer: SegmentWriter) -> tuple[int, Any, Any, Any]:
-    """Write an array; offset, dtype, shape and strides of its twin, which has its order."""
+    """Write an array; offset, dtype, shape and strides of its shared copy, which has its order."""
     strides = np.empty_like(array, order="K", subok=False).strides
     dense = array if array.strides == strides else array.copy(order="K")
     address = dense.__array_interface__["data"][0]
@@ -260,22 +260,22 @@ def _write_items(items: Iterable[Any], writer: SegmentWriter, word: str, *, writ
     return records.finish()
 
 
-class _Twins:
+class _SharedCopies:
     """Copies what has bulk in it, with what lies in a segment in the place of the bulk."""
 
     def __init__(self, walk: _Walk, made: dict[int, Any]) -> None:
         self._walk = walk
         self._made = made
 
-    def twin(self, value: Any) -> Any:
-        """An object's twin: always the same one. Itself, where there is no bulk in it."""
+    def shared_copy(self, value: Any) -> Any:
+        """Return an object's shared copy, always the same one; the object itself if it has no bulk."""
         key = id(value)
         if key in self._made:
             return self._made[key]
         if key not in self._walk.changing:
             return value
         if isinstance(value, tuple):
-            inner = [self.twin(one) for one in value]
+            inner = [self.shared_copy(one) for one in value]
             # It may hold itself, by way of a list.
             return self._made.setdefault(key, _tuple_like(value, inner))
         made = self._made[key] = _copy_of(value)
@@ -283,13 +283,13 @@ class _Twins:
             return value
         if isinstance(value, list):
             for place, one in enumerate(value):
-                list.__setitem__(made, place, self.twin(one))
+                list.__setitem__(made, place, self.shared_copy(one))
         elif isinstance(value, dict):
             for name, one in value.items():
-                dict.__setitem__(made, name, self.twin(one))
+                dict.__setitem__(made, name, self.shared_copy(one))
         else:
             for name, one in attributes_of(value).items():
-                object.__setattr__(made, name, self.twin(one))
+                object.__setattr__(made, name, self.shared_copy(one))
         return made
 
 

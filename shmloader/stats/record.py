@@ -94,7 +94,7 @@ class Record:
         kind: What loads: "processes", "threads", "in-process", "torch" (its own iterator), or
             "other" (a loader that is not ours).
         worker_count: How many workers.
-        keeps_workers: Whether they live on for the next epoch.
+        keeps_workers: Whether the workers persist after the epoch.
         lane: Which of the iterators that are at work at a time: 0, where there is but one.
         is_over: Whether the epoch has been given up or come to its end.
         trace: What every batch is told, while a trace is recorded.

@@ -160,7 +160,7 @@ class LoaderStats:
         kind: What loads: "processes", "threads", "in-process" or "torch" (its own iterator); ""
             before the first epoch.
         num_workers: How many of these.
-        persistent_workers: Whether they live on for the next epoch.
+        persistent_workers: Whether the workers persist after an epoch.
         batches: Handed over.
         samples: In these.
         nbytes: In these: of slots, or of tensors and arrays.

@@ -107,7 +107,7 @@ class IterableCheckpoint(NamedTuple):
         )
 
     def begun_anew(self) -> "IterableCheckpoint":
-        """The next epoch's beginning, if the dataset lives on."""
+        """The next epoch's beginning, if the dataset persists."""
         return (
             IterableCheckpoint(0, self.snapshot, rng=self.rng)
             if self.has_ended

@@ -19,7 +19,7 @@ class PipelineDataLoader:
     source → ``preprocessor`` → lists of ``batch_size`` → ``aggregator`` → ``transfer_fn`` → buffer.
     What is None is left out of the chain. It can be iterated again and again if the source can;
     each epoch is one run through the source. Threads and worker processes start with the first, and
-    live on until :meth:`close`, the end of a ``with`` block, or until the loader is garbage. Errors
+    persist until :meth:`close`, the end of a ``with`` block, or until the loader is garbage. Errors
     and ends are those of :class:`Pipeline`, and so is the bound on what is in flight.
 
     Args:

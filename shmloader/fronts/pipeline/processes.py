@@ -11,7 +11,7 @@
 
 A worker's dataset is the op: ``dataset[item]`` calls it. The engine knows one endless epoch, and
 gives results as they come; what order they have, and which of them nobody wants any more, is the
-flow's affair. So workers live on from one epoch of the pipeline to the next, and an op that was in
+flow's affair. So workers persist from one epoch of the pipeline to the next, and an op that was in
 work when an epoch was left is finished for nobody.
 
 Guarantees:
