@@ -268,7 +268,7 @@ class _SharedCopies:
         self._made = made
 
     def shared_copy(self, value: Any) -> Any:
-        """Return an object's shared copy, always the same one; the object itself if it has no bulk."""
+        """Return an object's shared copy, always the same one; or the object, if it has no bulk."""
         key = id(value)
         if key in self._made:
             return self._made[key]
