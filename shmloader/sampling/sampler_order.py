@@ -82,8 +82,7 @@ class SamplerOrder:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers which epoch is next, if they count epochs."""
-        if self._seed is None:
-            set_epoch_of(self.index_sampler, epoch)
+        set_epoch_of(self.index_sampler, epoch)
 
     def take_named_epoch(self) -> None:
         """Return None: a sampler that others tell an epoch draws that epoch by itself."""

@@ -883,3 +883,29 @@ def test_a_dataset_is_iterated_once_though_it_goes_on() -> None:
     assert rest(iter(other)) == [[1], [2], [3], [4], [5]]
     assert bool(switches[0])
     assert not switches[1]
+
+
+class Seeds(IterableDataset):
+    """Yields the base seed of the worker, four times."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter([info.seed - info.id] * 4)
+
+
+def test_a_generator_of_the_loader_is_as_far_after_an_epoch_that_was_resumed() -> None:
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(4)
+        return DataLoader(Seeds(), batch_size=None, num_workers=1, generator=generator)
+
+    unbroken = loader()
+    epochs = [list(unbroken) for _ in range(3)]
+    assert len({seeds[0] for seeds in epochs}) == 3
+    begun = loader()
+    assert list(begun) == epochs[0]
+    batches = iter(begun)
+    assert next(batches) == epochs[1][0]
+    resumed = loader()
+    resumed.load_state_dict(begun.state_dict())
+    assert list(resumed) == epochs[1][1:]
+    assert list(resumed) == epochs[2]
