@@ -123,3 +123,28 @@ def test_a_loader_rebuilt_from_the_attributes_delivers_the_same() -> None:
     expected = make()
     for _ in range(3):
         assert read(again) == read(expected)
+
+
+class Counting:
+    """A sampler that counts its epochs as it is iterated."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(range(LENGTH))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+def test_a_sampler_that_counts_by_itself_does_not_overrule_the_epoch_that_was_named() -> None:
+    loader = DataLoader(torch.arange(LENGTH), 4, sampler=Counting(), seed=1)
+    first = iter(loader)
+    loader.set_epoch(9)
+    next(first)  # only now the sampler is told of epoch 0, and counts on
+    iter(loader)
+    assert loader.state_dict()["epoch"] == 9
