@@ -99,6 +99,17 @@ def test_batches_arrive_over_several_epochs(late: LateDevice, options) -> None:
     assert late.count("faults") == 0
 
 
+def test_the_epochs_of_a_loader_share_its_devices(late: LateDevice) -> None:
+    with make(2) as loader:
+        for batch in loader:
+            to_host(batch)
+        opened = loader._parts.destination
+        assert opened is not None
+        for batch in loader:
+            to_host(batch)
+        assert loader._parts.destination is opened
+
+
 def test_batch_i_of_a_step_arrives_on_device_i(late: LateDevice) -> None:
     loader = ShardedDataLoader(
         Calls(sample, 400), 2, devices=["late:0", "late:1"], num_workers=2, prefetch_factor=2
