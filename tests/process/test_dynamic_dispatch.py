@@ -227,8 +227,10 @@ def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkey
 
     batches = iter(make(sample, 40, in_order=in_order, timeout=10))
     wait_until(lambda: len(loads.begun) == 8)
-    results = batches._source.running.thread.results
-    wait_until(lambda: results)  # the engine's thread has nothing to do but to wait
+    pool, scheduler = batches._pool, batches._engine._scheduler
+    # The engine's thread has taken all answers, and waits: nothing but a ticket can wake it.
+    wait_until(lambda: all(ticket.answer is not None for ticket in scheduler.tickets))
+    wait_until(lambda: batches._source.running.thread.results and pool.is_waiting)
     seen = [next(batches)]
     pool = batches._pool._workers
     assert pool._waker.is_due
