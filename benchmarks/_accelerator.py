@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shmloader.stages.target import parse_device
+from shmloader.device.target import parse_device
 
 LATE = "late"
 

@@ -28,8 +28,8 @@ from _accelerator import Accelerator, open_accelerator
 from _files import write_json
 from _machine import describe_machine
 
+from shmloader.device.backend import Backend, open_backend
 from shmloader.memory.slot import Slot
-from shmloader.stages.backend import Backend, open_backend
 
 MIB = 1 << 20
 REGISTERED_MIB = (2, 40, 80, 512)

@@ -27,10 +27,10 @@ from _workloads import Nothing
 
 import shmloader
 from shmloader.engine.engine import Engine
-from shmloader.fronts.iterator import EngineIterator
+from shmloader.insight.record import Record
+from shmloader.insight.times import BatchTimes
+from shmloader.loader.iterator import EngineIterator
 from shmloader.messages import BatchDone, pack, unpack
-from shmloader.stats.record import Record
-from shmloader.stats.times import BatchTimes
 
 _RUN_LIMIT_S = 180.0
 _SHORT, _SHORT_RUNS = 300, 400

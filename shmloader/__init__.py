@@ -4,24 +4,27 @@
 
 The layers; imports run downward only::
 
-    commands    the command line
+    cli         the command line
     sequence    lazy sequences, and one that is computed ahead by a loader
-    fronts      what users see: loaders and their iterators, and pipelines
-    stages      what happens to a batch after the engine, on a thread: pinning, copying to a device
-    engine      an ordered, bounded, parallel map; the way of one batch is drawn there
-    pools       who makes the batches: processes, whose batches come in slots, or threads
-    workers     what a worker does; how processes start and end; who stands still meanwhile
+    loader      the loaders and their iterators
+    pipeline    pipelines of a source, stages and a sink
+    device      what happens to a batch after the engine, on a thread: pinning, copying to a device
+    engine      an ordered, bounded, parallel map; the path of a batch is drawn there
+    pools       where batches are made: processes, threads, or the thread that asks
+    batch       how a batch is made
     shared      datasets in shared memory, once for all processes
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
+    threads     background threads, and what a fork must not catch in the middle
     messages    what crosses between processes
     options     the checks of arguments
+    insight     where the time goes: what is noted of each batch, and the verdict
     errors, and process_state: all state that belongs to the process
-    stats       where the time goes: what is noted of each batch, and the verdict
 """
 
 from torch.utils.data import get_worker_info
 
+from shmloader.batch.sample_rng import sample_rng
 from shmloader.errors import (
     ClosedLoaderError,
     InternalError,
@@ -31,16 +34,15 @@ from shmloader.errors import (
     TooManyFailures,
     WorkerDiedError,
 )
-from shmloader.fronts.cached import CachedBatches
-from shmloader.fronts.dataloader import DataLoader
-from shmloader.fronts.pipeline.builder import PipelineBuilder
-from shmloader.fronts.pipeline.loader import PipelineDataLoader
-from shmloader.fronts.pipeline.pipeline import Pipeline
-from shmloader.fronts.sharded import ShardedDataLoader
+from shmloader.insight import LoaderStats
+from shmloader.loader.cached import CachedBatches
+from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
+from shmloader.pipeline.builder import PipelineBuilder
+from shmloader.pipeline.loader import PipelineDataLoader
+from shmloader.pipeline.pipeline import Pipeline
 from shmloader.shared import share
-from shmloader.stats import LoaderStats
-from shmloader.workers.sample_rng import sample_rng
 
 __version__ = "0.1.0"
 

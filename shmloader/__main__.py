@@ -2,7 +2,7 @@
 
 import sys
 
-from shmloader.commands.main import main
+from shmloader.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

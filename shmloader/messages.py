@@ -94,7 +94,7 @@ class ResumeStream(NamedTuple):
     """Main → worker, before its first task: its dataset goes on where another one was.
 
     Attributes:
-        checkpoint: A pickled :class:`~shmloader.workers.stream.IterableCheckpoint`.
+        checkpoint: A pickled :class:`~shmloader.batch.iterable_state.IterableCheckpoint`.
     """
 
     checkpoint: bytes | Attached
@@ -122,9 +122,9 @@ class BatchDone(NamedTuple):
         checksum: Of these bytes, where SHMLOADER_DEBUG asks for it.
         report: Where failures of samples are counted, a ``SampleReport`` as it is written.
         snapshot: Of a dataset that has a state, where one was due after this batch: a pickled
-            :class:`~shmloader.workers.stream.Saved`.
+            :class:`~shmloader.batch.iterable_state.Saved`.
         times: The worker's clock of this batch: fields of
-            :class:`~shmloader.stats.times.WorkTimes`.
+            :class:`~shmloader.insight.times.WorkTimes`.
         fingerprint: Of a batch of an iterable dataset, where one is taken.
     """
 
@@ -178,7 +178,8 @@ class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
     ``kept`` and ``touched_bytes`` as above. ``beginning``: a pickled
-    :class:`~shmloader.workers.stream.Beginning` of the next epoch, where workers are persistent.
+    :class:`~shmloader.batch.iterable_state.Beginning` of the next epoch, where workers are
+    persistent.
     """
 
     seq: int
@@ -201,8 +202,8 @@ class StatePart(NamedTuple):
 class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered.
 
-    ``beginning``: a pickled :class:`~shmloader.workers.stream.Beginning` of the epoch, or what is
-    left of it after the pieces before.
+    ``beginning``: a pickled :class:`~shmloader.batch.iterable_state.Beginning` of the epoch, or
+    what is left of it after the pieces before.
     """
 
     epoch: int

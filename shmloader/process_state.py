@@ -32,7 +32,7 @@ class Forks:
 
 
 class Threads:
-    """Threads of this process that can be parked (:mod:`shmloader.workers.fork_safety`).
+    """Threads of this process that can be parked (:mod:`shmloader.threads.fork_safety`).
 
     Attributes:
         lock: Held from the request to park until all threads may continue: meanwhile no thread

@@ -38,7 +38,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader.stages import drivers
+from shmloader.device import drivers
 
 _SOURCE = Path(__file__).with_name("late_device.cpp")
 _CACHE = Path(__file__).parents[1] / ".pytest_cache" / "d" / "late_device"
@@ -129,7 +129,7 @@ def compile_library() -> Path:
 
 
 class _Driver:
-    """The device's driver, as `shmloader.stages.drivers.Driver` has it.
+    """The device's driver, as `shmloader.device.drivers.Driver` has it.
 
     Attributes:
         refuses: Why registering is refused, if it is.

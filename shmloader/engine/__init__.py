@@ -21,12 +21,12 @@ The way of one batch::
 Two small messages and one copy a batch.
 
 With a stage (``pin_memory=True``, ``device=``) the engine belongs to a thread of its own, one for
-each epoch (:mod:`shmloader.stages.thread`). The user's thread goes on drawing the sampler, one
+each epoch (:mod:`shmloader.device.thread`). The user's thread goes on drawing the sampler, one
 ticket for each batch that it takes, and hands the tickets over by an ``inbox``; the thread runs the
 engine, and then the stage: it copies a batch out of its slot into page-locked memory, or has the
 device read the slot, which is free when the copy is done. What comes out, batches and exceptions,
 waits in order for the user's thread. While any loader of the process forks a worker, such threads
-stand still where they hold no lock (:mod:`shmloader.workers.fork_safety`); a dead worker is
+stand still where they hold no lock (:mod:`shmloader.threads.fork_safety`); a dead worker is
 replaced by the user's thread.
 
 The life of a worker::
@@ -64,7 +64,7 @@ is then no more than a place in the window. Draws, order, failures, stages and e
 Which index batches there are is not the engine's affair: the loader's one ``EpochPlan``
 (:mod:`shmloader.sampling.plan`) knows the epoch, its order, how far the user is in it, and what it
 leaves over for the next one. What the loader was asked for reaches all parts as one frozen
-``LoaderConfig`` (:mod:`shmloader.fronts.config`).
+``LoaderConfig`` (:mod:`shmloader.loader.config`).
 
 With each batch comes what a checkpoint of the worker's dataset consists of: the dataset's own
 state, if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up to the last
@@ -73,11 +73,11 @@ loader's state is made (:mod:`shmloader.engine.iterable_checkpoints`). A dataset
 own state.
 Otherwise it is iterated again, with the random generators as they were when it began; the batches
 that were delivered are read again, discarded, and compared by their fingerprints
-(:mod:`shmloader.workers.stream`). If it cannot be resumed, the iterator raises and ends.
+(:mod:`shmloader.batch.iterable_state`). If it cannot be resumed, the iterator raises and ends.
 
 A pipeline's stage on worker processes is an engine, too, on a thread of its own: an item is a
 ticket, the op is the dataset, and the epoch has no end
-(:mod:`shmloader.fronts.pipeline.processes`).
+(:mod:`shmloader.pipeline.processes`).
 
 The words:
 

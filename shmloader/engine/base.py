@@ -10,9 +10,9 @@ from shmloader.engine.inbox import Inbox
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.insight.record import Counts
+from shmloader.insight.times import BatchTimes
 from shmloader.interruptions import is_interruption
-from shmloader.stats.record import Counts
-from shmloader.stats.times import BatchTimes
 
 
 def _do_nothing() -> None:
@@ -43,7 +43,7 @@ class EngineBase(abc.ABC):
     """Batches of one iterator, epoch after epoch.
 
     Runs on the thread that calls ``next_batch``: the user's, or one of
-    :mod:`shmloader.stages.thread`.
+    :mod:`shmloader.device.thread`.
 
     Attributes:
         in_transit: Whether something was taken, a message, indices or a batch, that has not come to

@@ -1,7 +1,7 @@
 """Acts on what the scheduler decides: has its pool make batches, and hands them over.
 
 Runs on the thread that calls ``next_batch``, and only then: the user's, or one of
-:mod:`shmloader.stages.thread`. While that thread does other things, workers go on with the tasks
+:mod:`shmloader.device.thread`. While that thread does other things, workers go on with the tasks
 they have, and their answers wait in the pool.
 """
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
+from shmloader.batch.iterable_state import Beginning
 from shmloader.engine.base import Delivery, EngineBase
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
@@ -36,13 +37,12 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
+from shmloader.insight.times import BatchTimes
 from shmloader.interruptions import is_interruption
 from shmloader.memory.debug import is_debugging
 from shmloader.pools import Pool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
-from shmloader.stats.times import BatchTimes
-from shmloader.workers.status_page import AtWork, Phase
-from shmloader.workers.stream import Beginning
+from shmloader.pools.status_page import AtWork, Phase
 
 _log = logging.getLogger("shmloader")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Generic, TypeVar, overload
 
+from shmloader.batch.bad_samples import LISTED, SampleReport, describe_index
 from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
-from shmloader.workers.bad_samples import LISTED, SampleReport, describe_index
 
 #: Samples that are looked at before a share of them is judged, but for the epoch's end.
 JUDGED_FROM = 100

@@ -16,15 +16,15 @@ from collections.abc import Iterable
 from reprlib import repr as _short
 from typing import Any, NamedTuple, Self
 
-from shmloader.interruptions import is_interruption
-from shmloader.sampling.rng import kept, set_global_rng_state
-from shmloader.workers.stream import (
+from shmloader.batch.iterable_state import (
     Beginning,
     IterableCheckpoint,
     Saved,
     dump_for_workers,
     read,
 )
+from shmloader.interruptions import is_interruption
+from shmloader.sampling.rng import kept, set_global_rng_state
 
 
 class StreamNote(NamedTuple):

@@ -7,7 +7,7 @@ from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.wording import describe_late_start, describe_timeout, describe_work
 from shmloader.errors import LoaderTimeoutError
 from shmloader.pools import Pool
-from shmloader.workers.status_page import Phase
+from shmloader.pools.status_page import Phase
 
 # Time for asking workers what they are at, once a batch is late.
 _ASK_S = 1.0

@@ -4,12 +4,19 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.batch.iterable_state import (
+    IterableCheckpoint,
+    Saved,
+    parts_of,
+    read,
+    save,
+    save_dataset,
+)
+from shmloader.batch.sample_rng import SeededIterator
 from shmloader.engine.iterable_checkpoints import dump_checkpoint
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import global_rng_state
 from shmloader.sampling.sampler_checkpoint import has_own_state
-from shmloader.workers.sample_rng import SeededIterator
-from shmloader.workers.stream import IterableCheckpoint, Saved, parts_of, read, save, save_dataset
 
 
 class DatasetHere:

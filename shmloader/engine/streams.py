@@ -9,8 +9,8 @@ import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
-from shmloader.workers.stream import Beginning, IterableCheckpoint
 
 
 class _End(NamedTuple):

@@ -8,11 +8,11 @@ import reprlib
 import signal
 from collections.abc import Iterable
 
+from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import Death
+from shmloader.pools.status_page import AtWork, Phase
 from shmloader.sampling.positions import without_position
-from shmloader.workers.status_page import AtWork, Phase
-from shmloader.workers.stream import IterableCheckpoint
 
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
@@ -188,7 +188,7 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
 
 
 # Where a worker process calls the user's code.
-_CALLERS = ("/shmloader/workers/child.py", "/shmloader/workers/batch_maker.py")
+_CALLERS = ("/shmloader/pools/child.py", "/shmloader/batch/maker.py")
 
 
 def _is_not_ours(frame: str) -> bool:

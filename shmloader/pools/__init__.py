@@ -36,11 +36,11 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any, Protocol
 
+from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
+from shmloader.insight.readings import Readings
+from shmloader.insight.record import Counts
 from shmloader.pools.answers import Answer, Batch, Death
-from shmloader.stats.readings import Readings
-from shmloader.stats.record import Counts
-from shmloader.workers.status_page import AtWork
-from shmloader.workers.stream import Beginning, IterableCheckpoint
+from shmloader.pools.status_page import AtWork
 
 
 class SentTicket(Protocol):

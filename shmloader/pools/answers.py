@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.interruptions import is_interruption
 from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
-from shmloader.workers.bad_samples import SampleReport
-from shmloader.workers.remote_error import RemoteError
 
 
 class PickledReader:

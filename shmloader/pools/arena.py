@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from shmloader.errors import SharedMemoryError
+from shmloader.insight.record import Counts
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.debug import poison
 from shmloader.memory.lease import LeaseBook
 from shmloader.memory.slot import FIRST_BYTES, Slot, has_excess
-from shmloader.stats.record import Counts
 
 # Slots that hold too much are looked for once in so many batches. At each look, the need of the
 # batches before counts for this share of what it did.

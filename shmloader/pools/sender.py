@@ -2,6 +2,8 @@
 
 import pickle
 
+from shmloader.batch.iterable_state import IterableCheckpoint
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -18,9 +20,7 @@ from shmloader.messages import (
 )
 from shmloader.pools import SentTicket
 from shmloader.pools.arena import Arena
-from shmloader.workers.processes import WorkerProcesses
-from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.stream import IterableCheckpoint
+from shmloader.pools.worker_processes import WorkerProcesses
 
 
 class Sender:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shmloader.batch.array_fetch import ArrayFetcher, ArraysHere
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig, OnError
+from shmloader.batch.maker import BatchMaker
+from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.sample_rng import SampleRng, one_by_one
+from shmloader.batch.timer import Timer, bytes_of
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
-from shmloader.workers.array_fetch import ArrayFetcher, ArraysHere
-from shmloader.workers.batch_maker import BatchMaker
-from shmloader.workers.concurrent_fetcher import ConcurrentFetcher
-from shmloader.workers.fetch import EmptyBatchError, FetchConfig, OnError
-from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.sample_rng import SampleRng, one_by_one
-from shmloader.workers.timer import Timer, bytes_of
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

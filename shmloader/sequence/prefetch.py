@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from shmloader.fronts.dataloader import DataLoader
+from shmloader.loader.dataloader import DataLoader
 from shmloader.sampling.checks import whole_number
 from shmloader.sequence.lazy import LazySequence
 

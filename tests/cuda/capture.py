@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 
 from shmloader import DataLoader
-from shmloader.stages import backend, device
-from shmloader.stages.backend import Backend
-from shmloader.stages.drivers import open_driver
+from shmloader.device import backend, device
+from shmloader.device.backend import Backend
+from shmloader.device.drivers import open_driver
 from tests.cuda.accelerators import open_accelerator
 from tests.process.support import Calls, Gate, wait_until
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from shmloader import DataLoader
+from shmloader.device.backend import Backend
+from shmloader.device.device import DeviceStage
+from shmloader.device.drivers import _CAPTURE_RELAXED, CudaDriver, Driver, open_driver
 from shmloader.memory.slot import Slot
-from shmloader.stages.backend import Backend
-from shmloader.stages.device import DeviceStage
-from shmloader.stages.drivers import _CAPTURE_RELAXED, CudaDriver, Driver, open_driver
 from tests.cuda.accelerators import Cuda, kind, on
 from tests.process.support import Calls, Program, only, run_program
 

@@ -138,7 +138,7 @@ def simulate_pinning() -> None:
     """Pin by copying, where torch has no accelerator; the thread is the real one."""
     if torch.accelerator.is_available():
         return
-    from shmloader.fronts import iterator
+    from shmloader.loader import iterator
 
     class CopyingStage(iterator.PinStage):
         def start(self) -> None:
@@ -155,8 +155,8 @@ def simulate_pinning() -> None:
 
 def simulate_device() -> None:
     """A device in this process's memory, whose copies are done one step late."""
-    from shmloader.fronts import dataloader, iterator
-    from shmloader.stages import backend, target
+    from shmloader.device import backend, target
+    from shmloader.loader import dataloader, iterator
 
     class Event:
         def __init__(self) -> None:

@@ -5,14 +5,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.batch.remote_error import RemoteError
+from shmloader.insight.readings import Readings
+from shmloader.insight.record import Counts
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.slotless import Slotless
-from shmloader.stats.readings import Readings
-from shmloader.stats.record import Counts
-from shmloader.workers.remote_error import RemoteError
-from shmloader.workers.status_page import AtWork, Phase
-from shmloader.workers.wakeup import Wakeup
+from shmloader.pools.status_page import AtWork, Phase
+from shmloader.threads.wakeup import Wakeup
 
 
 class CallingPool(Slotless):

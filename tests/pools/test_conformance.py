@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 import torch
 
+from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
-from shmloader.pools.processes import ProcessPool
+from shmloader.pools.process import ProcessPool
+from shmloader.pools.status_page import Phase
+from shmloader.pools.thread import ThreadPool
 from shmloader.pools.thread_task import ThreadConfig
-from shmloader.pools.threads import ThreadPool
-from shmloader.workers.fetch import FetchConfig
-from shmloader.workers.processes import WorkerProcesses
-from shmloader.workers.status_page import Phase
+from shmloader.pools.worker_processes import WorkerProcesses
 from tests.pools.calling import CallingPool
 from tests.process.support import Bad, Calls, Gate, wait_until
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import shmloader.fronts.dataloader as dataloader_module
+import shmloader.loader.dataloader as dataloader_module
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.engine import adapting
 from tests.process.support import Calls, Streams, wait_until

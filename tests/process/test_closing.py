@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
+from shmloader.pools import worker_processes as processes
 from shmloader.process_state import PROCESS
-from shmloader.workers import processes
 from tests.process.support import (
     TOLD_S,
     Calls,

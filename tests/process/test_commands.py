@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import shmloader
-from shmloader.commands import progress
-from shmloader.commands import tune as tuning
-from shmloader.commands.main import main
-from shmloader.commands.target import UsageError, like
-from shmloader.commands.tune import Setting, Speed, climb
+from shmloader.cli import progress
+from shmloader.cli import tune as tuning
+from shmloader.cli.main import main
+from shmloader.cli.target import UsageError, like
+from shmloader.cli.tune import Setting, Speed, climb
 from shmloader.memory.limits import Free
 from shmloader.sampling import BucketBatchSampler
 from tests.process.support import ROOT

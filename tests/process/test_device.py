@@ -18,9 +18,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from shmloader import DataLoader, ShardedDataLoader
+from shmloader.device.backend import Backend
+from shmloader.device.device import DeviceStage
 from shmloader.memory.slot import Slot
-from shmloader.stages.backend import Backend
-from shmloader.stages.device import DeviceStage
 from tests.late import LateDevice, to_host
 from tests.process.support import Calls, only, wait_until
 

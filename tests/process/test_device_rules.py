@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
+from shmloader.device.backend import Backend
+from shmloader.device.device import DeviceStage
+from shmloader.device.page_locks import PageLocks
 from shmloader.errors import ClosedLoaderError, SharedMemoryError
 from shmloader.memory.slot import Slot
 from shmloader.pools.arena import Arena
 from shmloader.process_state import PROCESS
-from shmloader.stages.backend import Backend
-from shmloader.stages.device import DeviceStage
-from shmloader.stages.page_locks import PageLocks
 from tests.late import LateDevice
 from tests.process.bytecodes import KINDS, interrupt
 from tests.process.support import Calls, wait_until

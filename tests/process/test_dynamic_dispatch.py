@@ -21,9 +21,10 @@ from shmloader import (
     LoaderTimeoutError,
     WorkerDiedError,
 )
+from shmloader.device import thread as stages_thread
 from shmloader.engine import routing
-from shmloader.stages import thread as stages_thread
-from shmloader.workers import processes, waker
+from shmloader.pools import waker
+from shmloader.pools import worker_processes as processes
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
-from shmloader.workers import concurrent_fetcher
+from shmloader.batch import concurrent_fetcher
 from tests.process.support import Bad
 
 SOON_S = 20.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shmloader import SharedMemoryError, WorkerDiedError
-from shmloader.fronts import dataloader
+from shmloader.insight.verdict import Finding
+from shmloader.loader import dataloader
 from shmloader.sequence import prefetch, smap
-from shmloader.stats.verdict import Finding
 from tests.process.support import Bad, Gate, Numbers, Slots, wait_for_end
 
 SOON_S = 20.0

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.commands.main import main
-from shmloader.commands.report.data import read_trace
-from shmloader.stats.times import STAGES
+from shmloader.cli.main import main
+from shmloader.cli.report.data import read_trace
+from shmloader.insight.times import STAGES
 from tests.late import switched_on
 from tests.process.support import Calls
 

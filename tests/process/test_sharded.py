@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
-from shmloader.fronts import dataloader
+from shmloader.loader import dataloader
 from shmloader.sampling import (
     BucketBatchSampler,
     DistributedWeightedSampler,
@@ -533,7 +533,7 @@ def test_shares_of_the_memory_are_those_of_the_steps_in_flight() -> None:
 
 
 def idle(steps: Any) -> bool:
-    from shmloader.workers.status_page import Phase
+    from shmloader.pools.status_page import Phase
 
     count = len(steps._workers)
     return all(steps._pool.was_at(worker).phase is Phase.IDLE for worker in range(count))

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.utils.data
 
-import shmloader.stages.thread
+import shmloader.device.thread
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
-from shmloader.stages import exchange
-from shmloader.stages.device import DeviceStage
-from shmloader.stages.pin import PinStage
-from shmloader.workers import fork_safety
+from shmloader.device import exchange
+from shmloader.device.device import DeviceStage
+from shmloader.device.pin import PinStage
+from shmloader.threads import fork_safety
 from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import Calls, Gate, Program, Streams, Switch, only, stack_of, wait_until
 
@@ -462,7 +462,7 @@ def test_a_worker_that_cannot_be_replaced_is_told(kind, monkeypatch) -> None:
     def refuse(self, worker_id):
         raise OSError("no process left")
 
-    monkeypatch.setattr("shmloader.workers.processes.WorkerProcesses.replace", refuse)
+    monkeypatch.setattr("shmloader.pools.worker_processes.WorkerProcesses.replace", refuse)
     with pytest.raises(OSError, match="no process left"):
         numbers(kind, batches)
     with pytest.raises(ClosedLoaderError):
@@ -540,7 +540,7 @@ def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
         loader = make(kind, 8, num_workers=1)
         batches = iter(loader)
         assert number(kind, next(batches)) == 0
-        found = interrupted(batches.__next__, {shmloader.stages.thread.__file__}, nth)
+        found = interrupted(batches.__next__, {shmloader.device.thread.__file__}, nth)
         if found:
             assert number(kind, found[0]) == 1
             break
@@ -690,7 +690,7 @@ def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch,
 
 
 def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.2)
+    monkeypatch.setattr(shmloader.device.thread, "_JOIN_S", 0.2)
     collects = Collects()
     loader = DataLoader(
         Calls(sample, 8), num_workers=2, collate_fn=only, device="late", transform=collects
@@ -709,7 +709,7 @@ def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypat
 
 @pytest.mark.slow
 def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.stages.thread, "_JOIN_S", 0.0)
+    monkeypatch.setattr(shmloader.device.thread, "_JOIN_S", 0.0)
     collects = Collects()
     loader = DataLoader(
         Calls(sample, 8),

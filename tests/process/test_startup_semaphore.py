@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmloader.workers.startup_semaphore import StartupSemaphore, get_ready
+from shmloader.pools.startup_semaphore import StartupSemaphore, get_ready
 from tests.process.support import Program, run_program
 
 pytestmark = pytest.mark.timeout(90)
@@ -32,7 +32,7 @@ if __name__ != "__main__":
         os._exit(3)
 
 import torch.utils.data
-import shmloader.workers.processes
+import shmloader.pools.worker_processes
 from shmloader import DataLoader
 
 class Data(torch.utils.data.Dataset):
@@ -51,7 +51,7 @@ class Data(torch.utils.data.Dataset):
         return {{"it": "has a state"}}
 
 def main():
-    shmloader.workers.processes.usable_cores = lambda root: 1
+    shmloader.pools.worker_processes.usable_cores = lambda root: 1
     loader = DataLoader(
         Data(), num_workers=3, multiprocessing_context="spawn", collate_fn=list,
         worker_restarts=1 if {at!r} == "dies" else 0,

@@ -26,8 +26,8 @@ from shmloader import (
     LoaderStats,
     ShardedDataLoader,
 )
-from shmloader.stats.record import Record
-from shmloader.stats.verdict import Finding
+from shmloader.insight.record import Record
+from shmloader.insight.verdict import Finding
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-import shmloader.fronts.calls
+import shmloader.loader.calls
 from shmloader import DataLoader
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from tests.late import switched_on
@@ -798,7 +798,7 @@ def test_a_batch_that_is_lost_to_ctrl_c_is_given_when_the_loader_goes_on(monkeyp
     next(batches)
     before = state_of(loader)
     with monkeypatch.context() as patch:
-        patch.setattr(shmloader.fronts.calls, "FAULTS", Interrupts())
+        patch.setattr(shmloader.loader.calls, "FAULTS", Interrupts())
         with pytest.raises(KeyboardInterrupt):
             next(batches)
     assert state_of(loader) == before

@@ -26,8 +26,8 @@ from torch.utils.data import DistributedSampler, get_worker_info
 
 import shmloader.engine.base
 import shmloader.engine.engine
-import shmloader.fronts.iterator
-import shmloader.pools.threads
+import shmloader.loader.iterator
+import shmloader.pools.thread
 from shmloader import (
     ClosedLoaderError,
     DataLoader,
@@ -35,7 +35,7 @@ from shmloader import (
     TooManyFailures,
     empty,
 )
-from shmloader.workers import fork_safety
+from shmloader.threads import fork_safety
 from tests.parity.compare import assert_same
 from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import (
@@ -702,8 +702,8 @@ def test_a_ctrl_c_while_next_waits_loses_nothing(held, ctrl_c) -> None:
 FILES = {
     shmloader.engine.base.__file__,
     shmloader.engine.engine.__file__,
-    shmloader.fronts.iterator.__file__,
-    shmloader.pools.threads.__file__,
+    shmloader.loader.iterator.__file__,
+    shmloader.pools.thread.__file__,
 }
 
 
@@ -961,7 +961,7 @@ def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
 
 
 def test_closing_from_another_thread_ends_a_next_that_waits(held, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.pools.threads, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 0.1)
     second = held(1)
     batches = iter(make(Calls(second, 8)))
     assert next(batches) == 0
@@ -993,7 +993,7 @@ def test_closing_waits_for_a_sample_and_not_for_the_batch(held, on_error) -> Non
 
 
 def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.pools.threads, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 0.1)
     second = held(1, make=lambda index: made.append(index) or sample(index))
     made: list[int] = []
     loader = make(Calls(second, 8))
@@ -1072,7 +1072,7 @@ LIVE = """
     import sys, threading, time
     import torch
     from shmloader import DataLoader
-    from shmloader.workers import fork_safety
+    from shmloader.threads import fork_safety
     from tests.late import reason_to_skip, switch_on
 
     class Products:
@@ -1131,8 +1131,8 @@ ENDS = {
     is_stuck.wait()
     """,
     "stuck and closed": """
-    import shmloader.pools.threads
-    fork_safety._PARK_S = shmloader.pools.threads._JOIN_S = 0.2
+    import shmloader.pools.thread
+    fork_safety._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
     loader, batches = taken(0, Stuck())
     is_stuck.wait()
     loader.close()
@@ -1344,7 +1344,7 @@ def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
 def test_with_a_stage_closing_from_another_thread_ends_a_next_that_waits(
     kind, held, monkeypatch
 ) -> None:
-    monkeypatch.setattr(shmloader.pools.threads, "_JOIN_S", 0.1)
+    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 0.1)
     second = held(1, make=torch.tensor)
     batches = iter(make(Calls(second, 8), **kind.options))
     assert int(kind.read(next(batches))) == 0

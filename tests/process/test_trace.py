@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.stats.times import BatchTimes
-from shmloader.stats.trace import Trace, Traced
+from shmloader.insight.times import BatchTimes
+from shmloader.insight.trace import Trace, Traced
 from tests.process.support import Bad, Calls, Numbers
 
 pytestmark = pytest.mark.timeout(120)

@@ -24,9 +24,9 @@ from torch.utils.data import Sampler
 
 import shmloader
 from shmloader import DataLoader, LoaderStats
-from shmloader.stats import Stages, StageStats, WaitStats
-from shmloader.stats.verdict import Finding
-from shmloader.workers.status_page import stalled_here
+from shmloader.insight import Stages, StageStats, WaitStats
+from shmloader.insight.verdict import Finding
+from shmloader.pools.status_page import stalled_here
 from tests.late import switched_on
 from tests.made_up import System
 from tests.process.support import Calls

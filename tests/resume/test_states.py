@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 import shmloader
-from shmloader.fronts.states import sealed
+from shmloader.loader.states import sealed
 from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Noisy, Squares, make_loader, read
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmloader.batch.bad_samples import LISTED, BadSample, SampleReport
 from shmloader.engine.failures import FailureLimit, FailureList, FailureWatch
 from shmloader.errors import TooManyFailures
-from shmloader.workers.bad_samples import LISTED, BadSample, SampleReport
 
 HALF, TENTH = Fraction(1, 2), Fraction(1, 10)
 

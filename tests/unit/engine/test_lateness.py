@@ -4,7 +4,7 @@ import pytest
 
 from shmloader.engine.lateness import late_batch
 from shmloader.engine.scheduler import Scheduler
-from shmloader.workers.status_page import AtWork, Phase
+from shmloader.pools.status_page import AtWork, Phase
 
 
 class Threads:

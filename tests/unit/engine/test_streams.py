@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmloader.batch.fingerprint import chained
+from shmloader.batch.iterable_state import Beginning, IterableCheckpoint, Saved, dump_for_workers
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.slots import SlotState
 from shmloader.engine.stream_here import StreamHere
 from shmloader.engine.streams import StreamBook
-from shmloader.workers.fingerprint import chained
-from shmloader.workers.stream import Beginning, IterableCheckpoint, Saved, dump_for_workers
 
 #: States of random number generators, which are only passed on here.
 RNG = {"torch": "text"}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.engine.wording import (
     describe_change,
@@ -16,8 +17,7 @@ from shmloader.engine.wording import (
     describe_worker,
 )
 from shmloader.pools.answers import Death
-from shmloader.workers.status_page import AtWork, Phase
-from shmloader.workers.stream import IterableCheckpoint
+from shmloader.pools.status_page import AtWork, Phase
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_a_worker_is_told_by_its_process_or_as_a_thread():
 
 STACK = """  File "/data/set.py", line 7 in decode
   File "/data/set.py", line 3 in __getitem__
-  File "/lib/shmloader/workers/batch_maker.py", line 120 in make
-  File "/lib/shmloader/workers/child.py", line 300 in _load"""
+  File "/lib/shmloader/batch/maker.py", line 120 in make
+  File "/lib/shmloader/pools/child.py", line 300 in _load"""
 
 
 @pytest.mark.parametrize(

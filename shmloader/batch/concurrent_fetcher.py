@@ -1,0 +1,296 @@
+"""Several samples of a batch at once, inside one worker (``fetch_concurrency=``).
+
+Runs wherever samples are loaded: in a worker process, in a worker thread, in the main process.
+
+::
+
+    the worker's own thread                    k - 1 helper threads, or an event loop
+    ───────────────────────                    ─────────────────────────────────────
+    gather(get, indices, begin)
+      for each sample, in order: a context, in which begin() has set its random stream
+      one sample after the other, and so do ─▶ get(index), in the sample's context
+      waits for the last
+    outcomes, in the order of the indices
+
+What a dataset is shows when it is first asked: where ``dataset[index]`` gives a coroutine, samples
+are awaited together, on an event loop of its own, which stays the same for its life; else
+threads share them.
+
+Guarantees:
+    * At most k samples are under way at once, and all are over when ``gather`` returns. What is no
+      ``Exception`` on its own thread, a Ctrl-C, is raised at once, and waits for no other sample.
+    * Once one has failed, no further one is begun, unless all are wanted.
+    * A helper that waits holds nothing but the queue.
+"""
+
+import asyncio
+import collections
+import contextvars
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from shmloader.threads.background import BackgroundThread
+from shmloader.threads.wakeup import Wakeup
+
+Get = Callable[[Any], Any]
+
+# How long close() waits for helpers that are in a sample.
+_JOIN_S = 1.0
+
+
+class SampleResult:
+    """What came of one sample.
+
+    Attributes:
+        index: Its index.
+        context: The context that it was loaded in.
+        value: The sample.
+        error: What was raised in its place; None if nothing was.
+        is_begun: Whether it was loaded at all, or begun to be.
+    """
+
+    __slots__ = ("context", "error", "index", "is_begun", "value")
+
+    def __init__(self, index: Any, context: contextvars.Context) -> None:
+        self.index = index
+        self.context = context
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.is_begun = False
+
+    def take(self) -> Any:
+        """The sample; or what was raised is raised."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class _Batch:
+    """The samples of one call of ``gather``, as threads share them."""
+
+    def __init__(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
+        self._get: Get | None = get
+        self._waiting = collections.deque(results)
+        self._wants_all = wants_all
+        self._owner = threading.get_ident()
+        self._left = len(results)
+        self._lock = threading.Lock()
+        self.over = Wakeup()
+
+    def work(self) -> None:
+        """Load one sample after the other, until none waits."""
+        while True:
+            try:
+                result = self._waiting.popleft()
+            except IndexError:
+                return
+            self._load(result)
+            self._note_one()
+
+    def _load(self, result: SampleResult) -> None:
+        get = self._get
+        if get is None:  # one has failed, or nobody wants them
+            return
+        result.is_begun = True
+        try:
+            result.value = result.context.run(get, result.index)
+        except BaseException as error:
+            result.error = error
+            if not self._wants_all:
+                self.drop()
+            if not isinstance(error, Exception) and threading.get_ident() == self._owner:
+                raise
+
+    def _note_one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self.over.set()
+
+    def drop(self) -> None:
+        """Begin no further sample."""
+        self._get = None
+
+
+class _Helper(BackgroundThread):
+    """A thread that loads samples."""
+
+    parks_for_forks = False
+
+    def __init__(self, batches: "queue.SimpleQueue[_Batch | None]") -> None:
+        super().__init__("shmloader_fetch")
+        self._batches = batches
+
+    def work(self) -> None:
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:
+        with self.resting():
+            batch = self._batches.get()
+        if batch is None:
+            return False
+        batch.work()
+        return True
+
+
+class ConcurrentFetcher:
+    """Loads several samples at once. One thread at a time uses it.
+
+    Args:
+        concurrency: Most samples at once.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._helpers: list[_Helper] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Whether the dataset gives coroutines; None: it was not asked yet.
+        self._is_async: bool | None = None
+
+    def load(
+        self,
+        get: Get,
+        indices: Iterable[Any],
+        begin: Callable[[], None] | None,
+        *,
+        wants_all: bool,
+    ) -> list[SampleResult]:
+        """Load samples.
+
+        Args:
+            get: Gives a sample for an index, or a coroutine for it. Called from several threads.
+            indices: Of the samples.
+            begin: Called for each sample, in order, in the context that it will be loaded in.
+            wants_all: Whether others are loaded though one has failed.
+
+        Returns:
+            What came of each, in order; an outcome that has failed was the first to fail, or
+            began before that one had.
+        """
+        results = []
+        for index in indices:
+            context = contextvars.copy_context()
+            if begin is not None:
+                context.run(begin)
+            results.append(SampleResult(index, context))
+        rest = results
+        if self._is_async is None and results:
+            self._ask_first(get, results[0], wants_all=wants_all)
+            if results[0].error is not None and not wants_all:
+                return results
+            rest = results[1:]
+        if not self._is_async and rest:
+            self._share(get, rest, wants_all=wants_all)
+            rest = []
+        left = [*rest, *(result for result in results if inspect.iscoroutine(result.value))]
+        if left:
+            self._await_all(get, left, wants_all=wants_all)
+        return results
+
+    def _ask_first(self, get: Get, result: SampleResult, *, wants_all: bool) -> None:
+        """Load the first sample of all, which says what the dataset is."""
+        alone = _Batch(get, [result], wants_all=wants_all)
+        alone.work()
+        if result.error is None:
+            self._is_async = inspect.iscoroutine(result.value)
+
+    # Threads -----------------------------------------------------------------------------
+
+    def _share(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
+        batch = _Batch(get, results, wants_all=wants_all)
+        wanted = min(self._concurrency, len(results)) - 1
+        while len(self._helpers) < wanted:
+            helper = _Helper(self._batches)
+            helper.start()
+            self._helpers.append(helper)
+        for _ in range(wanted):
+            self._batches.put(batch)
+        try:
+            batch.work()
+            batch.over.wait()
+        except BaseException:
+            batch.drop()  # a Ctrl-C
+            raise
+
+    # A loop ------------------------------------------------------------------------------
+
+    def _await_all(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        self._run(self._loop, self._work_all(get, results, wants_all=wants_all))
+
+    def _run(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+        if asyncio._get_running_loop() is None:
+            self._run_here(loop, work)
+            return
+        # A notebook's thread, which has a loop already.
+        thread = threading.Thread(target=self._run_here, args=(loop, work), daemon=True)
+        thread.start()
+        thread.join()
+
+    @staticmethod
+    def _run_here(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            loop.run_until_complete(work)
+        finally:
+            left = asyncio.all_tasks(loop)  # after a Ctrl-C
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.wait(left))
+
+    async def _work_all(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
+        waiting = collections.deque(results)
+        runners = [
+            asyncio.ensure_future(self._work(get, waiting, wants_all=wants_all))
+            for _ in range(min(self._concurrency, len(results)))
+        ]
+        await asyncio.gather(*runners)
+        for result in results:
+            if inspect.iscoroutine(result.value):  # the first, after another has failed
+                result.value.close()
+
+    async def _work(
+        self, get: Get, waiting: collections.deque[SampleResult], *, wants_all: bool
+    ) -> None:
+        while waiting:
+            result = waiting.popleft()
+            try:
+                if result.is_begun:
+                    sample, result.value = result.value, None
+                else:
+                    result.is_begun = True
+                    sample = result.context.run(get, result.index)
+                if inspect.iscoroutine(sample):
+                    loop = asyncio.get_running_loop()
+                    sample = await loop.create_task(sample, context=result.context)
+                result.value = sample
+            except BaseException as error:  # noqa: BLE001 - the worker's thread looks at it
+                result.error = error
+                if not wants_all:
+                    waiting.clear()
+
+    # Ends --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the helpers and the loop. May be called again; what is used afterwards is new."""
+        helpers, self._helpers = self._helpers, []
+        loop, self._loop = self._loop, None
+        for _ in helpers:
+            self._batches.put(None)
+        deadline = time.monotonic() + _JOIN_S
+        for helper in helpers:
+            helper.join(deadline - time.monotonic())
+        if loop is not None and not loop.is_running():
+            self._run(loop, loop.shutdown_asyncgens())
+            loop.close()
+
+    def __del__(self) -> None:
+        self.close()

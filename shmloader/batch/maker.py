@@ -1,0 +1,119 @@
+"""How a batch is made, in a worker process, in a worker thread and in the main process alike.
+
+A batch maker is what is left of a loader where its samples are loaded: the dataset, torch's fetcher
+or one of ours, the collate function, the samples' random number generators, what is done about bad
+samples, and a timer. Where batches go then differs: to a slot, to a queue, or to the user.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.fetch import FetchConfig, OnError, SampleLoader, TolerantFetcher
+from shmloader.batch.sample_rng import SampleRng, loading
+from shmloader.batch.timer import Timer
+from shmloader.sampling.rng import kept
+
+
+class BatchMaker:
+    """Makes the batches of a dataset. One thread at a time uses it.
+
+    For an iterable dataset the constructor calls ``iter(dataset)``, unless the samples have random
+    number generators whose epoch is not known yet.
+
+    Attributes:
+        fetcher: torch's fetcher, or one of ours, by which samples are loaded and collated.
+        rng: The samples' random number generators; None without a seed.
+        timer: Measures the parts of the work. The caller begins it with each ticket.
+
+    Args:
+        plan: What the loader's options say.
+        dataset: What is loaded from.
+        collate_fn: Makes a batch of samples.
+        on_error: What is done about bad samples.
+        where: Where this runs, as the texts of failures have it.
+        timer: See the attribute.
+        rng: See the attribute.
+        concurrent_fetcher: Loads several samples at once; None loads one after the other.
+        keeps_global: Whether the process's global generators, which a sample's seed sets, are put
+            back after each batch: in the main process, where they are the user's.
+        begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
+            :meth:`SampleRng.wrap`.
+        watch_samples: Called with the dataset, whose generators are set by then; the fetcher loads
+            from what it returns.
+    """
+
+    def __init__(
+        self,
+        plan: FetchConfig,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        on_error: OnError = "raise",
+        *,
+        where: str,
+        timer: Timer,
+        rng: SampleRng | None = None,
+        concurrent_fetcher: ConcurrentFetcher | None = None,
+        keeps_global: bool = False,
+        begins_collate: bool = True,
+        watch_samples: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.rng = rng
+        self.timer = timer
+        self._keeps_global = keeps_global and rng is not None
+        collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
+        if rng is not None:
+            dataset, collate_fn = rng.wrap(
+                dataset,
+                collate_fn,
+                is_iterable=plan.is_iterable,
+                may_fail=on_error != "raise",
+                begins_samples=concurrent_fetcher is None,
+                begins_collate=begins_collate,
+            )
+        sample_loader = None
+        if concurrent_fetcher is not None:
+            sample_loader = SampleLoader(
+                concurrent_fetcher, None if rng is None else rng.begin_sample
+            )
+        if watch_samples is not None:
+            dataset = watch_samples(dataset)
+        self.fetcher = plan.make_fetcher(dataset, collate_fn, on_error, where, sample_loader)
+
+    def make(self, indices: Any) -> Any:
+        """Load the samples of a ticket and collate them.
+
+        Args:
+            indices: The ticket's, as the plan of the epoch gives them: with their position where
+                the samples have random number generators of their own.
+
+        Raises:
+            StopIteration: At the end of an iterable dataset.
+            EmptyBatchError: If all samples failed and were to be skipped.
+            BaseException: What the dataset, ``collate_fn`` or ``on_error`` raises.
+        """
+        if self.rng is None:
+            batch = self.fetcher.fetch(indices)
+        else:
+            with self.loading(indices) as plain:
+                batch = self.fetcher.fetch(plain)
+        self.timer.fetched()
+        return batch
+
+    def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
+        """Set the position of a ticket's samples for a ``with`` block; gives plain indices."""
+        if self._keeps_global:
+            return self._loading_here(indices)
+        return loading(self.rng, indices)
+
+    @contextlib.contextmanager
+    def _loading_here(self, indices: Any) -> Iterator[Any]:
+        with kept(), loading(self.rng, indices) as plain:
+            yield plain
+
+    def take_report(self) -> SampleReport | None:
+        """What became of the samples since the last call; None where bad samples are raised."""
+        fetcher = self.fetcher
+        return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None

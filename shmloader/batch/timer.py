@@ -1,0 +1,93 @@
+"""Times the making of one batch: fetching, collating and encoding."""
+
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmloader.insight.times import WorkTimes
+
+_now_ns = time.monotonic_ns
+
+
+class Timer:
+    """Timer of one worker, or of a loader without workers. One thread uses it."""
+
+    __slots__ = ("_began_ns", "_collate_ns", "_fetched_ns", "_sample_count")
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._began_ns = self._fetched_ns = _now_ns()
+        self._collate_ns = 0
+        self._sample_count = 0
+
+    def wrap(self, collate_fn: Callable[[Any], Any], *, counts_items: bool) -> Callable[[Any], Any]:
+        """Wrap a collate function so that its time is measured.
+
+        Args:
+            collate_fn: The collate function.
+            counts_items: Whether its argument is a list of samples rather than one sample.
+        """
+
+        def timed(samples: Any) -> Any:
+            began_ns = _now_ns()
+            # Before: collate may change the list.
+            self.count(len(samples) if counts_items else 1)
+            try:
+                return collate_fn(samples)
+            finally:
+                self._collate_ns += _now_ns() - began_ns
+
+        return timed
+
+    @property
+    def elapsed_ns(self) -> int:
+        """Since the batch was begun."""
+        return _now_ns() - self._began_ns
+
+    def count(self, sample_count: int) -> None:
+        """Note samples of the batch."""
+        self._sample_count += sample_count
+
+    def fetched(self) -> None:
+        """The batch is fetched and collated; what follows is encoding."""
+        self._fetched_ns = _now_ns()
+
+    def read(self) -> WorkTimes:
+        """The batch is done."""
+        ended_ns = _now_ns()
+        began_ns, fetched_ns, collate_ns = self._began_ns, self._fetched_ns, self._collate_ns
+        return WorkTimes(
+            began_ns,
+            max(0, fetched_ns - began_ns - collate_ns),
+            collate_ns,
+            ended_ns - fetched_ns,
+            self._sample_count,
+        )
+
+
+def bytes_of(batch: object) -> int:
+    """Count the bytes of a batch's tensors and arrays, in Python's own containers.
+
+    A container that contains itself is counted once.
+    """
+    total = 0
+    parts = collections.deque([batch])
+    seen: set[int] = set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, torch.Tensor):
+            if part.layout is torch.strided:
+                total += part.nbytes
+        elif isinstance(part, np.ndarray):
+            total += part.nbytes
+        elif isinstance(part, list | tuple | dict) and id(part) not in seen:
+            seen.add(id(part))
+            parts.extend(part.values() if isinstance(part, dict) else part)
+    return total

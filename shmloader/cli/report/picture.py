@@ -1,0 +1,152 @@
+"""Draws the page's pictures with matplotlib, into one."""
+
+import itertools
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from shmloader.cli.report.data import RunOfTrace
+from shmloader.cli.target import UsageError
+from shmloader.insight.times import STAGES
+
+_COLOURS = {
+    "slot": "#c3c9d2",
+    "queue": "#98a2b0",
+    "fetch": "#2f6fde",
+    "collate": "#16a3a3",
+    "encode": "#8e5bd0",
+    "transport": "#d9649b",
+    "reorder": "#e0a100",
+    "ready": "#a9d6a0",
+    "build": "#7a5a3a",
+    "pin": "#c2571a",
+    "device": "#c2571a",
+    "wait": "#d8432f",
+    "use": "#b9c3d0",
+}
+_CONSUMER = {"wait": "consumer waits in iter(), next()", "use": "consumer works"}
+_MOST_BARS = 400
+
+
+def find_matplotlib() -> Any:
+    """matplotlib's figure.
+
+    Raises:
+        UsageError: If it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UsageError("--png needs matplotlib: pip install 'shmloader[report]'") from error
+    return Figure
+
+
+def write_picture(run: RunOfTrace, path: Path) -> None:
+    """Draw a run.
+
+    Raises:
+        UsageError: If matplotlib is not there.
+        OSError: If the picture cannot be written.
+    """
+    rows = len({batch.worker for batch in run.batches}) + 2
+    figure = find_matplotlib()(figsize=(11, 10 + 0.25 * rows), dpi=120, layout="constrained")
+    heights = [1.2 + 0.35 * rows, 3.5, 2, 2.2]
+    has_workers = any(batch.worker is not None for batch in run.batches)
+    if not has_workers:  # one batch is never ahead of another
+        heights.pop()
+    panels = figure.subplots(len(heights), 1, height_ratios=heights)
+    timeline, stack, waits = panels[:3]
+    figures = [f"{name}:\N{NO-BREAK SPACE}{value}" for name, value in run.figures]
+    lines = [*textwrap.wrap(run.verdict, 130), f"(verdict and figures of {run.epoch})", ""]
+    lines += ["   ·   ".join(some) for some in (figures[:3], figures[3:])]
+    title = "\n".join(lines)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
+    _draw_timeline(timeline, run)
+    _draw_stack(stack, run)
+    waits.set_title("How long next() took", loc="left", fontsize=10)
+    waits.vlines(
+        [at + took for at, took in run.waits], 0, [took for _, took in run.waits], _COLOURS["wait"]
+    )
+    waits.set(ylabel="ms", xlabel="ms")
+    if has_workers:
+        _draw_stock(panels[3], run)
+    for axes in panels[2:]:
+        axes.sharex(timeline)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _draw_timeline(axes: Any, run: RunOfTrace) -> None:
+    workers = sorted({batch.worker for batch in run.batches if batch.worker is not None})
+    stages = [name for name in ("pin", "device") if any(b.parts.get(name) for b in run.batches)]
+    names = [f"worker {worker}" for worker in workers]
+    names += [*(stages if workers else []), "consumer"]
+    spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    last = len(names) - 1
+    spans[last, "wait"] = list(run.begins)
+    for batch, following in zip(run.batches, [*run.batches[1:], None], strict=True):
+        at = batch.began
+        row = last if batch.worker is None else workers.index(batch.worker)
+        spans.setdefault((last, "wait"), []).append((batch.asked, batch.taken - batch.asked))
+        for name in ("fetch", "collate", "encode"):
+            took = batch.parts.get(name, 0.0)
+            spans.setdefault((row, name), []).append((at, took))
+            at += took
+        for name in stages if workers else ():
+            span = (batch.stage_began, batch.parts.get(name, 0.0))
+            spans.setdefault((last - 1, name), []).append(span)
+        if following is not None and following.epoch == batch.epoch:
+            span = (batch.taken, following.asked - batch.taken)
+            spans.setdefault((last, "use"), []).append(span)
+    names_shown = set()
+    for (row, name), found in spans.items():
+        label = None if name in names_shown else _CONSUMER.get(name, name)
+        names_shown.add(name)
+        axes.broken_barh(found, (row - 0.38, 0.76), facecolors=_COLOURS[name], label=label)
+    axes.legend(ncols=7, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_title("Timeline", loc="left", fontsize=10)
+    axes.set_xlabel("ms")
+
+
+def _draw_stack(axes: Any, run: RunOfTrace) -> None:
+    count = min(len(run.batches), _MOST_BARS)
+    edges = [len(run.batches) * number // count for number in range(count + 1)]
+    groups = [run.batches[begin:stop] for begin, stop in itertools.pairwise(edges)]
+    places = [group[0].number for group in groups]
+    wide = len(run.batches) / count
+    below = [0.0] * count
+    for name in STAGES:
+        means = [sum(b.parts.get(name, 0.0) for b in group) / len(group) for group in groups]
+        if any(means):
+            axes.bar(places, means, wide, below, align="edge", color=_COLOURS[name], label=name)
+            below = [low + mean for low, mean in zip(below, means, strict=True)]
+    axes.set_title("Where each batch spent its time", loc="left", fontsize=10)
+    axes.set(ylabel="ms", xlabel="batch")
+    axes.margins(x=0)
+    axes.legend(ncols=6, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.2))
+
+
+def _draw_stock(axes: Any, run: RunOfTrace) -> None:
+    changes = []
+    for batch in run.batches:
+        if batch.worker is not None:
+            changes += [(batch.sent, 1, 0), (batch.done, -1, 1), (batch.taken, 0, -1)]
+    times, working, ready = [0.0], [0], [0]
+    for at, to_working, to_ready in sorted(changes):
+        times.append(at)
+        working.append(working[-1] + to_working)
+        ready.append(ready[-1] + to_ready)
+    colours = [_COLOURS["fetch"], _COLOURS["ready"]]
+    axes.stackplot(
+        times, working, ready, step="post", colors=colours, labels=["with workers", "ready"]
+    )
+    taken = [batch.taken for batch in run.batches]
+    lent = [batch.lent for batch in run.batches]
+    axes.step(taken, lent, where="post", color="black", lw=1, label="slots lent")
+    axes.set_title("Batches on their way", loc="left", fontsize=10)
+    axes.set(ylabel="batches", xlabel="ms")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.25))

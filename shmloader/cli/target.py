@@ -1,0 +1,181 @@
+"""The user's loader, by name; and loaders like it, with other workers or of torch's kind."""
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.sharded import ShardedDataLoader
+from shmloader.probing import probe
+from shmloader.sampling.rollover import RolloverBatchSampler
+
+# Arguments that are attributes under their names, of torch's loader and of ours.
+_TORCH_NAMES = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+_OUR_NAMES = (
+    "shm_size",
+    "worker_restarts",
+    "device",
+    "transform",
+    "device_prefetch",
+    "on_error",
+    "max_failures",
+    "last_batch",
+    "thread_pool",
+    "seed",
+    "snapshot_every_n_steps",
+)
+
+
+# No attribute of a user's module.
+_ABSENT = object()
+
+
+class UsageError(Exception):
+    """Bad arguments: its text is one line for the user."""
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function that ``pkg.module:function`` names.
+
+    Raises:
+        UsageError: If there is none, or its module raises.
+    """
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise UsageError(f"{name!r} is not of the form pkg.module:make_loader")
+    _search_here()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not (module_name + ".").startswith(error.name + "."):
+            raise _raised(module_name, error) from error
+        where = "here"
+        if sys.flags.safe_path:
+            where += "; the current directory is not searched, by PYTHONSAFEPATH or -P"
+        raise UsageError(f"there is no module {error.name!r} {where}") from error
+    except Exception as error:
+        raise _raised(module_name, error) from error
+    for part in path.split("."):
+        found = probe(found, part, _ABSENT)
+        if found is _ABSENT:
+            raise UsageError(f"{module_name} has no {path!r}")
+    if not callable(found):
+        raise UsageError(f"{name} is no function that makes a loader, but a {type(found).__name__}")
+    make: Callable[..., Any] = found
+    return make
+
+
+def _search_here() -> None:
+    """Have modules of the current directory found, as ``python -m`` does, unless told not to."""
+    if sys.flags.safe_path:
+        return
+    with contextlib.suppress(OSError):  # it may be gone
+        here = os.getcwd()  # noqa: PTH109 - a text, as sys.path has
+        if here not in sys.path:
+            sys.path.insert(0, here)
+
+
+def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
+    """What the user's function makes.
+
+    Raises:
+        UsageError: If that cannot be iterated, or the function raises, for want of arguments say.
+    """
+    try:
+        loader = make(**options)
+    except Exception as error:
+        raise _raised(f"{name}()", error) from error
+    if probe(loader, "__iter__") is None:
+        raise UsageError(f"{name}() gave a {type(loader).__name__}, which is no loader")
+    return loader
+
+
+def _raised(name: str, error: Exception) -> UsageError:
+    """One line on what the user's code raised, and on where in it."""
+    what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    if not isinstance(error, SyntaxError):  # which says so itself
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith((__file__, importlib.__file__, "<frozen ")):
+                return UsageError(f"{what} ({frame.filename}, line {frame.lineno})")
+    return UsageError(what)
+
+
+def takes_settings(make: Callable[..., Any]) -> bool:
+    """Whether the function has parameters ``num_workers`` and ``prefetch_factor``."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return False
+    return {"num_workers", "prefetch_factor"} <= set(parameters)
+
+
+def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
+    """A loader with the same arguments, but for those that are given.
+
+    Args:
+        loader: torch's ``DataLoader``, or ours.
+        of_torch: Whether to make one of torch's, without options that only ours has.
+        changes: Arguments that are to be others.
+
+    Raises:
+        UsageError: If it is neither, or cannot be made anew.
+    """
+    if isinstance(loader, ShardedDataLoader) or not isinstance(loader, torch.utils.data.DataLoader):
+        raise UsageError(
+            f"a {type(loader).__name__} cannot be made anew with other arguments: name a function "
+            "that gives a DataLoader, or (for tune) takes num_workers and prefetch_factor"
+        )
+    is_ours = isinstance(loader, DataLoader)
+    given: Any = loader
+    names = (*_TORCH_NAMES, *(_OUR_NAMES if is_ours and not of_torch else ()))
+    arguments = {name: getattr(loader, name) for name in names} | _sampling_of(loader)
+    if of_torch and is_ours and given.device is not None:
+        arguments["pin_memory"] = True  # as near as torch's own comes
+    arguments |= changes
+    if arguments["num_workers"] == 0:
+        useless = ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout")
+        for name in (*useless, "worker_restarts", "thread_pool"):
+            arguments.pop(name, None)
+    kind = DataLoader if is_ours and not of_torch else torch.utils.data.DataLoader
+    return kind(loader.dataset, **arguments)
+
+
+def _sampling_of(loader: Any) -> dict[str, Any]:
+    """How a loader's batches are drawn, as its arguments said it."""
+    if loader.batch_sampler is None:
+        return {"batch_size": None, **_order_of(loader)}
+    if type(loader.batch_sampler) not in {BatchSampler, RolloverBatchSampler}:
+        return {"batch_sampler": loader.batch_sampler}
+    drop_last = loader.drop_last and getattr(loader, "last_batch", None) is None
+    return {"batch_size": loader.batch_size, "drop_last": drop_last, **_order_of(loader)}
+
+
+def _order_of(loader: Any) -> dict[str, Any]:
+    sampler = loader.sampler
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return {}
+    if type(sampler) is SequentialSampler:
+        return {}
+    is_shuffle = type(sampler) is RandomSampler and not sampler.replacement
+    if is_shuffle and sampler.num_samples == len(loader.dataset):
+        return {"shuffle": True}
+    return {"sampler": sampler}

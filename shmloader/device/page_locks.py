@@ -1,0 +1,164 @@
+"""Page locks of slots, which let devices read the slots directly.
+
+Guarantees:
+    * Only pages that were admitted before are locked (:mod:`shmloader.pools.arena` counts them),
+      so locking takes no further memory.
+    * Locked pages are neither given back to the system nor unmapped. A device would go on reading
+      the old pages.
+    * A slot is unlocked only when no device reads it.
+    * What is locked is noted before it is, and forgotten after it was unlocked. So an interruption
+      leaves a note too many at most, and unlocking is tried again.
+"""
+
+import contextlib
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from shmloader.device.backend import Backend
+from shmloader.device.drivers import Driver
+from shmloader.interruptions import is_interruption
+from shmloader.memory.slot import Slot
+from shmloader.process_state import PROCESS
+
+
+class PageLocks:
+    """The page locks of a loader's slots, for all devices of one kind. Used from any thread.
+
+    Args:
+        backends: The devices that read the slots.
+    """
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
+        self._is_refused = False
+        self._pid = os.getpid()
+        # Bytes that are locked, by the slot's address.
+        self._locked: dict[int, int] = {}
+        # Addresses of slots that are about to be unlocked: no further copy may read them. Changed
+        # while no copy begins.
+        self._leaving: set[int] = set()
+        self._reading = threading.Lock()
+
+    def locked_bytes(self, slot: Slot) -> int:
+        """Bytes from a slot's start that are locked."""
+        return self._locked.get(slot.address, 0)
+
+    def lock(self, slot: Slot, nbytes: int) -> None:
+        """Page-lock a slot's first ``nbytes``. No device reads the slot at this moment.
+
+        If locking is refused, it warns once and locks nothing from then on.
+
+        Args:
+            slot: The slot.
+            nbytes: Bytes from its start that have pages.
+        """
+        if self._is_refused or self.locked_bytes(slot) >= nbytes:
+            return
+        first = self._backends[0]
+        try:
+            driver = first.driver()
+        except (OSError, AttributeError) as error:
+            if is_interruption(error):
+                raise
+            self._refuse(str(error))
+            return
+        if driver is None:
+            return
+        wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
+        with first.ready():
+            refusal = self._lock(driver, slot.address, wanted)
+        if refusal:
+            self._refuse(f"page-locking {wanted} bytes was refused: {refusal}")
+
+    def _lock(self, driver: Driver, address: int, nbytes: int) -> str:
+        """Lock; returns the reason if it is refused, else an empty string."""
+        if not driver.has_context():
+            return "the thread has no context"
+        if address in self._locked:
+            if error := driver.unregister(address):
+                return error
+            del self._locked[address]
+        self._leaving.discard(address)
+        self._locked[address] = nbytes
+        error = driver.register(address, nbytes)
+        if error:
+            del self._locked[address]
+        return error
+
+    def unlock(self, slot: Slot) -> bool:
+        """Unlock a slot, which no device reads any more.
+
+        Returns:
+            Whether the slot's memory may be given back and unmapped.
+        """
+        # A forked child has no part in what its parent locked.
+        if os.getpid() != self._pid or slot.address not in self._locked:
+            return True
+        driver = self._backends[0].driver()
+        assert driver is not None
+        with self._backends[0].ready():
+            error = driver.unregister(slot.address)
+        # A lost device reads nothing any more, so its registrations do no harm. One that works
+        # would take what is mapped at these addresses next for registered memory.
+        if error and any(backend.check() for backend in self._backends):
+            return False
+        del self._locked[slot.address]
+        self._leaving.discard(slot.address)
+        return True
+
+    def keep(self, slot: Slot) -> None:
+        """Keep a slot that cannot be unlocked, for as long as the process lives."""
+        # Kept until the process ends: if the slot were unmapped, its addresses could be reused for
+        # other memory, and the device would read the old pages instead of it.
+        PROCESS.locked_for_good.append(slot)
+        warnings.warn(
+            f"{self._locked[slot.address]} bytes of shared memory stay page-locked and mapped "
+            "until this process ends, since the driver does not release them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def end_reads(self, slots: Iterable[Slot]) -> None:
+        """Wait until no device reads these slots, and let no further copy read them.
+
+        Raises nothing: a lost device reads nothing.
+        """
+        locked = {slot.address for slot in slots if slot.address in self._locked}
+        if os.getpid() == self._pid and locked:
+            with self._reading:
+                self._leaving |= locked
+            for backend in self._backends:
+                backend.check()
+
+    @contextlib.contextmanager
+    def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
+        """Whether a device may read a CPU tensor's memory directly, as long as one is inside.
+
+        So a copy that is begun inside is waited for before the memory is unlocked. The tensor has
+        no gaps.
+        """
+        with self._reading:
+            yield self.cover(tensor)
+
+    def cover(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in locked pages that are not about to be unlocked."""
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        # A list: another thread may lock a slot meanwhile.
+        return any(
+            start <= first and last <= start + nbytes and start not in self._leaving
+            for start, nbytes in list(self._locked.items())
+        )
+
+    def _refuse(self, why: str) -> None:
+        self._is_refused = True
+        warnings.warn(
+            f"shmloader copies batches to {self._backends[0].device} by way of pinned memory, "
+            f"since its own cannot be page-locked ({why})",
+            RuntimeWarning,
+            stacklevel=2,
+        )

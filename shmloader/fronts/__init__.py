@@ -1,1 +1,0 @@
-"""What users see: the loaders and their iterators."""

@@ -1,0 +1,241 @@
+"""A trace of batches, in the format that ui.perfetto.dev and chrome://tracing read.
+
+One process, a track for each worker, the engine, the thread of a stage, and the consumer; iterators
+that are at work at the same time have tracks of their own. A batch is a slice on each of them, and
+flow arrows connect these: sent by the engine, loaded by a worker, built by the engine, pinned or
+copied, taken by the consumer.
+
+**Guarantees.** On a track, two slices lie apart, or one in the other: Perfetto leaves out others.
+An arrow's stop is inside a slice, before its end: Perfetto leaves out an arrow without one.
+"""
+
+import bisect
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmloader.insight.times import BatchTimes, WorkTimes
+
+_CONSUMER, _ENGINE, _STAGE, _FIRST_WORKER = 1, 2, 3, 10
+# From the tracks of one iterator to those of the next.
+_LANE = 1_000_000
+_PID = 1
+# A slice that arrows can be tied to is so long at most.
+_INSTANT_NS = 1_000
+
+Event = dict[str, Any]
+
+
+class Traced(NamedTuple):
+    """One call of ``next()``, or of ``iter()``.
+
+    Attributes:
+        epoch: Number of the epoch.
+        asked_ns: When it was called.
+        taken_ns: When it returned.
+        times: What is known of the batch; None if it was loaded here, or none came.
+        stage: As in :meth:`~shmloader.insight.record.Record.handed`.
+        here: Of a batch that the consumer's thread has loaded: its clock, and the stage after it.
+        lane: As in :class:`~shmloader.insight.record.Record`.
+        name: Of what was called.
+    """
+
+    epoch: int | None
+    asked_ns: int
+    taken_ns: int
+    times: BatchTimes | None = None
+    stage: tuple[str, int, int] | None = None
+    here: tuple[WorkTimes, str] | None = None
+    lane: int = 0
+    name: str = "next()"
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it gave a batch that is known by itself."""
+        return self.times is not None or self.here is not None
+
+    @property
+    def built_ns(self) -> int:
+        """When the engine had built it."""
+        return self.taken_ns if self.stage is None else self.stage[1]
+
+
+class Trace:
+    """What is recorded: about half a kilobyte a batch, until it is written."""
+
+    def __init__(self) -> None:
+        self.begun_ns = time.monotonic_ns()
+        self._calls: list[Traced] = []
+
+    def note(self, call: Traced) -> None:
+        """Note a call of ``next()``. On the consumer's thread."""
+        self._calls.append(call)
+
+    def write(self, path: Path, about: dict[str, Any]) -> None:
+        """Write all that was noted.
+
+        Args:
+            path: To where.
+            about: Goes along, under "otherData".
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        trace = {
+            "traceEvents": list(self._events()),
+            "displayTimeUnit": "ms",
+            "otherData": {"producer": "shmloader", **about},
+        }
+        with path.open("w", encoding="utf-8") as file:
+            json.dump(trace, file, separators=(",", ":"))
+
+    def _events(self) -> Iterator[Event]:
+        calls = list(self._calls)
+        base_ns = min((_first_ns(call) for call in calls), default=self.begun_ns)
+        yield from _names(calls)
+        lanes: dict[int, list[Traced]] = {}
+        for call in calls:
+            lanes.setdefault(call.lane, []).append(call)
+        number = 0
+        for lane, found in lanes.items():
+            edges = _edges(found)
+            for call, following in zip(found, [*found[1:], None], strict=True):
+                for event in _events_of(call, number, following, edges):
+                    event["ts"] = (event["ts"] - base_ns) / 1e3
+                    if "dur" in event:
+                        event["dur"] /= 1e3
+                    if event["tid"]:
+                        event["tid"] += lane * _LANE
+                    yield event
+                number += call.is_batch
+
+
+def _names(calls: Iterable[Traced]) -> Iterator[Event]:
+    tracks = {}
+    for call in calls:
+        lane = call.lane * _LANE
+        which = f" (iterator {call.lane + 1})" if call.lane else ""
+        tracks[_CONSUMER + lane] = f"consumer{which}"
+        if call.times is not None:
+            tracks[_ENGINE + lane] = f"engine{which}"
+            worker_id = call.times.worker_id
+            tracks[_FIRST_WORKER + worker_id + lane] = f"worker {worker_id}{which}"
+        if call.stage is not None and call.stage[0] != "build":
+            tracks[_STAGE + lane] = f"{call.stage[0]} thread{which}"
+    yield {"ph": "M", "name": "process_name", "pid": _PID, "args": {"name": "shmloader"}}
+    for track, name in sorted(tracks.items()):
+        about = {"pid": _PID, "tid": track}
+        yield {"ph": "M", "name": "thread_name", **about, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", **about, "args": {"sort_index": track}}
+
+
+def _edges(calls: Iterable[Traced]) -> list[int]:
+    """When a slice begins or ends on an engine's track, in order."""
+    edges = set()
+    for call in calls:
+        if call.times is not None:
+            edges |= {call.times.sent_ns, call.times.handed_ns, call.built_ns}
+    return sorted(edges)
+
+
+def _instant(edges: list[int], began_ns: int) -> int:
+    """The end of a short slice that reaches over no edge."""
+    place = bisect.bisect_right(edges, began_ns)
+    ended_ns = began_ns + _INSTANT_NS
+    return min(ended_ns, edges[place]) if place < len(edges) else ended_ns
+
+
+def _first_ns(call: Traced) -> int:
+    if call.times is None:
+        return call.asked_ns
+    return min(call.asked_ns, call.times.offered_ns, call.times.work[0])
+
+
+def _slice(track: int, name: str, began_ns: int, ended_ns: int, **args: Any) -> Event:
+    event: Event = {
+        "ph": "X",
+        "cat": "batch",
+        "name": name,
+        "pid": _PID,
+        "tid": track,
+        "ts": began_ns,
+        "dur": max(0, ended_ns - began_ns),
+    }
+    if args:
+        event["args"] = args
+    return event
+
+
+def _count(name: str, when_ns: int, **values: int) -> Event:
+    return {"ph": "C", "name": name, "pid": _PID, "tid": 0, "ts": when_ns, "args": values}
+
+
+def _events_of(
+    call: Traced, number: int, following: Traced | None, edges: list[int]
+) -> Iterator[Event]:
+    """The slices of one call, its arrows, and its counters; times in ns."""
+    about: dict[str, Any] = {"epoch": call.epoch}
+    name = call.name
+    if call.is_batch:
+        about["batch"], name = number, f"next() → batch {number}"
+    yield _slice(_CONSUMER, name, call.asked_ns, call.taken_ns, **about)
+    if call.here is not None:
+        yield from _loaded_here(call.here, call.taken_ns)
+    if call.is_batch and following is not None and following.epoch == call.epoch:
+        yield _slice(_CONSUMER, f"use batch {number}", call.taken_ns, following.asked_ns)
+    times = call.times
+    if times is None:
+        return
+    track = _FIRST_WORKER + times.worker_id
+    began_ns, fetch_ns, collate_ns, encode_ns, sample_count = times.work
+    about |= {"worker": times.worker_id, "samples": sample_count, "bytes": times.nbytes}
+    ended_ns = began_ns + fetch_ns + collate_ns + encode_ns
+    about |= {
+        "slot_us": (times.sent_ns - times.offered_ns) / 1e3,
+        "transport_us": (times.seen_ns - max(times.looked_ns, ended_ns)) / 1e3,
+    }
+    yield _slice(_ENGINE, f"send {number}", times.sent_ns, _instant(edges, times.sent_ns))
+    fetched_ns, collated_ns = began_ns + fetch_ns, began_ns + fetch_ns + collate_ns
+    yield _slice(track, f"batch {number}", began_ns, ended_ns, **about)
+    yield _slice(track, "fetch", began_ns, fetched_ns)
+    yield _slice(track, "collate", fetched_ns, collated_ns)
+    yield _slice(track, "encode", collated_ns, ended_ns)
+    yield _slice(_ENGINE, f"build {number}", times.handed_ns, call.built_ns)
+    stops = [(_ENGINE, times.sent_ns), (track, began_ns), (_ENGINE, times.handed_ns)]
+    if call.stage is not None and call.stage[0] != "build":
+        kind, stage_began_ns, stage_ended_ns = call.stage
+        yield _slice(_STAGE, f"{kind} {number}", stage_began_ns, stage_ended_ns)
+        stops.append((_STAGE, stage_began_ns))
+    # Inside of next(): at its end, it is over.
+    stops.append((_CONSUMER, max(call.asked_ns, call.taken_ns - 1)))
+    yield from _arrows(number, stops)
+    yield _count("slots lent", times.handed_ns, lent=times.lent_count)
+
+
+def _loaded_here(here: tuple[WorkTimes, str], taken_ns: int) -> Iterator[Event]:
+    work, stage = here
+    fetched_ns = work.began_ns + work.fetch_ns
+    collated_ns = fetched_ns + work.collate_ns
+    yield _slice(_CONSUMER, "fetch", work.began_ns, fetched_ns)
+    yield _slice(_CONSUMER, "collate", fetched_ns, collated_ns)
+    yield _slice(_CONSUMER, stage, collated_ns, min(taken_ns, collated_ns + work.encode_ns))
+
+
+def _arrows(number: int, stops: list[tuple[int, int]]) -> Iterator[Event]:
+    """One arrow through a batch's slices, in the order of time."""
+    for place, (track, when_ns) in enumerate(stops):
+        phase = "s" if place == 0 else "f" if place == len(stops) - 1 else "t"
+        event: Event = {
+            "ph": phase,
+            "cat": "flow",
+            "name": "batch",
+            "id": number,
+            "pid": _PID,
+            "tid": track,
+            "ts": when_ns,
+        }
+        if phase == "f":
+            event["bp"] = "e"
+        yield event

@@ -1,0 +1,1 @@
+"""The loaders, and their iterators."""

@@ -1,0 +1,121 @@
+"""torch's own iterators, where ours cannot load: data pipes, and systems without memfd or pidfd.
+
+They load as torch does, with torch's own workers. What is added is what the loader around them
+promises: statistics, as far as they can be seen from outside, and an end by ``close()``.
+"""
+
+import contextlib
+import time
+from typing import Any
+
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from shmloader.batch.timer import bytes_of
+from shmloader.errors import ClosedLoaderError
+from shmloader.insight.record import Record
+from shmloader.loader.config import LoaderParts
+from shmloader.sampling.plan import EpochPlan
+
+# Containers in containers that are looked into; one may contain itself.
+_DEEPEST = 8
+
+
+class TorchIterator(_BaseDataLoaderIter):
+    """What is added to torch's iterators.
+
+    Attributes:
+        is_closed: Whether ``close()`` was called.
+    """
+
+    _record: Record
+
+    def __init__(self, loader: Any, plan: EpochPlan, parts: LoaderParts) -> None:
+        self.is_closed = False
+        self._plan, self._parts = plan, parts
+        began_ns = time.monotonic_ns()
+        super().__init__(loader)
+        self._begin(loader, began_ns)
+
+    def _begin(self, loader: Any, began_ns: int) -> None:
+        self._batch_size = loader.batch_size
+        self._record = Record(
+            self._plan.epoch,
+            "torch",
+            loader.num_workers,
+            keeps_workers=loader.persistent_workers,
+            begin_ns=began_ns,
+        )
+        self._parts.statistics.begin(self._record, self)
+        self._record.begun()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin an epoch; torch calls this, for the first one inside of the constructor."""
+        began_ns = time.monotonic_ns()
+        super()._reset(loader, first_iter)
+        if not first_iter:
+            self._begin(loader, began_ns)
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            ClosedLoaderError: After ``close()``.
+        """
+        if self.is_closed:
+            raise ClosedLoaderError("the iterator is closed")
+        record, began_ns = self._record, time.monotonic_ns()
+        try:
+            batch = super().__next__()
+        except Exception as error:
+            record.waited(began_ns, time.monotonic_ns())
+            if isinstance(error, StopIteration):
+                record.end()
+            else:
+                record.failures += 1
+            raise
+        record.waited(began_ns, time.monotonic_ns())
+        record.batches += 1
+        record.samples += samples_of(batch, self._batch_size)
+        record.nbytes += bytes_of(batch)
+        return batch
+
+    def close(self) -> None:
+        """Give no further batch; may be called again."""
+        self.is_closed = True
+        self._record.end()
+
+
+class TorchInProcessIterator(TorchIterator, _SingleProcessDataLoaderIter):
+    """Loads on the consumer's thread."""
+
+
+class TorchWorkerIterator(TorchIterator, _MultiProcessingDataLoaderIter):
+    """Loads in torch's worker processes."""
+
+    def close(self) -> None:
+        """End the workers; may be called again."""
+        super().close()
+        self._shutdown_workers()
+
+
+def samples_of(batch: Any, batch_size: int | None) -> int:
+    """Samples of a batch that was not made here, as far as can be told.
+
+    Args:
+        batch: The batch.
+        batch_size: The loader's; None if a batch is one sample.
+    """
+    if batch_size is None:
+        return 1
+    with contextlib.suppress(Exception):  # it may be any object
+        for _ in range(_DEEPEST):
+            if isinstance(batch, list | tuple):
+                batch = batch[0]
+            elif isinstance(batch, dict):
+                batch = next(iter(batch.values()))
+        return int(batch.shape[0])
+    return batch_size

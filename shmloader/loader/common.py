@@ -1,0 +1,95 @@
+"""What every iterator does alike: begin as torch does, seed, transform."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from shmloader.batch.sample_rng import base_seed
+from shmloader.loader.config import LoaderConfig, LoaderParts
+from shmloader.sampling.plan import EpochPlan
+from shmloader.shared.counting import describe_many, estimate_objects
+
+
+def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
+    """Do what torch's base class does for a new iterator: it reads the loader, and draws a seed.
+
+    The seed of an epoch that goes on was drawn where the epoch began. So torch's global generator
+    is put back: a user who has restored it finds it as it was.
+    """
+    before = torch.get_rng_state() if plan.goes_on and plan.generator is None else None
+    _BaseDataLoaderIter.__init__(iterator, loader)
+    if before is not None:
+        torch.set_rng_state(before)
+
+
+def seed_of_workers(config: LoaderConfig, plan: EpochPlan, drawn: float) -> float:
+    """Return the base seed of an iterator's workers: from the loader's seed, or as drawn."""
+    if config.fetch.seed is None:
+        return drawn
+    assert plan.epoch is not None
+    return base_seed(config.fetch.seed, plan.epoch)
+
+
+def next_batch(iterator: Any, by_torch: Callable[[], Any]) -> Any:
+    """Return the iterator's next batch.
+
+    torch's ``__next__`` is called only where it does more than that, since it takes longer: it
+    warns of an iterable dataset that is longer than its length, and records for the profiler.
+
+    Args:
+        iterator: The iterator.
+        by_torch: ``__next__`` of its base class.
+    """
+    if iterator._IterableDataset_len_called is not None or _profiler_enabled():
+        return by_torch()
+    batch = iterator._next_data()
+    iterator._num_yielded += 1
+    return batch
+
+
+def warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
+    """Warn once of the memory that a dataset of very many Python objects takes in workers."""
+    if parts.has_counted_objects:
+        return
+    parts.has_counted_objects = True
+    text = None
+    with contextlib.suppress(Exception):  # of the user's objects: another thread changes them, say
+        text = describe_many(estimate_objects(config.dataset), config.num_workers)
+    if text is not None:
+        warnings.warn(text, stacklevel=2)
+
+
+def no_transform(batch: object) -> object:
+    """Return the batch as it is."""
+    return batch
+
+
+def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Return the user's transform, whose StopIteration must not silently end the epoch."""
+    if transform is None:
+        return no_transform
+
+    def guarded(batch: Any) -> Any:
+        try:
+            return transform(batch)
+        except StopIteration as error:
+            raise RuntimeError("the transform raised StopIteration") from error
+
+    return guarded
+
+
+def transform_here(config: LoaderConfig) -> Callable[[Any], Any]:
+    """Return what is done to a batch on the CPU, on the user's thread."""
+    transform = config.transform
+    if not config.has_steps or transform is None:
+        return _guarded(transform)
+
+    def transform_each(step: Any) -> Any:
+        return [transform(batch) for batch in step]
+
+    return _guarded(transform_each)

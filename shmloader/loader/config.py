@@ -1,0 +1,177 @@
+"""What an iterator knows of its loader: the arguments, and what all its iterators share.
+
+torch's iterators read the attributes of the loader, which users may set between epochs. So a
+:class:`LoaderConfig` is made of them when an iterator begins, and is handed to every part. Worker
+processes get the part of it that is about batches (``FetchConfig``) and the part that is about
+memory (``MemoryConfig``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from shmloader.batch.array_datasets import may_be_columns
+from shmloader.batch.fetch import FetchConfig, OnError
+from shmloader.device.target import Destination
+from shmloader.engine.adapting import Adapter
+from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
+from shmloader.engine.stream_here import DatasetHere, StreamHere
+from shmloader.insight.epochs import Statistics
+from shmloader.memory.collate import is_plain
+from shmloader.options import LEND_LIMIT, LOOP_HOLDS, slot_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """The arguments of a loader, checked, in the form in which its parts use them.
+
+    Attributes:
+        fetch: How a batch is fetched and collated; this part travels to the workers.
+        dataset: The dataset.
+        collate_fn: Makes a batch of samples.
+        on_error: What is done about a sample that fails.
+        max_failures: How many samples may fail in an epoch; None for any number.
+        saves_dataset: Whether states of the loader contain states of the dataset.
+        num_workers: Number of workers to begin with.
+        most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
+        prefetch_factor: Batches in flight per worker; 0 without workers.
+        fixed_window: Batches in flight, if that does not depend on the workers; otherwise None.
+        in_order: Whether batches are delivered in the sampler's order.
+        is_dynamic: Whether a batch may come from any worker (dynamic dispatch).
+        timeout_s: Seconds to wait for a batch; 0 for ever.
+        worker_init_fn: Called in each worker.
+        worker_restarts: Number of dead workers that are replaced in an epoch.
+        multiprocessing_context: A multiprocessing context; None for the default one.
+        is_threaded: Whether workers are threads.
+        shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
+        devices: Where each batch of a step arrives; None for the CPU. Of one, unless
+            ``has_steps``.
+        has_steps: Whether each step is a list of batches, one for each device.
+        device_prefetch: Batches that may be ready on the device.
+        transform: Called with each batch on the device; None for nothing.
+        root: Directory in which ``proc`` and ``sys`` are.
+    """
+
+    fetch: FetchConfig
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    on_error: OnError
+    max_failures: int | Fraction | None
+    saves_dataset: bool
+    num_workers: int
+    most_workers: int
+    prefetch_factor: int
+    fixed_window: int | None
+    in_order: bool
+    is_dynamic: bool
+    timeout_s: float
+    worker_init_fn: Callable[[int], None] | None
+    worker_restarts: int
+    multiprocessing_context: Any
+    is_threaded: bool
+    shm_bytes: int | None
+    devices: tuple[torch.device | None, ...]
+    has_steps: bool
+    device_prefetch: int
+    transform: Callable[[Any], Any] | None
+    root: str
+
+    @property
+    def has_device(self) -> bool:
+        """Whether a batch is copied to a device."""
+        return any(device is not None for device in self.devices)
+
+    @property
+    def window(self) -> int:
+        """Batches in flight at the beginning."""
+        return self.fixed_window or self.num_workers * self.prefetch_factor
+
+    @property
+    def most_window(self) -> int:
+        """Maximum number of batches in flight."""
+        return self.fixed_window or self.most_workers * self.prefetch_factor
+
+    @property
+    def lend_limit(self) -> int:
+        """Batches that may be lent to the user, uncopied, at the same time."""
+        return lend_limit(has_device=self.has_device, device_prefetch=self.device_prefetch)
+
+    @property
+    def loop_holds(self) -> int:
+        """Batches that are lent at the same time in a plain loop."""
+        return self.device_prefetch + 2 if self.has_device else LOOP_HOLDS
+
+    @property
+    def slot_bytes(self) -> int | None:
+        """Each slot's share of ``shm_bytes``; None without a maximum."""
+        if self.shm_bytes is None:
+            return None
+        return slot_share(self.shm_bytes, self.most_window + self.lend_limit)
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether batches may be gathered from a dataset that consists of arrays only."""
+        return (
+            self.on_error == "raise"
+            and self.fetch.auto_collation
+            and not self.fetch.is_iterable
+            and is_plain(self.collate_fn)
+            and may_be_columns(self.dataset)
+        )
+
+    def watch_failures(self, failures: FailureList[FailedSample]) -> FailureWatch | None:
+        """Return what notes the samples that fail, in ``failures``; None if the first raises."""
+        if self.on_error == "raise" or self.fetch.is_iterable:
+            return None
+        return FailureWatch(
+            failures,
+            self.max_failures,
+            keep_size=self.fetch.keep_size,
+            replaces=callable(self.on_error),
+        )
+
+
+def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
+    """Return how many batches may be lent at once: on a device, the copied ones and the next."""
+    return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
+
+
+@dataclass(slots=True)
+class LoaderParts:
+    """What all iterators of a loader share. A copy of the loader, or a pickle, has its own.
+
+    Attributes:
+        adapter: Decides how many workers there are, with ``num_workers="auto"``.
+        failures: The samples that failed.
+        statistics: The records of all epochs.
+        destination: The devices, as the first iterator has opened them.
+        streams: Where the datasets of the newest epoch are.
+        resume_streams: Where they go on in the next iterator that is made.
+        has_counted_objects: Whether the objects of the dataset were counted already.
+    """
+
+    adapter: Adapter | None = None
+    failures: FailureList[FailedSample] = field(default_factory=FailureList)
+    statistics: Statistics = field(default_factory=Statistics)
+    destination: Destination | None = None
+    streams: IterableCheckpoints | StreamHere | DatasetHere | None = None
+    resume_streams: IterableCheckpoints | None = None
+    has_counted_objects: bool = False
+
+    def take_resumed(self) -> IterableCheckpoints | None:
+        """Return where the datasets of an iterator that begins go on; None for the beginning."""
+        resumed = self.resume_streams
+        self.streams = self.resume_streams = None
+        return resumed
+
+    def open_destination(self, config: LoaderConfig) -> Destination | None:
+        """Return the devices that batches are copied to; None for the CPU."""
+        if not config.has_device:
+            return None
+        if self.destination is None or not self.destination.is_of(config.devices):
+            self.destination = Destination(config.devices)
+        return self.destination

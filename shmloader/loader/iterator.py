@@ -1,0 +1,353 @@
+"""Iterators whose batches come out of an engine: with worker processes, and what these share.
+
+They derive from torch's, which reads the loader, warns, draws the base seed and counts what was
+yielded; so the main process's random streams are used as torch uses them.
+"""
+
+import abc
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmloader.device.device import DeviceStage
+from shmloader.device.devices import DevicesStage
+from shmloader.device.pin import PinStage
+from shmloader.device.plain import PlainStage
+from shmloader.device.target import Destination, current_index
+from shmloader.device.thread import Stage, StageThread
+from shmloader.engine.base import EngineBase
+from shmloader.engine.engine import Engine
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
+from shmloader.insight.record import Record
+from shmloader.interruptions import is_interruption
+from shmloader.loader.calls import CountingIterator
+from shmloader.loader.common import (
+    begin_by_torch,
+    no_transform,
+    seed_of_workers,
+    transform_here,
+    warn_of_many_objects,
+)
+from shmloader.loader.config import LoaderConfig, LoaderParts
+from shmloader.memory.admission import MemoryAdmission, MemoryConfig
+from shmloader.memory.limits import control_groups, free_memory
+from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.pools import Pool
+from shmloader.pools.arena import PageLocker
+from shmloader.pools.process import ProcessPool
+from shmloader.pools.worker_processes import WorkerProcesses
+from shmloader.sampling.plan import EpochPlan
+
+
+def _device_stage(
+    config: LoaderConfig, destination: Destination | None
+) -> tuple[Stage | None, PageLocker | None]:
+    """Return what copies batches to the devices, and what page-locks their slots for it."""
+    if destination is None:
+        return None, None
+    locks, backends = destination.locks, destination.backends
+    ahead, transform = config.device_prefetch, config.transform
+    if config.has_steps:
+        return DevicesStage(backends, locks, ahead, transform), locks
+    (backend,) = backends
+    assert backend is not None  # the only device
+    return DeviceStage(backend, locks, ahead, transform), locks
+
+
+class EngineIterator(CountingIterator):
+    """Batches out of an engine; a subclass says what its workers are.
+
+    Used from one thread at a time. Dropped or garbage, it ends its workers.
+    """
+
+    _pool: Pool
+    _engine: Engine
+
+    def __init__(
+        self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
+    ) -> None:
+        """Start the workers and fill the window.
+
+        Args:
+            loader: The loader, for torch's base class and the number of workers with "auto".
+            config: The loader's arguments.
+            plan: The loader's epochs, of which one has begun.
+            parts: What the iterators of the loader share.
+        """
+        begin_ns = time.monotonic_ns()
+        resumed = parts.take_resumed()
+        begin_by_torch(self, loader, plan)
+        self._config, self._plan, self._parts = config, plan, parts
+        self._base_seed = seed_of_workers(config, plan, self._base_seed)
+        self._progress = plan.progress
+        self._streams: IterableCheckpoints | None = None
+        if config.saves_dataset:
+            begun = resumed or IterableCheckpoints.at_beginning(
+                config.num_workers, int(self._base_seed)
+            )
+            if begun.base_seed is not None:
+                self._base_seed = begun.base_seed
+            self._streams = parts.streams = begun.copy()
+        self._in_order = config.in_order
+        if config.prefetch_factor <= 0:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        stage, locker = _device_stage(config, parts.open_destination(config))
+        # Without a device (or "cpu") it runs here.
+        self._transform = transform_here(config) if stage is None else no_transform
+        if stage is None and self._pin_memory:
+            kind = self._pin_memory_device
+            stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
+        self._adapter = parts.adapter
+        self._loader = weakref.ref(loader)
+        window = config.window
+        try:
+            self._open(locker)
+            self._begin_record(config.num_workers, begin_ns)
+            # Ends the workers when the iterator is garbage. At the interpreter's exit others do.
+            # It must not hold the sampler, which may hold the loader and us; an engine does,
+            # unless it has a thread of its own.
+            self._source: EngineBase | StageThread = self._engine
+            if stage is None and self._engine.is_dynamic:
+                stage = PlainStage()
+            if stage is None:
+                end = self._pool.close
+            else:
+                self._pool.enable_wake()
+                self._source = StageThread(self._engine, stage, window, config.timeout_s)
+                end = self._source.running.end
+            self._finalizer = weakref.finalize(self, end)
+            self._finalizer.atexit = False
+            self._next_batch: Callable[[], Any] = self._source.next_batch
+            self._is_exhausted = False
+            # As torch does: the sampler is iterated a second time.
+            super()._reset(loader)
+            self._begin_draws()
+            self._source.start(self._sampler_iter)
+            self._record.begun()
+        except BaseException:
+            if hasattr(self, "_finalizer"):
+                self.close()
+            if hasattr(self, "_pool"):
+                self._pool.close()  # a Ctrl-C may come before anybody else knows of the workers
+            raise
+
+    @abc.abstractmethod
+    def _open(self, locker: PageLocker | None) -> None:
+        """Start the workers, ``_pool``, and make their ``_engine``."""
+
+    def _begin_draws(self) -> None:
+        """Begin to draw the epoch's index batches."""
+        as_arrays = self._config.takes_arrays
+        self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=as_arrays)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin a further epoch with the same workers (``persistent_workers=True``)."""
+        config, worker_count = self._config, loader.num_workers
+        self._begin_record(worker_count, time.monotonic_ns())
+        is_free = config.fixed_window is None
+        if self._adapter is not None and is_free and isinstance(self._source, StageThread):
+            self._source.set_window(worker_count * config.prefetch_factor)
+        super()._reset(loader, first_iter)
+        self._begin_draws()
+        self._progress = self._plan.progress
+        self._is_exhausted = False
+        self._source.restart(self._sampler_iter)
+        begun = self._engine.stream_beginnings
+        if begun is not None:
+            self._streams = self._parts.streams = begun.copy()
+        self._record.begun()
+
+    def _begin_record(self, worker_count: int, begin_ns: int) -> None:
+        parts = self._parts
+        self._record = Record(
+            self._plan.epoch,
+            "threads" if self._config.is_threaded else "processes",
+            worker_count,
+            keeps_workers=self._persistent_workers,
+            in_order=self._in_order,
+            counts=self._engine.counts,
+            readings=self._pool.readings,
+            failed=parts.failures,
+            begin_ns=begin_ns,
+        )
+        parts.statistics.begin(self._record, self)
+        if self._adapter is not None:
+            self._adapter.begin()
+
+    def _next_data(self) -> Any:
+        if not self._is_exhausted:
+            try:
+                batch = self._next_batch()
+            except StopIteration:
+                self._note_end()
+            else:
+                return batch if self._transform is no_transform else self._transformed(batch)
+            if not self._persistent_workers:
+                self.close()  # what interrupts it has no other exception behind it
+        raise StopIteration
+
+    def _transformed(self, batch: Any) -> Any:
+        try:
+            return self._transform(batch)
+        except Exception as error:
+            if not is_interruption(error):
+                self._source.told = id(error)  # the user's own, in the batch's place
+            raise
+
+    def _note_end(self) -> None:
+        source = self._source
+        source.in_transit = True  # else an interruption would leave out ends of streams
+        if self._streams is not None:
+            self._streams.note(self._engine.take_stream_ends())
+        self._is_exhausted = self._progress.is_ended = True
+        source.in_transit = False
+
+    def _note_done(self) -> None:
+        delivery = self._source.delivery
+        if delivery is not None:
+            seq, left_out, streams, _ = delivery
+            if self._streams is not None:
+                self._streams.note(streams)
+            if self._in_order:
+                self._progress.done_until(seq)
+            else:
+                for each in (*left_out, seq):
+                    self._progress.done(each)
+
+    def _mark(self) -> tuple[int, Any]:
+        streams = self._streams
+        return self._progress.mark(), None if streams is None else streams.mark()
+
+    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - its delivery tells
+        ended_ns = time.monotonic_ns()
+        source = self._source
+        delivery = source.delivery
+        if delivery is not None and delivery.times is not None:
+            self._record.handed(delivery.times, began_ns, ended_ns, source.staged)
+            if self._adapter is not None:
+                busy_ns = sum(delivery.times.work[1:4])
+                self._adapt(self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns))
+        else:
+            self._record.waited(began_ns, ended_ns)
+
+    def _adapt(self, wanted: int) -> None:
+        """Have so many workers, and say how many there are (``num_workers="auto"``)."""
+
+    def _loses(self, error: BaseException) -> bool:
+        return self._source.loses(error)
+
+    def _note_raised(self, error: BaseException, began_ns: int) -> None:
+        record, source = self._record, self._source
+        record.waited(began_ns, time.monotonic_ns())
+        if isinstance(error, StopIteration):
+            record.end()
+        elif source.told == id(error) and source.delivery is not None:
+            record.failures += 1
+            self._note_done()
+
+    def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
+        self._progress.go_back(mark[0])
+        if self._streams is not None:
+            self._streams.go_back(mark[1])
+        self._source.give_up(error)
+        self._end_record()
+
+    def close(self) -> None:
+        """End the workers and free the memory; may be called again."""
+        try:
+            self._source.close()
+        finally:
+            self._end_record()
+
+    def _end_record(self) -> None:
+        self._finalizer.detach()
+        if hasattr(self, "_record"):
+            self._record.end()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its workers were ended: by ``close``, the end, a death, many failures."""
+        return self._engine.is_closed
+
+    def _shutdown_workers(self) -> None:
+        """torch's name for :meth:`close`."""
+        self.close()
+
+
+class WorkerIterator(EngineIterator):
+    """Batches out of worker processes, through shared memory.
+
+    Ended, it frees its memory, but for what lies under batches that the user holds.
+    """
+
+    def _open(self, locker: PageLocker | None) -> None:
+        config = self._config
+        lent, slot_bytes = config.lend_limit, config.slot_bytes
+        root = Path(config.root)
+        memory = MemoryConfig(
+            config.num_workers,
+            config.prefetch_factor,
+            config.loop_holds,
+            self._plan.order.count_batches(),
+            free_memory(root, control_groups(root)),
+            config.root,
+            config.fixed_window,
+        )
+        warn_of_many_objects(config, self._parts)
+        self._wanted = config.num_workers
+        workers = WorkerProcesses(
+            config.multiprocessing_context,
+            config.most_workers,
+            (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
+            config.fetch,
+            int(self._base_seed),
+            memory,
+            may_replace=config.worker_restarts > 0 or self._adapter is not None,
+            started=config.num_workers,
+        )
+        try:
+            self._pool = ProcessPool(
+                workers,
+                slot_bytes=uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
+                slot_count=config.most_window + lent,
+                locker=locker,
+                admission=MemoryAdmission(memory),
+            )
+        except BaseException:
+            workers.close()  # a Ctrl-C may come before anybody else knows of them
+            raise
+        self._engine = Engine(
+            self._pool,
+            worker_count=config.most_workers,
+            window=config.most_window,
+            lend_limit=lent,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            worker_restarts=config.worker_restarts,
+            streams=None if self._streams is None else self._streams.copy(),
+            is_iterable=config.fetch.is_iterable,
+            is_dynamic=config.is_dynamic,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts.failures),
+            present=config.num_workers,
+        )
+        if slot_bytes is not None:
+            self._engine.counts.share_bytes = slot_bytes
+        self._engine.resume()
+
+    def _adapt(self, wanted: int) -> None:
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._engine.want_workers(wanted)
+        loader, present = self._loader(), self._engine.present_workers
+        if loader is not None and loader.num_workers != present:
+            loader.num_workers = self._record.worker_count = present
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The worker processes; read by tools that know torch's iterator."""
+        return self._pool.processes

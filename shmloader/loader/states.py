@@ -1,0 +1,140 @@
+"""The form of a loader's state, and whether a state fits a loader."""
+
+import json
+import reprlib
+import zlib
+from typing import Any
+
+from shmloader.batch.fingerprint import fingerprint
+
+#: Version of the form. Version 1 had no checksum, and is read as well.
+VERSION = 2
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = 200
+_short = _shortener.repr
+
+# Most batches that may have been delivered ahead of one that is late.
+_MOST_AHEAD = 100_000_000
+
+# Longest epoch number, position and so on: what is larger is no count of batches.
+_LARGEST = 1 << 53
+
+# What a state and the loader that takes it must have in common.
+_FACTS = {
+    "length": "dataset length",
+    "global_batch": "global batch size",
+    "sampler": "sampler",
+    "tail": "tail",
+    "seed": "seed",
+}
+
+_OTHERS = {"epoch", "position", "origin", "persistent"}
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with its version, and a checksum by which damage is found when it is loaded."""
+    state = {"version": VERSION, **state}
+    return {**state, "checksum": _checksum(state)}
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    """Of all that JSON can write; of the rest, in what users' ``state_dict()`` gave, the types."""
+    plain = {key: value for key, value in state.items() if key != "checksum"}
+    return zlib.crc32(_text_of(plain).encode())
+
+
+def _text_of(value: Any) -> str:
+    """The same text before and after JSON, in which tuples are lists and all keys are texts."""
+    if isinstance(value, dict):
+        items = sorted((str(key), _text_of(inner)) for key, inner in value.items())
+        return str(items)
+    if isinstance(value, list | tuple):
+        return str([_text_of(inner) for inner in value])
+    if value is None or isinstance(value, bool | int | float | str):
+        return json.dumps(value)
+    return f"{type(value).__qualname__} {fingerprint(value)}"
+
+
+def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
+    """Check a state before a loader takes it.
+
+    Args:
+        state: What the user gave.
+        facts: Of the loader: ``length`` and so on.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: If it is no dict.
+        ValueError: If it is no loader's state, of another version, damaged, or does not fit.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"state should be a dict that state_dict() returned, but got {type(state).__name__}"
+        )
+    version = state.get("version")
+    if version is None or not (_FACTS.keys() | _OTHERS) <= state.keys():
+        raise ValueError(
+            "the state is not one of a shmloader loader: it has "
+            f"{', '.join(map(repr, state)) or 'nothing'}"
+        )
+    if version not in (1, VERSION):
+        raise ValueError(
+            f"the state is of version {_short(version)}, and this release of shmloader reads "
+            f"versions up to {VERSION}"
+        )
+    if version == 1 and "streams" in state:
+        raise ValueError(
+            "the state of an iterable dataset is of version 1, which did not save what its workers "
+            "were seeded from, so that samples would be lost: begin the epoch anew"
+        )
+    if version != 1 and not _is_whole(state):
+        raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
+    wrong = [
+        f"{name}: {_short(state[key])} found, {facts[key]!r} expected"
+        for key, name in _FACTS.items()
+        if state[key] != facts[key]
+    ]
+    if wrong:
+        raise ValueError(f"the state does not fit this loader ({'; '.join(wrong)})")
+    if not _is_sound(state):
+        raise ValueError(f"the state is damaged: {reprlib.repr(state)}")
+    return state
+
+
+def _is_whole(state: dict[str, Any]) -> bool:
+    try:
+        return bool(_checksum(state) == state.get("checksum"))
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _is_sound(state: dict[str, Any]) -> bool:
+    origin = state["origin"]
+    return (
+        all(map(_is_number, (state["epoch"], state["position"])))
+        and isinstance(state.get("ahead", []), list)
+        and all(map(_is_run, state.get("ahead", [])))
+        and sum(last - first for first, last in state.get("ahead", [])) <= _MOST_AHEAD
+        and isinstance(state["persistent"], bool)
+        and isinstance(origin, dict)
+        and isinstance(origin.get("begun"), bool)
+        and type(origin.get("seed", 0)) is int
+        and all(isinstance(origin.get(name, []), list) for name in ("generators", "epochs", "rest"))
+        and isinstance(origin.get("base_seed", origin["begun"] or None), bool)
+    )
+
+
+def _is_run(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2  # noqa: PLR2004 - the first, and that after the last
+        and all(map(_is_number, value))
+        and value[0] < value[1]
+    )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST

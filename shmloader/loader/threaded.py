@@ -1,0 +1,40 @@
+"""The iterator of a loader whose workers are threads (``thread_pool=True``)."""
+
+import weakref
+
+from shmloader.batch.array_fetch import ArraysHere
+from shmloader.engine.engine import Engine
+from shmloader.loader.iterator import EngineIterator
+from shmloader.pools.arena import PageLocker
+from shmloader.pools.thread import ThreadPool
+from shmloader.pools.thread_task import ThreadConfig
+
+
+class ThreadIterator(EngineIterator):
+    """Batches out of threads of this process; nothing is shared, nothing copied."""
+
+    _pool: ThreadPool
+
+    def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - there are no slots
+        config = self._config
+        self._arrays = ArraysHere(config.dataset) if config.takes_arrays else None
+        self._thread_config = ThreadConfig(
+            config.fetch, config.dataset, config.collate_fn, config.on_error, self._arrays
+        )
+        self._pool = ThreadPool(
+            config.num_workers, config.worker_init_fn, weakref.ref(self._thread_config)
+        )
+        self._engine = Engine(
+            self._pool,
+            worker_count=config.num_workers,
+            window=config.window,
+            lend_limit=0,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            watch=config.watch_failures(self._parts.failures),
+        )
+
+    def _begin_draws(self) -> None:
+        if self._arrays is not None:
+            self._arrays.begin_epoch()
+        super()._begin_draws()

@@ -1,0 +1,174 @@
+"""What multiprocessing's fork server imports once, so that the workers it forks need not.
+
+By itself the server has nothing of torch's: each worker would import it, a second and more of a
+core's time, and keep 150 MB of its own for that. Now the server does it, before it forks the first
+worker, and all of them have these pages in common.
+
+A server that runs already stays as it is. So does one that would find other modules than this
+process has: it is told nothing of what a program has put on ``sys.path`` (Python 3.11 to 3.13), and
+looks in the working directory first, where files may lie that are called like modules.
+"""
+
+import contextlib
+import multiprocessing.forkserver
+import os
+import re
+import site
+import sys
+import sysconfig
+from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+from shmloader.probing import probe
+
+# All that a worker runs: torch, numpy and what is ours.
+_WORKER = "shmloader.pools.preloaded"
+
+_PACKAGES = ("torch", "numpy", "psutil", "cloudpickle", "shmloader")
+
+# What torch 2.13 and its like look for as they are imported, and do without.
+_OPTIONAL = (
+    *("_winapi", "cuda", "dill", "envwrap", "monkeytype", "msvcrt", "opt_einsum", "org", "pydot"),
+    *("pynvml", "torch_xla", "torchcomms", "tqdm", "triton", "winreg"),
+)
+
+
+def preload(context: BaseContext) -> bool:
+    """Have the fork server import what a worker needs, beside what its user has it import.
+
+    Args:
+        context: Of start method "forkserver"; its next worker is about to be started.
+
+    Returns:
+        Whether the server has that, or will have it when it starts.
+    """
+    # There is no other way to know what the user has asked for, which stays.
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    wanted = list(getattr(server, "_preload_modules", ["__main__"]))
+    if not _is_running(getattr(server, "_forkserver_pid", None)):
+        others = [name for name in wanted if name != _WORKER]
+        wanted = [*others, _WORKER] if _is_like_here() else others
+        context.set_forkserver_preload(wanted)
+    return _WORKER in wanted
+
+
+def _is_running(pid: int | None) -> bool:
+    """Whether a child lives; it is not reaped."""
+    if pid is None:
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # of the process that has forked this one, and shares it
+        return True
+
+
+def _is_like_here() -> bool:
+    """Whether a fresh interpreter with a bare ``sys.path`` imports the same files as this one."""
+    try:
+        folder = os.getcwd()  # noqa: PTH109 - entries of sys.path are strings
+        stems = {entry.partition(".")[0] for entry in os.listdir(folder)}  # noqa: PTH208 - as above
+        stems &= {*sys.stdlib_module_names, *sys.modules, *_OPTIONAL}
+    except OSError:  # gone, or not to be read
+        return False
+    places = [] if getattr(sys.flags, "safe_path", False) else [folder]
+    # Where this process looks there before anywhere else, it has found the same.
+    is_first_here = bool(sys.path) and Path(sys.path[0] or folder).resolve() == Path(folder)
+    if places and not is_first_here and any(_is_foreign(stem, folder) for stem in stems):
+        return False
+    fresh = _Fresh(places)
+    return all(fresh.finds_same(name) for name in _PACKAGES) and all(
+        fresh.finds_same(name, is_needed=False) for name in _loaded()
+    )
+
+
+class _Fresh:
+    """Where an interpreter with our flags that was just started looks for modules.
+
+    Args:
+        places: What comes first in its ``sys.path``.
+    """
+
+    def __init__(self, places: list[str]) -> None:
+        flags = sys.flags
+        listed = "" if flags.ignore_environment else os.environ.get("PYTHONPATH", "")
+        library = sysconfig.get_path("stdlib")
+        self._places = [*places, *filter(None, listed.split(os.pathsep))]
+        self._places += [library, sysconfig.get_path("platstdlib")]
+        self._places.append(str(Path(library, "lib-dynload")))
+        self._finders: list[Any] = []
+        if flags.no_site:
+            return
+        imports: set[str] = set()
+        for folder in _site_folders():
+            self._places.append(folder)
+            for line in _lines_of_pth_files(folder):
+                if line.startswith(("import ", "import\t")):
+                    imports |= set(re.findall(r"\w+", line))
+                else:
+                    self._places.append(str(Path(folder, line)))
+        # An editable install may come with a finder instead of a path.
+        for finder in sys.meta_path:
+            kind = finder if isinstance(finder, type) else type(finder)
+            if kind.__module__ in imports and self.finds_same(kind.__module__):
+                self._finders.append(finder)
+
+    def finds_same(self, name: str, *, is_needed: bool = True) -> bool:
+        """Whether a module that is loaded here, from a file, is found in the same one.
+
+        Args:
+            name: Its name.
+            is_needed: Whether it must be found, else it may be missing.
+        """
+        file = probe(sys.modules.get(name), "__file__")
+        if file is None:
+            return not is_needed
+        spec = probe(sys.modules[name], "__spec__")
+        if getattr(spec, "origin", None) in {"frozen", "built-in"}:
+            return True
+        found = PathFinder.find_spec(name, self._places) or self._find_by_finders(name)
+        if found is None or found.origin is None:
+            return not is_needed
+        return _is_one_file(found.origin, file)
+
+    def _find_by_finders(self, name: str) -> ModuleSpec | None:
+        for finder in self._finders:
+            with contextlib.suppress(Exception):  # a finder may do anything
+                spec: ModuleSpec | None = finder.find_spec(name, None)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def _site_folders() -> list[str]:
+    """The directories whose ``.pth`` files an interpreter reads as it starts."""
+    of_user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [*of_user, *site.getsitepackages()]
+
+
+def _lines_of_pth_files(folder: str) -> list[str]:
+    """What ``.pth`` files say: a directory to look in, or an import statement, on each line."""
+    lines: list[str] = []
+    for file in sorted(Path(folder).glob("[!.]*.pth")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines += file.read_text(encoding="utf-8-sig").splitlines()
+    return [line.rstrip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _loaded() -> list[str]:
+    """Names of this process's modules, those within packages left out."""
+    return [name for name in list(sys.modules) if "." not in name and name != "__main__"]
+
+
+def _is_one_file(one: str, other: str) -> bool:
+    return one == other or Path(one).resolve() == Path(other).resolve()
+
+
+def _is_foreign(name: str, folder: str) -> bool:
+    """Whether a folder has a module of this name, which is not loaded here from there."""
+    found = PathFinder.find_spec(name, [folder])
+    if found is None or found.origin is None:
+        return False
+    file = probe(sys.modules.get(name), "__file__")
+    return file is None or not _is_one_file(found.origin, file)

@@ -1,0 +1,321 @@
+"""The status page says what each worker is doing, although a stuck worker answers no message.
+
+It is anonymous shared memory with one line for each worker. The worker writes its line and the main
+process reads it. Beside it there is a pipe: a worker writes its Python stack into it when the main
+process sends a signal. The signal handler is faulthandler's, which does not need the interpreter,
+so it also works for a worker inside a call that never returns.
+"""
+
+import contextlib
+import enum
+import faulthandler
+import mmap
+import os
+import re
+import select
+import signal
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any
+
+import psutil
+
+from shmloader.insight.readings import Usage
+from shmloader.memory.slot import MEMFD_NAME
+
+# phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works
+_LINE = struct.Struct("=5q")
+# CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage
+_USAGE = struct.Struct("=3q")
+# Lines do not share a cache line.
+_LINE_BYTES = 64
+
+# How often a worker notes its usage between two batches, which takes 0.05 to 0.1 ms: while it has
+# no task, and, more rarely, while it has one.
+_USAGE_NS = 50_000_000
+_USAGE_BUSY_NS = 200_000_000
+# And its memory, which takes milliseconds to measure: where it has been without a task for so long.
+MEMORY_IDLE_MS = 20
+_MEMORY_NS = 1_000_000_000
+# Where it never is: once after that time, and then so often.
+_MEMORY_BUSY_NS = 10_000_000_000
+
+#: Asks a worker for its stack. Python, torch and their libraries leave real-time signals alone.
+#: A system that has none has no worker processes of ours either.
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
+
+# A stack comes in many small writes: it is whole when nothing more comes for so long.
+_QUIET_MS = 20
+# How long to wait for its beginning.
+_STACK_MS = 300
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MULTILINE)
+
+
+class Phase(enum.IntEnum):
+    """What a worker is doing. Before GETTING_READY it cannot show its stack."""
+
+    STARTING = 0
+    GETTING_READY = 1
+    IDLE = 2
+    LOADING = 3
+    LEAVING_EPOCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AtWork:
+    """What a worker is, or was at last, at.
+
+    Attributes:
+        phase: What.
+        epoch: The ticket's, while LOADING.
+        seq: The ticket's, while LOADING.
+        elapsed_s: For how long.
+        stack: Its Python frames, the innermost first, a line each; empty if they could not be had.
+        is_stopped: Whether the process is stopped (SIGSTOP, a debugger).
+    """
+
+    phase: Phase
+    epoch: int
+    seq: int
+    elapsed_s: float
+    stack: str = ""
+    is_stopped: bool = False
+
+
+class StatusPage:
+    """The main process's end, owned by the pool. Pickling gives the worker's end."""
+
+    def __init__(self, worker_count: int) -> None:
+        nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
+        self._stack_read = self._stack_write = -1
+        try:
+            os.ftruncate(self._fd, nbytes)
+            self._mapping = mmap.mmap(self._fd, nbytes)
+            self._stack_read, self._stack_write = os.pipe()
+            # A worker must not wait inside its signal handler, nor we for a worker.
+            os.set_blocking(self._stack_write, False)
+            os.set_blocking(self._stack_read, False)
+        except BaseException:
+            self.close()
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become the worker's end; multiprocessing calls this for each worker it starts."""
+        return WorkerStatusPage, (
+            reduction.DupFd(self._fd),
+            reduction.DupFd(self._stack_write),
+            len(self._mapping),
+        )
+
+    def close_for_start(self) -> None:
+        """Close what only new workers need. No worker may be started afterwards."""
+        for name in ("_fd", "_stack_write"):
+            self._close(name)
+
+    def clear(self, worker_id: int) -> None:
+        """Reset a worker's line before the worker starts."""
+        offset = worker_id * _LINE_BYTES
+        _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
+        _USAGE.pack_into(self._mapping, offset + _LINE.size, 0, -1, -1)
+
+    def open_line(self, worker_id: int) -> "Line":
+        """Return a worker's line. Called in a forked worker, which inherited the page."""
+        mapping, self._mapping = self._mapping, mmap.mmap(-1, mmap.PAGESIZE)
+        stack, self._stack_write = self._stack_write, -1
+        return Line(mapping, stack, worker_id)
+
+    def read(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, or was doing when it died."""
+        phase, epoch, seq, since, _ = self._line(worker_id)
+        return AtWork(Phase(phase), epoch, seq, (time.monotonic_ns() - since) / 1e9)
+
+    def usage(self, worker_id: int, pid: int) -> Usage:
+        """Return the usage that a worker noted last."""
+        offset = worker_id * _LINE_BYTES + _LINE.size
+        cpu_ns, stalled_ns, pss_bytes = _USAGE.unpack_from(self._mapping, offset)
+        return Usage(pid, cpu_ns, _known(stalled_ns), _known(pss_bytes))
+
+    def ask(self, worker_id: int, pid: int) -> AtWork:
+        """What a living worker is at, with its stack. Takes up to a third of a second."""
+        at_work = self.read(worker_id)
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(pid).status() in (
+                psutil.STATUS_STOPPED,
+                psutil.STATUS_TRACING_STOP,
+            ):
+                return AtWork(
+                    at_work.phase,
+                    at_work.epoch,
+                    at_work.seq,
+                    at_work.elapsed_s,
+                    is_stopped=True,
+                )
+        stack = ""
+        if at_work.phase is not Phase.STARTING:
+            stack = self._ask_for_stack(self._line(worker_id)[4], pid)
+        return AtWork(at_work.phase, at_work.epoch, at_work.seq, at_work.elapsed_s, stack)
+
+    def _line(self, worker_id: int) -> tuple[int, ...]:
+        return _LINE.unpack_from(self._mapping, worker_id * _LINE_BYTES)
+
+    def _ask_for_stack(self, thread: int, pid: int) -> str:
+        self._receive_stack(0, 0)  # what came too late the last time
+        try:
+            os.kill(pid, STACK_SIGNAL)
+        except ProcessLookupError:
+            return ""
+        return _frames(self._receive_stack(_STACK_MS, _QUIET_MS), thread)
+
+    def _receive_stack(self, first_ms: int, quiet_ms: int) -> str:
+        poll = select.poll()
+        poll.register(self._stack_read, select.POLLIN)
+        data = b""
+        while poll.poll(quiet_ms if data else first_ms):
+            data += os.read(self._stack_read, 1 << 16)
+        return data.decode(errors="replace")
+
+    def close(self) -> None:
+        """Unmap and close; may be called again."""
+        for name in ("_fd", "_stack_read", "_stack_write"):
+            self._close(name)
+        if hasattr(self, "_mapping"):
+            self._mapping.close()
+
+    def _close(self, name: str) -> None:
+        fd = getattr(self, name)
+        # Forgotten first: closed twice, after an interruption or in a child that another thread
+        # forks meanwhile, it might be somebody else's.
+        setattr(self, name, -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+def _frames(text: str, thread: int) -> str:
+    """The frames of one thread in what faulthandler wrote of all."""
+    parts = _THREAD.split(text)
+    threads = [int(ident, 16) for ident in parts[1::2]]
+    if thread not in threads:
+        return ""
+    return parts[2::2][threads.index(thread)].strip("\n")
+
+
+class Line:
+    """A worker's line, in the worker."""
+
+    def __init__(self, mapping: mmap.mmap, stack_fd: int, worker_id: int) -> None:
+        """Answer to the signal from now on, and say so."""
+        self._mapping = mapping
+        self._offset = worker_id * _LINE_BYTES
+        self._thread = threading.get_ident()
+        self._idle_ns = self._usage_ns = self._memory_ns = time.monotonic_ns()
+        self._pss_bytes = -1
+        try:
+            faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
+        except OSError:  # a sandbox refuses it a stack of its own: no stack is told
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+        self.note(Phase.GETTING_READY)
+
+    def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
+        """Say what this worker is at from now on."""
+        _LINE.pack_into(
+            self._mapping, self._offset, phase, epoch, seq, time.monotonic_ns(), self._thread
+        )
+
+    def idle(self) -> None:
+        """Say that it is idle."""
+        self._idle_ns = now_ns = time.monotonic_ns()
+        _LINE.pack_into(self._mapping, self._offset, Phase.IDLE, 0, 0, now_ns, self._thread)
+
+    def note_use(self, *, has_task: bool) -> None:
+        """Say what this process has used, if that is due.
+
+        Args:
+            has_task: Whether there is something to do by now.
+        """
+        due_ns = _MEMORY_NS if self._pss_bytes < 0 else _MEMORY_BUSY_NS
+        if self._idle_ns - self._memory_ns > due_ns:
+            self.note_memory()
+            return
+        due_ns = _USAGE_BUSY_NS if has_task else _USAGE_NS
+        if self._idle_ns - self._usage_ns > due_ns:
+            self.note_usage()
+
+    @property
+    def memory_is_due(self) -> bool:
+        """Whether the memory should be measured, if there is time for it."""
+        return self._idle_ns - self._memory_ns > _MEMORY_NS
+
+    def note_memory(self) -> None:
+        """Measure this process's memory. Takes milliseconds."""
+        self._memory_ns = self._idle_ns
+        self._pss_bytes = measure_memory(os.getpid()) or -1
+        self.note_usage()
+
+    def note_usage(self) -> None:
+        """Say what this process has used."""
+        self._usage_ns = self._idle_ns
+        stalled_ns = stalled_here()
+        _USAGE.pack_into(
+            self._mapping,
+            self._offset + _LINE.size,
+            time.process_time_ns(),
+            -1 if stalled_ns is None else stalled_ns,
+            self._pss_bytes,
+        )
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value
+
+
+def stalled_here() -> int | None:
+    """Nanoseconds in which the calling thread could have run, and no core was free.
+
+    None where the kernel does not tell.
+    """
+    return _stalled("thread-self")
+
+
+def stalled_thread(native_id: int) -> int | None:
+    """The same of another thread of this process; None as well if it has ended."""
+    return _stalled(f"self/task/{native_id}")
+
+
+def _stalled(thread: str) -> int | None:
+    try:
+        with open(f"/proc/{thread}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123 - 5 µs
+            return int(file.read(64).split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def measure_memory(pid: int) -> int | None:
+    """Bytes of memory of a process, what it shares counted by its part; None if it is gone."""
+    with contextlib.suppress(psutil.Error, OSError, AttributeError):
+        pss: int = psutil.Process(pid).memory_full_info().pss
+        return pss
+    return None
+
+
+class WorkerStatusPage:
+    """The status page in a worker that was not forked from the main process."""
+
+    def __init__(self, status_page: Any, stack: Any, nbytes: int) -> None:
+        self._status_page = status_page
+        self._stack = stack
+        self._nbytes = nbytes
+
+    def open_line(self, worker_id: int) -> Line:
+        """The line of this worker."""
+        fd = self._status_page.detach()
+        try:
+            mapping = mmap.mmap(fd, self._nbytes)
+        finally:
+            os.close(fd)
+        return Line(mapping, self._stack.detach(), worker_id)

@@ -1,0 +1,141 @@
+"""Reports of samples: what crosses, and what of it can be read whatever the user's objects do."""
+
+import pickle
+
+import pytest
+
+from shmloader.batch.bad_samples import LISTED, BadSample, SampleReport, describe_index
+from shmloader.messages import INLINE_BYTES
+
+WHERE = "in DataLoader worker process 3"
+
+
+def bad(index: object, error: Exception) -> BadSample:
+    try:
+        raise error
+    except Exception:
+        return BadSample.caught(index, WHERE)
+
+
+def crossed(report: SampleReport) -> SampleReport:
+    data = report.dumps()
+    assert_is_plain(pickle.loads(data))
+    return SampleReport.loads(data)
+
+
+def assert_is_plain(value: object) -> None:
+    """Only types that can be read without any module."""
+    assert type(value) in {int, str, bytes, type(None), tuple, list}
+    if type(value) in {tuple, list}:
+        for item in value:
+            assert_is_plain(item)
+
+
+class FailsToPickle:
+    def __reduce__(self):
+        raise ZeroDivisionError
+
+    def __repr__(self):
+        return "the key"
+
+
+def explode():
+    raise ZeroDivisionError
+
+
+class FailsToLoad:
+    def __reduce__(self):
+        return explode, ()
+
+    def __repr__(self):
+        return "the key"
+
+
+class Shy(FailsToPickle):
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
+def test_a_report_comes_out_as_it_went_in():
+    report = SampleReport(7)
+    for index in (0, "a", (1, 2)):
+        report.note(bad(index, LookupError(f"no {index}")))
+    arrived = crossed(report)
+    assert arrived == report
+    assert (arrived.sample_count, arrived.failed_count) == (7, 3)
+    assert [one.index for one in arrived.newest] == [0, "a", (1, 2)]
+    assert [one.error.last_line for one in arrived.newest] == [
+        "LookupError: no 0", "LookupError: no a", "LookupError: no (1, 2)",
+    ]  # fmt: skip
+
+
+def test_a_report_names_the_newest_and_counts_all():
+    report = SampleReport(300)
+    for index in range(250):
+        report.note(bad(index, ValueError("bad")))
+    assert len(report.newest) == LISTED
+    arrived = crossed(report)
+    assert (arrived.failed_count, len(arrived.newest)) == (250, LISTED)
+    assert [one.index for one in arrived.newest] == list(range(150, 250))
+    arrived.note(bad(250, ValueError("bad")))
+    assert len(arrived.newest) == LISTED
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        (FailsToPickle(), "the key"),
+        (FailsToLoad(), "the key"),
+        (lambda: 0, "<function"),
+        (Shy(), "Shy"),
+        ([Shy()], "Shy"),
+        ("k" * 100_000, "'kkkk"),
+    ],
+)
+def test_a_key_that_cannot_cross_is_named_by_its_text(index, text):
+    report = SampleReport(1)
+    report.note(bad(index, ValueError("bad")))
+    (one,) = crossed(report).newest
+    assert type(one.index) is str
+    assert text in one.index
+    assert len(one.index) <= 200
+
+
+def test_a_traceback_is_shortened_to_its_beginning_and_its_end():
+    one = bad(1, ValueError("m" * 10_000_000 + " is the end"))
+    assert len(one.error.text) < 5000
+    assert one.error.text.startswith("Traceback (most recent call last)")
+    assert one.error.text.endswith("is the end\n")
+
+
+def test_where_there_is_no_room_the_counts_and_the_last_failure_remain():
+    class Local(Exception):  # noqa: N818 - a class that pickles by value
+        filler = "f" * 3000
+
+    report = SampleReport(300)
+    for index in range(200):
+        report.note(bad("€" * 1300 + str(index), Local("€" * 100_000)))
+    assert len(report.dumps()) > 64 * 1024
+    short = report.shortened()
+    assert len(short.dumps()) <= INLINE_BYTES // 4
+    arrived = crossed(short)
+    assert (arrived.sample_count, arrived.failed_count) == (300, 200)
+    (one,) = arrived.newest
+    assert "199" in one.index
+    assert one.error.kind == "Local"
+    assert SampleReport(5).shortened() == SampleReport(5)
+
+
+def test_a_short_key_and_class_stay_what_they_are_where_there_is_no_room():
+    report = SampleReport(300)
+    report.note(bad((1, "two"), LookupError("x" * 100_000)))
+    (one,) = crossed(report.shortened()).newest
+    assert one.index == (1, "two")
+    assert type(one.error.rebuilt("")) is LookupError
+
+
+@pytest.mark.parametrize(
+    "index", [3, "key", Shy(), [Shy()] * 100, "x" * 10**6, pytest.param(10**5000, id="long")]
+)
+def test_any_index_is_described_shortly(index):
+    assert 0 < len(describe_index(index)) <= 200

@@ -1,0 +1,275 @@
+"""Loading by torch's fetchers and by ours, and a StopIteration that is no end."""
+
+import threading
+import weakref
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig, TolerantFetcher, map_style_stop
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "plan", "tasks", "batches"),
+    [
+        ("abcdef", FetchConfig(False, True, False), [[0, 2], [5]], [["a", "c"], ["f"]]),
+        ("abcdef", FetchConfig(False, False, False), [0, 5], ["a", "f"]),
+        (Numbers(), FetchConfig(True, True, False), [[0, 0]] * 3, [[0, 1], [2, 3], [4]]),
+        (Numbers(), FetchConfig(True, True, True), [[0, 0]] * 2, [[0, 1], [2, 3]]),
+        (Numbers(), FetchConfig(True, False, False), [None] * 5, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_batches_are_made_as_the_plan_says(dataset, plan, tasks, batches):
+    fetcher = plan.make_fetcher(dataset, lambda samples: samples)
+    assert [fetcher.fetch(task) for task in tasks] == batches
+    if plan.is_iterable:
+        with pytest.raises(StopIteration):
+            fetcher.fetch(tasks[0])
+
+
+def test_a_stop_out_of_a_map_style_dataset_is_told_apart_from_the_end():
+    cause = StopIteration(3)
+    error = map_style_stop(cause)
+    assert type(error) is RuntimeError
+    assert "raised StopIteration" in str(error)
+    assert error.__cause__ is cause
+
+
+# ---------------------------------------------------------------- bad samples
+
+
+class Bad(LookupError):  # noqa: N818 - as users name theirs
+    """What the datasets below raise."""
+
+
+class Keyed:
+    """Gives ``[key]``, and raises for bad keys."""
+
+    def __init__(self, *bad, error=Bad):
+        self.bad = bad
+        self.error = error
+        self.asked = []
+
+    def __getitem__(self, key):
+        self.asked.append(key)
+        if key in self.bad:
+            raise self.error(f"no {key}")
+        return [key]
+
+
+class Listed(Keyed):
+    """The same by lists only."""
+
+    def __getitems__(self, keys):
+        return [Keyed.__getitem__(self, key) for key in keys]
+
+    def __getitem__(self, key):
+        raise NotImplementedError
+
+
+class Opaque(Listed):
+    """Gives a batch as a dict."""
+
+    def __getitems__(self, keys):
+        return {"samples": super().__getitems__(keys)}
+
+
+def tolerant(dataset, on_error="skip", *, auto_collation=True, keep_size=False, collate=list):
+    plan = FetchConfig(False, auto_collation, False, keep_size)
+    return plan.make_fetcher(dataset, collate, on_error, "somewhere")
+
+
+def counts(fetcher):
+    report = fetcher.take_report()
+    indices = [bad.index for bad in report.newest]
+    assert report.failed_count == len(indices)
+    return report.sample_count, indices
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_iterable_is_left_to_torch_whatever_becomes_of_bad_samples(on_error):
+    fetcher = FetchConfig(True, True, False).make_fetcher(Numbers(), list, on_error)
+    assert type(fetcher).__module__.startswith("torch.")
+    fetcher = FetchConfig(False, True, False).make_fetcher("abc", list, on_error)
+    assert (type(fetcher) is TolerantFetcher) is (on_error == "skip")
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+@pytest.mark.parametrize(
+    ("bad", "batch"),
+    [
+        ((), [[0], [1], [2], [3]]),
+        ((0,), [[1], [2], [3]]),
+        ((1, 3), [[0], [2]]),
+        ((0, 1, 2), [[3]]),
+    ],
+)
+def test_what_fails_is_left_out(kind, bad, batch):
+    fetcher = tolerant(kind(*bad))
+    assert fetcher.fetch([0, 1, 2, 3]) == batch
+    assert counts(fetcher) == (4, list(bad))
+    assert counts(fetcher) == (0, [])
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+@pytest.mark.parametrize("keep_size", [False, True])
+def test_a_batch_of_which_nothing_is_left_is_told(kind, keep_size):
+    fetcher = tolerant(kind(5, 6), keep_size=keep_size)
+    with pytest.raises(EmptyBatchError):
+        fetcher.fetch([5, 6])
+    assert counts(fetcher) == (2, [5, 6])
+    assert fetcher.fetch([7]) == [[7]]
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+@pytest.mark.parametrize(
+    ("bad", "batch"),
+    [
+        ((), [[0], [1], [2], [3]]),
+        ((0,), [[1], [1], [2], [3]]),
+        ((1, 3), [[0], [0], [2], [0]]),
+        ((0, 1, 2), [[3], [3], [3], [3]]),
+    ],
+)
+def test_where_the_size_is_kept_the_first_good_one_takes_its_place(kind, bad, batch):
+    fetcher = tolerant(kind(*bad), keep_size=True)
+    assert fetcher.fetch([0, 1, 2, 3]) == batch
+    assert counts(fetcher) == (4, list(bad))
+
+
+def test_a_collate_that_takes_samples_apart_does_not_meet_one_twice():
+    fetcher = tolerant(
+        Keyed(1, 2), keep_size=True, collate=lambda some: [one.pop() for one in some]
+    )
+    assert fetcher.fetch([0, 1, 2]) == [0, 0, 0]
+
+
+def test_a_good_sample_that_cannot_be_copied_is_there_twice():
+    class Locks(Keyed):
+        def __getitem__(self, key):
+            super().__getitem__(key)
+            return threading.Lock()
+
+    one, two = tolerant(Locks(1), keep_size=True).fetch([0, 1])
+    assert one is two
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+def test_a_function_gives_what_comes_instead(kind):
+    asked = []
+
+    def replace(index, error):
+        asked.append((index, type(error), str(error)))
+        return [-index]
+
+    fetcher = tolerant(kind(1, 2), replace, keep_size=True)
+    assert fetcher.fetch([0, 1, 2, 3]) == [[0], [-1], [-2], [3]]
+    assert asked == [(1, Bad, "no 1"), (2, Bad, "no 2")]
+    assert counts(fetcher) == (4, [1, 2])
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+def test_what_the_function_raises_is_raised_and_what_failed_is_counted(kind):
+    def replace(index, error):
+        raise ZeroDivisionError(f"instead of {index}")
+
+    fetcher = tolerant(kind(1, 3), replace)
+    with pytest.raises(ZeroDivisionError, match="instead of 1") as caught:
+        fetcher.fetch([0, 1, 2, 3])
+    assert type(caught.value.__context__) is Bad
+    assert counts(fetcher) == (2, [1])
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("on_error", ["skip", lambda index, error: [0]])
+def test_what_is_no_exception_is_raised(kind, error, on_error):
+    with pytest.raises(error):
+        tolerant(kind(1, error=error), on_error).fetch([0, 1])
+
+
+@pytest.mark.parametrize("kind", [Keyed, Listed])
+def test_a_stop_and_an_index_error_are_bad_samples_like_others(kind):
+    for error in (StopIteration, IndexError, MemoryError):
+        assert tolerant(kind(1, error=error)).fetch([0, 1, 2]) == [[0], [2]]
+
+
+def test_what_collate_raises_is_raised_and_what_failed_is_counted():
+    def collate(samples):
+        raise Bad(f"cannot collate {samples}")
+
+    fetcher = tolerant(Keyed(1), collate=collate)
+    with pytest.raises(Bad, match=r"cannot collate \[\[0\]\]"):
+        fetcher.fetch([0, 1])
+    assert counts(fetcher) == (2, [1])
+
+
+def test_a_batch_that_lists_can_give_is_asked_for_once_and_one_by_one_only_if_it_fails():
+    dataset = Listed(5)
+    fetcher = tolerant(dataset)
+    fetcher.fetch((0, 1))
+    assert dataset.asked == [0, 1]
+    assert fetcher.fetch((4, 5, 6)) == [[4], [6]]
+    assert dataset.asked == [0, 1, 4, 5, 4, 5, 6]
+    assert counts(fetcher) == (5, [5])
+
+
+def test_a_batch_that_fails_only_as_a_whole_is_whole_at_the_second_try():
+    class Flaky(Listed):
+        def __getitems__(self, keys):
+            if len(keys) > 1:
+                raise Bad("too many at once")
+            return super().__getitems__(keys)
+
+    fetcher = tolerant(Flaky(), "skip")
+    assert fetcher.fetch([1, 2]) == [[1], [2]]
+    assert counts(fetcher) == (2, [])
+
+
+def test_indices_that_can_be_read_once_are_tried_again_all_the_same():
+    fetcher = tolerant(Listed(1))
+    assert fetcher.fetch(iter([0, 1, 2])) == [[0], [2]]
+
+
+@pytest.mark.parametrize("on_error", ["skip", lambda index, error: [0]])
+def test_lists_that_are_none_cannot_be_told_apart_and_that_is_said(on_error):
+    fetcher = tolerant(Opaque(1), on_error, collate=lambda batch: batch)
+    assert fetcher.fetch([0, 2]) == {"samples": [[0], [2]]}
+    with pytest.raises(TypeError, match="gave no list of one sample but a dict"):
+        fetcher.fetch([0, 1])
+
+
+@pytest.mark.parametrize("keep_size", [False, True])
+def test_without_batching_a_sample_that_fails_leaves_nothing(keep_size):
+    fetcher = tolerant(Keyed(1), auto_collation=False, keep_size=keep_size)
+    assert fetcher.fetch(0) == [0]
+    with pytest.raises(EmptyBatchError):
+        fetcher.fetch(1)
+    assert counts(fetcher) == (2, [1])
+    fetcher = tolerant(Keyed(1), lambda index, error: ["instead"], auto_collation=False)
+    assert fetcher.fetch(1) == ["instead"]
+
+
+def test_an_empty_list_of_indices_goes_to_collate_as_with_torch():
+    assert tolerant(Keyed()).fetch([]) == []
+
+
+def test_a_bad_sample_is_not_held():
+    class Held(list):
+        pass
+
+    class Holding(Keyed):
+        def __getitem__(self, key):
+            self.last = weakref.ref(local := Held([key]))
+            super().__getitem__(key)
+            return local
+
+    dataset = Holding(1)
+    fetcher = tolerant(dataset)
+    fetcher.fetch([0, 1])
+    assert dataset.last() is None

@@ -1,0 +1,270 @@
+"""Dataset and functions reach a started worker: by name, by value, with what is shared."""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import resource
+import socket
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from shmloader.batch import payload as payload_module
+from shmloader.batch.payload import PICKLE_ERRORS, ForkedPayload, Payload, receive_payload
+from tests.unit.pools.sending import sent
+
+ANSWER_S = 120
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+class Squares:
+    """A dataset with a lock and a counter that are shared with the test."""
+
+    def __init__(self, lock, counter):
+        self.lock = lock
+        self.counter = counter
+        self.tensor = torch.arange(5)
+
+    def __getitem__(self, index):
+        return index * index
+
+
+def adder(number):
+    return lambda value: value + number
+
+
+def double(value):
+    return 2 * value
+
+
+def worker(received, channel):
+    """Load the payload and say what is in it. Runs in a process of its own."""
+    dataset, function, extra = received.load()
+    was_free = dataset.lock.acquire(block=False)
+    with dataset.counter.get_lock():
+        dataset.counter.value += 1
+    found = {
+        "by_value": received.by_value,
+        "class": type(dataset).__qualname__,
+        "sample": dataset[4],
+        "tensor": dataset.tensor.tolist(),
+        "lock was free": was_free,
+        "function": function(21),
+        "extra": extra,
+    }
+    channel.send(found)
+    channel.close()
+
+
+@pytest.fixture(autouse=True)
+def main_is_a_file(monkeypatch):
+    """As in most programs, however these tests are run."""
+    monkeypatch.setattr(payload_module, "main_is_importable", lambda: True)
+
+
+def started(context, payload):
+    """What a worker finds in the payload."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=worker, args=(payload, theirs))
+    with ours:
+        with theirs:
+            process.start()
+        assert ours.poll(ANSWER_S), "the worker says nothing"
+        found = ours.recv()
+    process.join(ANSWER_S)
+    assert process.exitcode == 0
+    process.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start_method", "by_value"), [("spawn", False), ("spawn", True), ("forkserver", True)]
+)
+def test_a_worker_finds_what_was_sent_and_what_is_shared(start_method, by_value):
+    context = multiprocessing.get_context(start_method)
+    lock, counter = context.Lock(), context.Value("i", 10)
+    offset = 100
+    function = (lambda value: value + offset) if by_value else double
+    objects = (Squares(lock, counter), function, ["x", None])
+    payload = Payload(objects)
+    assert payload.by_value is by_value
+    with lock:  # held here, so it is not free there: the very same lock
+        found = started(context, payload)
+    payload.close()
+    assert found == {
+        "by_value": by_value,
+        "class": "Squares",
+        "sample": 16,
+        "tensor": [0, 1, 2, 3, 4],
+        "lock was free": False,
+        "function": function(21),
+        "extra": ["x", None],
+    }
+    assert counter.value == 11
+
+
+def test_what_pickle_can_name_goes_by_name():
+    payload = Payload((double, functools.partial(double, 3), Squares))
+    assert not payload.by_value
+    payload.close()
+
+
+@pytest.mark.parametrize("objects", [lambda: 0, {"closure": adder(3)}, type("Local", (), {})()])
+def test_what_only_cloudpickle_can_goes_by_value(objects):
+    payload = Payload(objects)
+    assert payload.by_value
+    payload.close()
+
+
+def test_where_main_has_no_file_cloudpickle_comes_first(monkeypatch):
+    monkeypatch.setattr(payload_module, "main_is_importable", lambda: False)
+    payload = Payload(double)
+    assert payload.by_value
+    payload.close()
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [LOCK, (n for n in "ab"), lambda lock=LOCK: lock],
+    ids=["lock", "generator", "function with a lock"],
+)
+def test_what_nothing_can_pickle_is_an_error_and_leaves_nothing(objects):
+    before = descriptors()
+    with pytest.raises(PICKLE_ERRORS):
+        Payload(objects)
+    assert descriptors() == before
+
+
+def test_an_error_of_the_user_s_own_reduce_passes_through():
+    class Broken:
+        def __reduce__(self):
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        Payload(Broken())
+    assert multiprocessing.context.get_spawning_popen() is None
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __getstate__(self) -> dict:
+        self.times += 1
+        return {}
+
+
+def test_objects_are_pickled_once_for_all_workers():
+    counts = Counts()
+    payload = Payload(counts)
+    for _ in range(3):
+        assert type(sent(payload).load()) is Counts
+    payload.close()
+    assert counts.times == 1
+
+
+def test_more_descriptors_than_one_message_takes_come_in_their_order():
+    pipes = [os.pipe() for _ in range(200)]
+    try:
+        ends = [Connection(os.dup(read), writable=False) for read, _ in pipes]
+        ends += [Connection(os.dup(write), readable=False) for _, write in pipes]
+        payload = Payload((ends, ends[7]))
+        found, seventh = sent(payload).load()
+        payload.close()
+        assert seventh is found[7]
+        for number in (0, 7, 199):
+            found[200 + number].send_bytes(b"%d" % number)
+            assert found[number].recv_bytes() == b"%d" % number
+            assert found[number].fileno() != ends[number].fileno()
+        for end in (*ends, *found):
+            end.close()
+    finally:
+        for pipe in pipes:
+            for end in pipe:
+                os.close(end)
+
+
+@pytest.mark.parametrize("count", [0, 30, 300])
+def test_a_worker_without_descriptors_to_spare_says_so_and_goes_on(count):
+    """Nothing of the payload is left in its channel, nor of what came with it."""
+    pipe = os.pipe()
+    ends = [Connection(os.dup(pipe[0]), writable=False) for _ in range(count)]
+    payload = Payload(ends)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, theirs:
+        for data, numbers in payload.messages():
+            socket.send_fds(ours, [data], numbers)
+        spare = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, before[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.dup(0))
+            for _ in range(min(count, 20)):
+                os.close(spare.pop())
+            with pytest.raises(OSError, match="ulimit -n"):
+                receive_payload(theirs)
+            with contextlib.ExitStack() as stack:  # as many as there were
+                for _ in range(min(count, 20)):
+                    stack.callback(os.close, os.dup(0))
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1, socket.MSG_DONTWAIT)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in spare:
+                os.close(number)
+    payload.close()
+    for end in ends:
+        end.close()
+    for end in pipe:
+        os.close(end)
+
+
+def test_a_worker_whose_loader_is_closed_does_not_wait_for_a_payload():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        ours.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(ConnectionResetError):
+            receive_payload(theirs)
+    ours.close()
+
+
+def test_closing_is_idempotent_and_closes_the_memory():
+    before = descriptors()
+    payload = Payload(["x" * 10**6])
+    assert len(descriptors() - before) == 1
+    payload.close()
+    payload.close()
+    assert descriptors() == before
+
+
+def test_a_forked_worker_has_the_objects_themselves():
+    objects = [threading.Lock()]
+    payload = ForkedPayload(objects)
+    assert payload.load() is objects
+    assert not payload.by_value
+    payload.close()
+
+
+def test_cloudpickle_does_not_forget_multiprocessing_s_reducers():
+    context = multiprocessing.get_context("spawn")
+    lock = context.Lock()
+    # By itself it would refuse, since nothing is being spawned.
+    with pytest.raises(RuntimeError, match="should only be shared"):
+        cloudpickle.dumps(lock)
+    payload = Payload((lock, lambda: 0))
+    assert payload.by_value
+    payload.close()

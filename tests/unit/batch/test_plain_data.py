@@ -1,0 +1,74 @@
+"""Which datasets run no code of the user's."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from shmloader import share
+from shmloader.batch.plain_data import only_hands_out
+
+
+class OwnList(list):
+    """May draw."""
+
+
+class OwnTensor(torch.Tensor):
+    """May draw."""
+
+
+class OwnSubset(Subset):
+    """May draw."""
+
+
+class Own(Dataset):
+    """Draws."""
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+    def __len__(self):
+        return 3
+
+
+TENSORS = TensorDataset(torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        torch.arange(3),
+        np.arange(3),
+        share(np.arange(3)),
+        [1, 2, 3],
+        (1, 2, 3),
+        range(3),
+        TENSORS,
+        Subset(TENSORS, [0, 2]),
+        Subset(Subset([1, 2, 3], range(2)), np.arange(1)),
+        ConcatDataset([TENSORS, Subset(TENSORS, [1])]),
+        StackDataset(TENSORS, [1, 2, 3]),
+        StackDataset(a=TENSORS, b=np.arange(3)),
+    ],
+)
+def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
+    assert only_hands_out(dataset)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Own(),
+        OwnList([1, 2, 3]),
+        torch.arange(3).as_subclass(OwnTensor),
+        TensorDataset(torch.arange(3).as_subclass(OwnTensor)),
+        OwnSubset(TENSORS, [0]),
+        Subset(Own(), [0]),
+        Subset(TENSORS, OwnList([0])),
+        ConcatDataset([TENSORS, Own()]),
+        StackDataset(TENSORS, Own()),
+        StackDataset(a=TENSORS, b=Own()),
+    ],
+)
+def test_any_other_may(dataset) -> None:
+    assert not only_hands_out(dataset)

@@ -1,0 +1,398 @@
+"""Streams of a sample: a function of the seed, the epoch and its position; and nothing else."""
+
+import asyncio
+import itertools
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from shmloader import sample_rng
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.sample_rng import SampleRng, base_seed, loading
+from shmloader.sampling.positions import PositionedIndices
+from shmloader.sampling.rng import kept
+
+
+@pytest.fixture(autouse=True)
+def streams_kept():
+    """Leave the test process's own streams as they were."""
+    with kept():
+        yield
+
+
+def draws():
+    """One draw from each stream, as whole numbers that every version of the libraries gives."""
+    return (
+        random.getrandbits(64),
+        int(np.random.randint(2**31)),
+        torch.default_generator.initial_seed(),
+        int(sample_rng().bit_generator.random_raw()),
+    )
+
+
+class Drawing:
+    """Draws for each index, as often as that says."""
+
+    def __getitem__(self, index):
+        for _ in range(index % 3):
+            random.random(), np.random.rand(), torch.rand(7), sample_rng().random()
+        return draws()
+
+
+class Stream(IterableDataset):
+    def __init__(self, length=5):
+        self.length = length
+        self.opened = []
+
+    def __iter__(self):
+        self.opened.append(draws())
+        return (draws() for _ in range(self.length))
+
+
+def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
+    plan = plan or FetchConfig(isinstance(dataset, IterableDataset), True, False, may_shard=False)
+    wrapped = streams.wrap(dataset, collate_fn, is_iterable=plan.is_iterable)
+    return plan.make_fetcher(*wrapped, **options)
+
+
+def load(placed, dataset=None, seed=7, collate_fn=list, **options):
+    streams = SampleRng(seed)
+    fetcher = fetcher_of(streams, dataset or Drawing(), collate_fn, **options)
+    with loading(streams, placed) as indices:
+        return fetcher.fetch(indices)
+
+
+# ---------------------------------------------------------------- the derivation
+
+# Of seed 7 and epoch 2: computed apart, by the digests that the module describes.
+GOLDEN = {
+    "sample": (1749055396493426185, 2119517763, 4880269732488574534, 16982854875086818607),
+    "second of a batch": (
+        17640259679450919482,
+        1228875218,
+        1017374359168273526,
+        9416457823498484398,
+    ),
+    "collate": (16772187723383845697, 38455686, 1787549171206083100, 18329299331045937611),
+    "stream": (13590001989340893205, 1246290269, 1093730667311602243, 17999904436469843390),
+    "stream sample": (4616547051183145968, 2009696299, 7171186647346198982, 1491529300511196620),
+    "stream collate": (
+        12997203939949785640,
+        1394760310,
+        2837679452280377242,
+        10088553080614701087,
+    ),
+    "base seed": 5942201244392584665,
+}
+
+
+def test_the_streams_of_a_sample_are_these_for_ever():
+    """A change of these values breaks every run that goes on from before it."""
+    assert load(PositionedIndices([0], 2, 5)) == [GOLDEN["sample"]]
+    assert load(PositionedIndices([0], 2, 5, is_whole=True)) == [GOLDEN["sample"]]
+    assert load(PositionedIndices([0, 0], 2, 5, is_whole=True))[1] == GOLDEN["second of a batch"]
+    assert load(PositionedIndices([0], 2, 5), collate_fn=lambda _: draws()) == GOLDEN["collate"]
+    dataset = Stream()
+    assert load(PositionedIndices([None], 2, 0), dataset) == [GOLDEN["stream sample"]]
+    assert dataset.opened == [GOLDEN["stream"]]
+    collated = load(PositionedIndices([None], 2, 0), Stream(), collate_fn=lambda _: draws())
+    assert collated == GOLDEN["stream collate"]
+    assert base_seed(7, 2) == GOLDEN["base seed"]
+
+
+def test_seed_epoch_position_and_use_each_give_other_streams():
+    seeds, epochs, firsts = [0, 1, 11, 2**70], [0, 1, 11, 2**70], [0, 1, 11, 110]
+    seen = []
+    for seed, epoch, first in itertools.product(seeds, epochs, firsts):
+        placed = PositionedIndices([0], epoch, first)
+        seen += load(placed, seed=seed)
+        seen.append(load(placed, seed=seed, collate_fn=lambda _: draws()))
+        seen.append(load(PositionedIndices([0, 0], epoch, first, is_whole=True), seed=seed)[1])
+        seen.append(base_seed(seed, epoch))
+    parts = {stream: {values[stream] for values in seen if isinstance(values, tuple)}
+             for stream in range(4)}  # fmt: skip
+    assert {len(part) for part in parts.values()} == {3 * 64}
+    assert len({value for value in seen if isinstance(value, int)}) == 16
+
+
+def test_workers_and_positions_of_an_iterable_dataset_have_streams_of_their_own():
+    seen = []
+    for worker_id in range(3):
+        streams = SampleRng(7, worker_id, epoch=2)
+        dataset = Stream()
+        fetcher = fetcher_of(streams, dataset, lambda samples: [*samples, draws()])
+        for _ in range(2):
+            with streams.at(PositionedIndices([None] * 2, 2, 0)) as indices:
+                seen += fetcher.fetch(indices)
+        seen += dataset.opened
+    assert len(set(seen)) == 3 * (2 * 3 + 1)
+
+
+def test_how_much_a_sample_draws_moves_no_other():
+    together = load(PositionedIndices([0, 0, 0, 0], 1, 10))
+    assert load(PositionedIndices([2, 1, 2, 0], 1, 10))[3] == together[3]
+    assert [load(PositionedIndices([0], 1, 10 + number))[0] for number in range(4)] == together
+
+
+def test_a_normal_number_left_over_by_the_sample_before_is_forgotten():
+    # The libraries make two at a time, and keep the second.
+    def normals(index):
+        values = random.gauss(0, 1), np.random.randn(), float(torch.randn(()))
+        return values if index == 0 else None
+
+    class Normals:
+        __getitem__ = staticmethod(normals)
+
+    assert (
+        load(PositionedIndices([1, 0], 0, 0), Normals())[1]
+        == load(PositionedIndices([0], 0, 1), Normals())[0]
+    )
+
+
+# ---------------------------------------------------------------- batches and steps
+
+
+def test_collate_draws_by_the_first_sample_of_its_own_batch():
+    plan = FetchConfig(False, True, False, may_shard=True)
+
+    def collate(samples):
+        return len(samples), draws()
+
+    step = load(PositionedIndices([[1, 2], [0, 1, 2], [5]], 1, 30), collate_fn=collate, plan=plan)
+    assert [count for count, _ in step] == [2, 3, 1]
+    for at, (_, drawn) in zip([30, 32, 35], step, strict=True):
+        assert drawn == load(PositionedIndices([1], 1, at), collate_fn=collate)[1]
+
+
+def test_samples_of_a_step_run_on_through_its_batches():
+    plan = FetchConfig(False, True, False, may_shard=True)
+    step = load(PositionedIndices([[0, 0], [0]], 1, 30), plan=plan)
+    assert [*itertools.chain(*step)] == load(PositionedIndices([0, 0, 0], 1, 30))
+
+
+def test_without_batching_the_one_sample_has_the_position():
+    plan = FetchConfig(False, False, False)
+    given = load(
+        PositionedIndices(0, 1, 30, is_whole=True), plan=plan, collate_fn=lambda sample: sample
+    )
+    assert given == load(PositionedIndices([0], 1, 30))[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_an_iterable_dataset_counts_its_samples_over_the_batches(size):
+    streams = SampleRng(7, 1)
+    fetcher = fetcher_of(streams, Stream(), lambda samples: [*samples, draws()])
+    batches = []
+    for _ in range(-(-5 // size)):
+        with streams.at(PositionedIndices([None] * size, 2, 0)) as indices:
+            batches.append(fetcher.fetch(indices))
+    alone = SampleRng(7, 1)
+    single = fetcher_of(alone, Stream(), lambda samples: [*samples, draws()])
+    expected = []
+    for _ in range(5):
+        with alone.at(PositionedIndices([None], 2, 0)) as indices:
+            expected.append(single.fetch(indices))
+    assert [*itertools.chain(*(batch[:-1] for batch in batches))] == [one[0] for one in expected]
+    assert [batch[-1] for batch in batches] == [one[1] for one in expected[::size]]
+
+
+def test_an_iterable_dataset_that_goes_on_elsewhere_is_told_its_position():
+    streams = SampleRng(7)
+    fetcher = fetcher_of(streams, Stream())
+    with streams.at(PositionedIndices([None] * 4, 2, 0)) as indices:
+        whole = fetcher.fetch(indices)
+    assert streams.position == 4
+    later = SampleRng(7)
+    fetcher = fetcher_of(later, Stream(), lambda samples: [*samples, draws()])
+    later.position = 3
+    with later.at(PositionedIndices([None], 2, 0)) as indices:
+        sample, collated = fetcher.fetch(indices)
+    assert sample == whole[3]
+    assert collated != load(PositionedIndices([None], 2, 0), Stream(), collate_fn=lambda _: draws())
+
+
+def test_iter_of_a_dataset_waits_for_the_epoch_where_that_is_not_known():
+    dataset = Stream()
+    streams = SampleRng(7)
+    fetcher = fetcher_of(streams, dataset)
+    assert dataset.opened == []
+    with streams.at(PositionedIndices([None], 2, 0)) as indices:
+        fetcher.fetch(indices)
+    known = Stream()
+    fetcher_of(SampleRng(7, epoch=2), known)
+    assert known.opened == dataset.opened
+
+
+def test_a_stop_out_of_iter_is_no_silent_end():
+    class Stopping(IterableDataset):
+        def __iter__(self):
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match=r"iter\(dataset\) raised StopIteration"):
+        load(PositionedIndices([None], 2, 0), Stopping())
+
+
+# ---------------------------------------------------------------- datasets
+
+
+class Lists(Dataset):
+    """Has ``__getitems__`` alone, but for torch's method that raises."""
+
+    def __getitems__(self, indices):
+        return [(index, len(indices), draws()) for index in indices]
+
+
+class Both(Lists):
+    def __getitem__(self, index):
+        return index, 0, draws()
+
+
+@pytest.mark.parametrize(("dataset", "length"), [(Lists(), 1), (Both(), 0)])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_samples_are_fetched_one_by_one(dataset, length, on_error):
+    batch = load(PositionedIndices([4, 9], 0, 0), dataset, on_error=on_error)
+    assert [sample[:2] for sample in batch] == [(4, length), (9, length)]
+    assert [sample[2] for sample in batch] == load(PositionedIndices([0, 0], 0, 0))
+
+
+@pytest.mark.parametrize("on_error", ["skip", lambda index, error: (index, draws())])
+def test_a_sample_that_fails_has_its_position_all_the_same(on_error):
+    class Failing(Drawing):
+        def __getitem__(self, index):
+            if index == 3:
+                raise ValueError
+            return super().__getitem__(index)
+
+    batch = load(PositionedIndices([0, 3, 0], 0, 0), Failing(), on_error=on_error)
+    expected = load(PositionedIndices([0, 0, 0], 0, 0))
+    if on_error == "skip":
+        del expected[1]
+    else:
+        expected[1] = (3, expected[1])
+    assert batch == expected
+
+
+def test_a_dataset_without_either_fails_as_it_does_by_itself():
+    with pytest.raises(TypeError, match="'object' object is not subscriptable"):
+        load(PositionedIndices([1], 0, 0), object())
+
+
+# ---------------------------------------------------------------- sample_rng
+
+
+def test_outside_of_a_sample_there_is_no_generator_and_the_error_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"give the loader seed=, and call this in the dataset"):
+        sample_rng()
+    load(PositionedIndices([0], 0, 0))
+    with pytest.raises(RuntimeError, match="sample_rng"):
+        sample_rng()
+
+    class Failing:
+        def __getitem__(self, index):
+            sample_rng()
+            raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        load(PositionedIndices([0], 0, 0), Failing())
+    with pytest.raises(RuntimeError, match="sample_rng"):
+        sample_rng()
+
+
+def test_it_is_one_generator_as_long_as_the_sample_lasts():
+    class Twice:
+        def __getitem__(self, index):
+            first = sample_rng()
+            first.random()
+            return first, sample_rng(), sample_rng().random()
+
+    def collate(samples):
+        return samples, sample_rng()
+
+    (one, other), of_batch = load(PositionedIndices([0, 0], 0, 0), Twice(), collate_fn=collate)
+    assert one[0] is one[1]
+    assert other[0] is other[1]
+    assert len({id(one[0]), id(other[0]), id(of_batch)}) == 3
+    assert type(one[0].bit_generator) is np.random.Philox
+    assert one[2] != other[2]
+
+
+def test_a_sample_within_a_sample_gives_the_outer_one_s_generator_back():
+    class Outer:
+        def __getitem__(self, index):
+            mine = sample_rng()
+            inner = load(PositionedIndices([0, 0], 5, 0), seed=99)
+            return mine is sample_rng(), inner
+
+    ((same, inner),) = load(PositionedIndices([0], 0, 0), Outer())
+    assert same
+    assert inner == load(PositionedIndices([0, 0], 5, 0), seed=99)
+
+
+def test_in_threads_the_generator_alone_is_set():
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    streams = SampleRng(7, sets_global=False)
+
+    class Rng:
+        def __getitem__(self, index):
+            return int(sample_rng().bit_generator.random_raw())
+
+    fetcher = fetcher_of(streams, Rng())
+    with streams.at(PositionedIndices([0, 0], 0, 0)) as indices:
+        given = fetcher.fetch(indices)
+    assert given == [values[3] for values in load_quietly(PositionedIndices([0, 0], 0, 0))]
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def load_quietly(placed):
+    with kept():
+        return load(placed)
+
+
+def test_two_threads_are_each_in_a_sample_of_their_own():
+    meeting = threading.Barrier(2, timeout=10)
+
+    class Meeting:
+        def __getitem__(self, index):
+            meeting.wait()
+            value = int(sample_rng().bit_generator.random_raw())
+            meeting.wait()
+            return value
+
+    found = {}
+
+    def run(first):
+        streams = SampleRng(7, sets_global=False)
+        fetcher = fetcher_of(streams, Meeting())
+        with streams.at(PositionedIndices([0], 0, first)) as indices:
+            found[first] = fetcher.fetch(indices)
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {first: [load(PositionedIndices([0], 0, first))[0][3]] for first in (0, 1)}
+
+
+def test_what_an_event_loop_calls_for_a_sample_is_in_it():
+    class Asking:
+        def __getitem__(self, index):
+            async def ask():
+                return await asyncio.to_thread(sample_rng)
+
+            return asyncio.run(ask()) is sample_rng()
+
+    assert load(PositionedIndices([0], 0, 0), Asking()) == [True]
+
+
+def test_without_a_seed_indices_are_what_they_are():
+    with loading(None, [1, 2]) as indices:
+        assert indices == [1, 2]
+        with pytest.raises(RuntimeError, match="sample_rng"):
+            sample_rng()

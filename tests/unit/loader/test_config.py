@@ -1,0 +1,124 @@
+"""What an iterator knows of its loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from shmloader import DataLoader, ShardedDataLoader
+from shmloader.loader import by_torch, calls, common, config, in_process, iterator, threaded
+from shmloader.options import LEND_LIMIT, MINIMUM_SLOT_BYTES
+
+DATA = torch.arange(12)
+
+
+def config_of(kind=DataLoader, **options):
+    return kind(DATA, 2, **options)._config()
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_of().num_workers = 3
+
+
+@pytest.mark.parametrize(
+    "module", [by_torch, calls, common, config, in_process, iterator, threaded], ids=str
+)
+def test_iterators_read_no_private_attribute_of_the_loader(module) -> None:
+    assert re.findall(r"\bloader\._\w+", inspect.getsource(module)) == []
+
+
+def test_what_failed_is_no_attribute_that_frameworks_would_pass_to_a_constructor() -> None:
+    assert "failures" not in vars(DataLoader(DATA))
+    assert list(DataLoader(DATA).failures) == []
+
+
+def test_an_attribute_that_is_set_counts_from_the_next_epoch_on() -> None:
+    loader = DataLoader(DATA, 2, collate_fn=list)
+    loader.collate_fn = tuple
+    assert loader._config().collate_fn is tuple
+    assert all(type(batch) is tuple for batch in loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "window", "most"),
+    [
+        ({}, 0, 0),
+        ({"num_workers": 2}, 4, 4),
+        ({"num_workers": 2, "prefetch_factor": 5}, 10, 10),
+    ],
+)
+def test_the_window_is_that_of_the_workers(options, window, most) -> None:
+    found = config_of(**options)
+    assert (found.window, found.most_window) == (window, most)
+
+
+def test_with_auto_the_window_grows_with_the_workers() -> None:
+    found = config_of(num_workers="auto", seed=0)
+    assert found.most_workers > found.num_workers
+    assert found.window == 2 * found.num_workers
+    assert found.most_window == 2 * found.most_workers
+
+
+def test_a_fixed_window_depends_on_no_worker() -> None:
+    found = config_of(ShardedDataLoader, num_workers=2, prefetch=7)
+    assert (found.fixed_window, found.window, found.most_window) == (7, 7, 7)
+
+
+@pytest.mark.parametrize("num_workers", [2, "auto"])
+def test_all_slots_together_stay_below_shm_size(num_workers) -> None:
+    loader = DataLoader(DATA, 2, num_workers=num_workers, seed=0, shm_size="512MiB")
+    found = loader._config()
+    assert found.slot_bytes is not None
+    assert found.slot_bytes * (found.most_window + found.lend_limit) <= 512 << 20
+
+
+def test_a_cap_too_small_for_all_workers_that_there_may_be_is_told_of_at_once() -> None:
+    most = config_of(num_workers="auto", seed=0).most_window + LEND_LIMIT
+    with pytest.raises(ValueError, match=f"each of {most} slots"):
+        DataLoader(DATA, num_workers="auto", seed=0, shm_size=most * MINIMUM_SLOT_BYTES - 1)
+
+
+def test_a_batch_keeps_its_size_where_other_ranks_count_on_it() -> None:
+    ranks = DistributedSampler(DATA, num_replicas=2, rank=0)
+    assert config_of(sampler=ranks, on_error="skip").fetch.keep_size
+    assert not config_of(on_error="skip").fetch.keep_size
+
+
+@pytest.mark.parametrize(
+    ("options", "takes"),
+    [
+        ({}, True),
+        ({"on_error": "skip"}, False),
+        ({"collate_fn": list}, False),
+        ({"batch_size": None}, False),
+    ],
+    ids=str,
+)
+def test_arrays_are_gathered_only_where_nothing_of_the_users_would_run(options, takes) -> None:
+    assert DataLoader(DATA, **options)._config().takes_arrays is takes
+
+
+def test_states_of_the_dataset_are_taken_where_they_are_saved() -> None:
+    class Stateful(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index):
+            return index
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state) -> None:
+            pass
+
+    for options, interval in [({}, 1), ({"snapshot_every_n_steps": 0}, 0)]:
+        found = DataLoader(Stateful(), **options)._config()
+        assert (found.saves_dataset, found.fetch.snapshot_every) == (interval > 0, interval)
+    assert config_of().fetch.snapshot_every == 0

@@ -1,0 +1,145 @@
+"""Mistakes are told when the pipeline is built, with the argument's name and value."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+from fractions import Fraction
+
+import pytest
+
+from shmloader import Pipeline, PipelineBuilder
+from shmloader.pipeline.ops import OpKind, kind_of, name_of
+
+
+def op(item):
+    return item
+
+
+def gen(item):
+    yield item
+
+
+async def coro(item):
+    return item
+
+
+async def agen(item):
+    yield item
+
+
+class Methods:
+    def op(self, item):
+        return item
+
+    async def coro(self, item):
+        return item
+
+    @staticmethod
+    def gen(item):
+        yield item
+
+
+class Called:
+    def __call__(self, item):
+        return item
+
+
+class AsyncCallable:
+    async def __call__(self, item):
+        return item
+
+
+class AgenCallable:
+    async def __call__(self, item):
+        yield item
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "name"),
+    [
+        (op, OpKind.FUNCTION, "op"),
+        (gen, OpKind.GENERATOR, "gen"),
+        (coro, OpKind.COROUTINE, "coro"),
+        (agen, OpKind.ASYNC_GENERATOR, "agen"),
+        (Methods().op, OpKind.FUNCTION, "op"),
+        (Methods().coro, OpKind.COROUTINE, "coro"),
+        (Methods.gen, OpKind.GENERATOR, "gen"),
+        (Called(), OpKind.FUNCTION, "Called"),
+        (AsyncCallable(), OpKind.COROUTINE, "AsyncCallable"),
+        (AgenCallable(), OpKind.ASYNC_GENERATOR, "AgenCallable"),
+        (AsyncCallable, OpKind.FUNCTION, "AsyncCallable"),  # a class makes an object
+        (functools.partial(coro), OpKind.COROUTINE, "coro"),
+        (functools.partial(AgenCallable()), OpKind.ASYNC_GENERATOR, "AgenCallable"),
+        (len, OpKind.FUNCTION, "len"),
+        ("".join, OpKind.FUNCTION, "join"),
+    ],
+)
+def test_an_op_is_known_by_its_kind_and_name(given, kind, name):
+    assert kind_of(given) is kind
+    assert name_of(given) == name
+
+
+def with_source():
+    return PipelineBuilder().add_source([1])
+
+
+def with_sink():
+    return with_source().add_sink()
+
+
+POOL = concurrent.futures.ThreadPoolExecutor(1)
+
+
+@pytest.mark.sampled(29)
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: PipelineBuilder().add_sink().build(), ValueError, ["no source", "add_source"]),
+        (lambda: with_source().build(), ValueError, ["no sink", "add_sink"]),
+        (lambda: with_source().add_source([2]), ValueError, ["add_source", "before"]),
+        (lambda: with_sink().add_sink(), ValueError, ["add_sink", "before"]),
+        (lambda: PipelineBuilder().add_source(3), TypeError, ["source", "int"]),
+        (lambda: with_sink().pipe(op), ValueError, ["pipe", "after add_sink"]),
+        (lambda: with_sink().aggregate(2), ValueError, ["aggregate", "after add_sink"]),
+        (lambda: with_sink().disaggregate(), ValueError, ["disaggregate", "after add_sink"]),
+        (lambda: with_sink().transfer("cpu"), ValueError, ["transfer", "after add_sink"]),
+        (lambda: with_source().pipe(3), TypeError, ["op", "callable", "int"]),
+        (lambda: with_source().pipe(op, concurrency=0), ValueError, ["concurrency", "=0"]),
+        (lambda: with_source().pipe(op, concurrency=1.5), TypeError, ["concurrency", "=1.5"]),
+        (lambda: with_source().pipe(op, executor="gpu"), ValueError, ["executor", "'gpu'"]),
+        (lambda: with_source().pipe(op, executor=4), TypeError, ["executor", "int"]),
+        (lambda: with_source().pipe(coro, executor="thread"), ValueError, ["coroutine", "loop"]),
+        (lambda: with_source().pipe(agen, executor=POOL), ValueError, ["async generator"]),
+        (lambda: with_source().pipe(coro, executor="process"), ValueError, ["coroutine"]),
+        (lambda: with_source().pipe(op, output_order="any"), ValueError, ["output_order", "'any'"]),
+        (lambda: with_source().pipe(op, name=3), TypeError, ["name", "=3"]),
+        (lambda: with_source().pipe(op, max_failures=-1), ValueError, ["max_failures", "=-1"]),
+        (lambda: with_source().pipe(op, max_failures=0.1), TypeError, ["Fraction(1, 100)"]),
+        (
+            lambda: with_source().pipe(op, max_failures=Fraction(3, 2)),
+            ValueError,
+            ["max_failures", "at most 1"],
+        ),
+        (lambda: with_source().aggregate(0), ValueError, ["n ", "=0"]),
+        (lambda: with_source().aggregate(2, 1), TypeError, ["drop_last", "=1"]),
+        (lambda: with_source().aggregate(2, collate=1), TypeError, ["collate", "=1"]),
+        (lambda: with_source().add_sink(0), ValueError, ["buffer_size", "=0"]),
+        (lambda: with_source().transfer(1.5), TypeError, ["device", "1.5"]),
+        (lambda: with_sink().build(num_threads=0), ValueError, ["num_threads", "=0"]),
+        (lambda: with_sink().build(timeout="1"), TypeError, ["timeout", "'1'"]),
+        (lambda: with_sink().build(timeout=-1), ValueError, ["timeout", "=-1"]),
+        (lambda: with_sink().build(max_failures=0.5), TypeError, ["max_failures"]),
+    ],
+)
+def test_a_mistake_is_told_at_once(build, error, words):
+    with pytest.raises(error) as caught:
+        build()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_building_starts_nothing():
+    # The autouse check of what remains would find a thread.
+    pipeline = with_source().pipe(op).pipe(coro).pipe(op, executor="process").add_sink().build()
+    assert isinstance(pipeline, Pipeline)
+    pipeline.stop()

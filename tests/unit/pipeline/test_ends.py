@@ -1,0 +1,436 @@
+"""How pipelines end: by stop, break, an error, as garbage, with the interpreter; whatever runs.
+
+The autouse check of I8 sees to it that no thread is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+
+from shmloader import ClosedLoaderError, PipelineBuilder
+from shmloader.pipeline import running
+from tests.process.support import Program, stack_of, wait_until
+from tests.unit.pipeline.support import SOON_S, Gate, Squares, chain
+
+# Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
+END_S = 5.0
+
+
+class Stuck:
+    """An op that does not come back until it is let go."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def __call__(self, number):
+        self.gate.pass_through()
+        return number
+
+    async def block_loop(self, number):
+        self.gate.pass_through()  # a mistake of the user's: nothing else runs on the loop
+        return number
+
+    async def hold_on(self, number):
+        self.gate._reached.release()
+        while not self.gate._open.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue  # it does not let itself be cancelled
+
+    def source(self):
+        self.gate.pass_through()
+        yield 1
+
+
+@pytest.fixture(params=["op", "generator", "loop", "uncancellable", "source"])
+def stuck(request):
+    stuck = Stuck()
+    if request.param == "source":
+
+        class Source:
+            def __iter__(self):
+                return stuck.source()
+
+        pipeline = chain(Source())
+    else:
+        op = {
+            "op": stuck,
+            "generator": lambda number: iter([stuck(number)]),
+            "loop": stuck.block_loop,
+            "uncancellable": stuck.hold_on,
+        }[request.param]
+        pipeline = chain(range(9), op)
+    yield pipeline, stuck.gate
+    stuck.gate.open()
+
+
+@pytest.mark.sampled(1)
+def test_stop_does_not_wait_for_what_is_stuck(stuck):
+    pipeline, gate = stuck
+    pipeline.start()
+    gate.wait_until_reached()
+    start = time.monotonic()
+    pipeline.stop()
+    pipeline.stop()
+    assert time.monotonic() - start < END_S
+    with pytest.raises(ClosedLoaderError):
+        pipeline.get_item()
+
+
+def test_what_waits_for_a_thread_when_a_pipeline_stops_is_not_begun():
+    stuck = Stuck()
+    begun = []
+
+    def op(number):
+        begun.append(number)
+        return stuck(number)
+
+    builder = PipelineBuilder().add_source(range(9)).pipe(op, concurrency=4)
+    pipeline = builder.add_sink().build(num_threads=1)
+    pipeline.start()
+    stuck.gate.wait_until_reached()
+    pipeline.stop()
+    threads = [one for one in threading.enumerate() if one.name.startswith("shmloader_pipe")]
+    stuck.gate.open()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert begun == [0]
+
+
+def test_a_pipeline_may_be_garbage_while_an_op_is_stuck():
+    stuck = Stuck()
+    pipeline = chain(range(9), stuck)
+    pipeline.start()
+    stuck.gate.wait_until_reached()
+    reference = weakref.ref(pipeline)
+    start = time.monotonic()
+    del pipeline
+    assert reference() is None
+    assert time.monotonic() - start < END_S
+    stuck.gate.open()
+
+
+def test_a_break_ends_at_once_and_the_next_epoch_has_threads_of_its_own():
+    gate = Gate()
+
+    def op(number):
+        if number == 1 and not gate._open.is_set():
+            gate.pass_through()
+        return number
+
+    pipeline = chain(range(4), op, num_threads=1)
+    with pipeline.auto_stop():
+        start = time.monotonic()
+        for number in pipeline:
+            assert number == 0
+            gate.wait_until_reached()
+            break
+        assert time.monotonic() - start < END_S
+        items = iter(pipeline)
+        assert next(items) == 0  # though the only thread of the epoch before is stuck
+        gate.open()
+        assert list(items) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("sink", [1, 50])
+def test_a_break_without_start_leaves_nothing(sink):
+    source = Squares(10_000)
+    for number in chain(source, lambda number: number, sink=sink):
+        if number == 4:
+            break
+    assert source.drawn < 10_000
+
+
+def test_an_iterator_that_is_dropped_ends_what_it_has_started():
+    pipeline = chain(range(10_000))
+    items = iter(pipeline)
+    assert next(items) == 0
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("shmloader")}
+    assert before
+    del items
+    for thread in before:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
+class Trainer:
+    """As users write it: the pipeline belongs to an object, and calls its methods."""
+
+    def __init__(self) -> None:
+        self.pipeline = (
+            PipelineBuilder()
+            .add_source(range(10_000))
+            .pipe(self.load, concurrency=2)
+            .pipe(self.load_soon)
+            .pipe(self.many)
+            .add_sink()
+            .build()
+        )
+
+    def load(self, number):
+        return number
+
+    async def load_soon(self, number):
+        return number
+
+    def many(self, number):
+        yield number
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("is_iterated", [True, False])
+def test_a_pipeline_in_a_cycle_with_its_ops_is_garbage_when_nobody_uses_it(is_iterated):
+    trainer = Trainer()
+    if is_iterated:
+        trainer.items = iter(trainer.pipeline)
+        assert next(trainer.items) == 0
+    else:
+        trainer.pipeline.start()
+        assert trainer.pipeline.get_item(SOON_S) == 0
+    reference = weakref.ref(trainer)
+    del trainer
+    deadline = time.monotonic() + SOON_S
+    while reference() is not None:  # until the threads have come to rest
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
+
+
+def test_what_is_in_flight_is_freed_when_an_epoch_is_left(no_collector):
+    class Item:
+        pass
+
+    alive = weakref.WeakSet()
+
+    class Source:
+        def __iter__(self):
+            while True:
+                item = Item()
+                alive.add(item)
+                yield item
+
+    builder = PipelineBuilder().add_source(Source())
+    builder.pipe(lambda item: item, concurrency=2).pipe(lambda item: item, output_order="input")
+    with builder.add_sink(1).build().auto_stop() as pipeline:
+        for _ in pipeline:
+            wait_until(lambda: len(alive) >= 8)
+            break
+        del _
+        wait_until(lambda: not alive)
+
+
+def test_coroutines_are_cancelled_and_generators_closed(no_collector):
+    noted, given = [], []
+
+    async def waits(number):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            noted.append("cancelled")
+            raise
+
+    async def gives(number):
+        try:
+            while True:
+                given.append(number)
+                yield number
+        finally:
+            noted.append("async closed")
+
+    def gives_here(number):
+        try:
+            while True:
+                given.append(number)
+                yield number
+        finally:
+            is_here = threading.current_thread() is threading.main_thread()
+            noted.append("closed on the consumer's thread" if is_here else "closed")
+
+    for op, word in [(gives, "async closed"), (gives_here, "closed")]:
+        with chain(range(3), op, sink=1).auto_stop() as pipeline:
+            assert pipeline.get_item(SOON_S) == 0
+            wait_until(lambda: len(given) == 3)  # one was taken, one is in the sink, one waits
+        wait_until(lambda word=word: noted == [word])
+        noted.clear()
+        given.clear()
+    builder = PipelineBuilder().add_source(range(3)).pipe(waits, concurrency=2)
+    with builder.add_sink().build().auto_stop() as pipeline, pytest.raises(TimeoutError):
+        pipeline.get_item(0.1)
+    assert noted == ["cancelled", "cancelled"]
+
+
+def test_a_task_that_an_op_has_begun_and_left_is_cancelled():
+    tasks, noted = [], []
+
+    async def wait():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            noted.append("over")
+
+    async def op(number):
+        tasks.append(asyncio.create_task(wait()))
+        await asyncio.sleep(0)
+        return number
+
+    assert list(chain(range(2), op)) == [0, 1]
+    wait_until(lambda: noted == ["over", "over"])
+
+
+def test_a_waiting_consumer_is_told_when_another_thread_stops():
+    stuck = Stuck()
+    pipeline = chain(range(3), stuck)
+    pipeline.start()
+    timer = threading.Thread(target=lambda: (stuck.gate.wait_until_reached(), pipeline.stop()))
+    timer.start()
+    with pytest.raises(ClosedLoaderError, match="pipeline"):
+        pipeline.get_item()
+    timer.join(SOON_S)
+    stuck.gate.open()
+
+
+def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
+    stuck = Stuck()
+    pipeline = chain(range(3), stuck)
+    main = threading.main_thread().ident
+
+    def interrupt():
+        stuck.gate.wait_until_reached()
+        wait_until(lambda: {"take", "wait"} <= set(stack_of(main)))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with pipeline.auto_stop():
+        other = threading.Thread(target=interrupt)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.get_item(SOON_S)
+        other.join(SOON_S)
+        stuck.gate.open()
+        assert list(pipeline) == [0, 1, 2]
+
+
+def test_a_ctrl_c_while_an_item_is_handed_over_ends_the_epoch(monkeypatch):
+    pipeline = chain(range(3))
+    with pipeline.auto_stop():
+        assert pipeline.get_item(SOON_S) == 0
+
+        def interrupted(item):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("shmloader.pipeline.epoch.opened", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.get_item(SOON_S)
+        monkeypatch.undo()
+        with pytest.raises(ClosedLoaderError, match="interrupted"):
+            pipeline.get_item(SOON_S)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("executor", ["ThreadExecutor", "ProcessExecutor"])
+def test_a_stop_while_it_starts_leaves_nothing(executor, monkeypatch):
+    builder = PipelineBuilder().add_source(range(3)).pipe(abs, executor="process").pipe(abs)
+    pipeline = builder.add_sink().build()
+
+    class Stopped(getattr(running, executor)):
+        def __init__(self, *args):
+            super().__init__(*args)
+            pipeline.stop()  # as another thread may
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, executor, Stopped)
+        with pytest.raises(ClosedLoaderError, match="stopped while it started"):
+            pipeline.start()
+    assert list(pipeline) == [0, 1, 2]
+
+
+def test_what_an_iterator_has_started_the_next_one_stops():
+    pipeline = chain(range(3), abs)
+    older = iter(pipeline)
+    assert next(older) == 0
+    assert list(pipeline) == [0, 1, 2]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("shmloader_")]
+    with pytest.raises(ClosedLoaderError):
+        next(older)
+
+
+def test_a_forked_child_may_use_a_pipeline_that_was_only_built():
+    pipeline = chain(range(3), abs)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if list(pipeline) == [0, 1, 2] else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():
+    pipeline = chain(range(9))
+    with pipeline.auto_stop():
+        items = iter(pipeline)
+        assert next(items) == 0
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                next(items)
+            except ClosedLoaderError:
+                del items
+                pipeline.stop()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert list(items) == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_the_interpreter_ends_quietly_and_waits_for_no_op_abandoned_or_not():
+    program = Program(
+        """
+        import threading, time
+        from shmloader import PipelineBuilder
+
+        def start_one():
+            reached = threading.Event()
+
+            def stuck(number):
+                reached.set()
+                time.sleep(60)
+
+            pipeline = PipelineBuilder().add_source(range(9)).pipe(stuck).add_sink().build()
+            pipeline.start()
+            reached.wait()
+            return pipeline
+
+        async def soon(number):
+            return number
+
+        def each(number):
+            yield number
+
+        builder = PipelineBuilder().add_source(range(10**9)).pipe(soon, concurrency=4)
+        builder.pipe(abs, executor="process", concurrency=2).pipe(each).pipe(abs)
+        in_use = iter(builder.add_sink().build())
+        assert len([next(in_use) for _ in range(9)]) == 9
+        pipeline = start_one()
+        start_one().stop()
+        print("the end", flush=True)
+        """
+    )
+    assert program.read_line() == "the end"
+    start = time.monotonic()
+    done = program.finish()
+    assert time.monotonic() - start < 20
+    done.assert_quiet()

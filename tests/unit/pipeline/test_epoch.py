@@ -1,0 +1,53 @@
+"""An epoch's lock: what another thread does just after it is free."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shmloader.engine.failures import FailureList
+from shmloader.pipeline.epoch import Call, Epoch, Task
+from shmloader.pipeline.ops import OpKind
+from tests.unit.pipeline.support import chain
+
+
+class StageExecutor:
+    """Notes what it is given, and runs nothing."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def put(self, task: Task) -> None:
+        self.tasks.append(task)
+
+
+class OvertakenLock:
+    """Once it is free, another thread is faster than the one that has freed it."""
+
+    def __init__(self, other) -> None:
+        self._lock = threading.Lock()
+        self._others = [other]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._others:
+            self._others.pop()()
+
+
+def test_a_job_that_another_thread_makes_ready_is_handed_out_once():
+    executor = StageExecutor()
+    calls = [
+        Call("the source", iter, OpKind.GENERATOR, executor, is_source=True),
+        Call("abs", abs, OpKind.FUNCTION, executor),
+    ]
+    epoch = Epoch(chain([1], abs)._plan, calls, FailureList())
+    epoch.begin()
+    [source] = executor.tasks
+    epoch._lock = OvertakenLock(lambda: epoch.gave(source, 1))
+    with pytest.raises(TimeoutError):
+        epoch.take(0)
+    assert [task.job.item for task in executor.tasks[1:]] == [1]

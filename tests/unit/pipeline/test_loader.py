@@ -1,0 +1,155 @@
+"""``PipelineDataLoader``: the usual chain in one call."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+
+from shmloader import ClosedLoaderError, PipelineDataLoader
+from tests.unit.pipeline.support import Gate, Squares
+
+
+def half(number):
+    return torch.tensor(number) / 2
+
+
+async def half_soon(number):
+    return half(number)
+
+
+def load(src=None, **options):
+    return PipelineDataLoader(Squares(7) if src is None else src, **options)
+
+
+def test_without_options_items_come_as_they_are():
+    with load() as loader:
+        assert [list(loader), list(loader)] == [[number**2 for number in range(7)]] * 2
+
+
+@pytest.mark.parametrize("preprocessor", [half, half_soon])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_whole_chain_epoch_after_epoch(preprocessor, drop_last):
+    moved_on = set()
+
+    def move(batch):
+        moved_on.add(threading.get_ident())
+        return batch + 1
+
+    loader = load(
+        preprocessor=preprocessor,
+        batch_size=3,
+        drop_last=drop_last,
+        aggregator=torch.stack,
+        transfer_fn=move,
+        output_order="input",
+        num_threads=3,
+    )
+    expected = [[1, 1.5, 3], [5.5, 9, 13.5]] + ([] if drop_last else [[19]])
+    for _ in range(3):
+        assert [batch.tolist() for batch in loader] == expected
+    for batch in loader:  # a break carries nothing over
+        assert batch.tolist() == expected[0]
+        break
+    assert [batch.tolist() for batch in loader] == expected
+    assert threading.get_ident() not in moved_on
+    loader.close()
+
+
+def test_batches_without_an_aggregator_are_lists():
+    with load(batch_size=4, buffer_size=1) as loader:
+        assert list(loader) == [[0, 1, 4, 9], [16, 25, 36]]
+
+
+def test_processes_are_kept_over_epochs_and_breaks_and_batches_lie_in_slots():
+    def pid(number):
+        return torch.full((30_000,), os.getpid())
+
+    loader = load(
+        preprocessor=pid, batch_size=2, aggregator=torch.stack, executor="process", num_threads=1
+    )
+    pids = {int(value) for batch in loader for value in batch[:, 0]}
+    assert len(pids) == 1
+    for batch in loader:
+        assert int(batch[0, 0]) in pids
+        break
+    assert {int(value) for batch in loader for value in batch[:, 0]} == pids
+    del batch
+    reference = weakref.ref(loader)
+    del loader  # which ends its workers: the check of what remains would find them
+    assert reference() is None
+
+
+def test_an_executor_of_the_users_is_used():
+    with concurrent.futures.ThreadPoolExecutor(1, "theirs") as pool:
+        loader = load(preprocessor=lambda _: threading.current_thread().name, executor=pool)
+        assert all(name.startswith("theirs") for name in loader)
+        loader.close()
+
+
+def test_a_timeout_and_an_error_are_those_of_a_pipeline():
+    gate = Gate()
+
+    def op(number):
+        if number == 1:
+            gate.pass_through()
+        if number == 9:
+            raise ValueError("nine")
+        return number
+
+    with load(preprocessor=op, timeout=0.01, num_threads=1) as loader:
+        items = iter(loader)
+        taken = []
+        with pytest.raises(TimeoutError):
+            taken.extend(items)
+        gate.open()
+        while len(taken) < 3:
+            try:
+                taken.append(next(items))
+            except TimeoutError:
+                continue
+        assert taken == [0, 1, 4]
+        while True:
+            with pytest.raises((TimeoutError, ValueError)) as caught:
+                next(items)
+            if caught.type is ValueError:
+                break
+        assert "Stage 'op' failed for item 9." in caught.value.__notes__
+        assert loader.failures.total == 0
+
+
+def test_a_closed_loader_says_so():
+    loader = load()
+    loader.close()
+    loader.close()
+    with pytest.raises(ClosedLoaderError):
+        iter(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"src": 3}, TypeError, ["source", "int"]),
+        ({"preprocessor": 3}, TypeError, ["preprocessor", "=3"]),
+        ({"aggregator": 3, "batch_size": 2}, TypeError, ["aggregator", "=3"]),
+        ({"transfer_fn": 3}, TypeError, ["transfer_fn", "=3"]),
+        ({"aggregator": len}, ValueError, ["aggregator", "batch_size"]),
+        ({"drop_last": True}, ValueError, ["drop_last", "batch_size"]),
+        ({"drop_last": 1, "batch_size": 2}, TypeError, ["drop_last", "=1"]),
+        ({"batch_size": 0}, ValueError, ["batch_size", "=0"]),
+        ({"buffer_size": 0}, ValueError, ["buffer_size", "=0"]),
+        ({"num_threads": 0}, ValueError, ["num_threads", "=0"]),
+        ({"timeout": -1}, ValueError, ["timeout", "=-1"]),
+        ({"output_order": "any"}, ValueError, ["output_order", "'any'"]),
+        ({"executor": "gpu"}, ValueError, ["executor", "'gpu'"]),
+        ({"executor": 4}, TypeError, ["executor", "int"]),
+    ],
+)
+def test_arguments_are_checked_in_the_constructor(options, error, words):
+    with pytest.raises(error) as caught:
+        load(**options)
+    assert all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,704 @@
+"""What comes out of pipelines on threads and coroutines: items, order, failures, epochs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import queue
+import threading
+from fractions import Fraction
+
+import pytest
+
+from shmloader import ClosedLoaderError, PipelineBuilder, TooManyFailures
+from tests.unit.pipeline.support import SOON_S, Gate, Most, Squares, chain
+
+
+def double(number):
+    return 2 * number
+
+
+async def double_soon(number):
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+def twice(number):
+    yield number
+    yield number
+
+
+async def twice_soon(number):
+    for _ in range(2):
+        await asyncio.sleep(0)
+        yield number
+
+
+def odd_only(number):
+    return number if number % 2 else None
+
+
+def odd_yielded(number):
+    yield None
+    if number % 2:
+        yield number
+
+
+async def numbers(count):
+    for number in range(count):
+        await asyncio.sleep(0)
+        yield number
+
+
+class AsyncNumbers:
+    """An async source that can be iterated again."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __aiter__(self):
+        return numbers(self.count)
+
+
+class Doubler:
+    def __call__(self, number):
+        return 2 * number
+
+    def method(self, number):
+        return 2 * number
+
+    async def async_method(self, number):
+        return 2 * number
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (double, [0, 2, 4, 6, 8]),
+        (double_soon, [0, 2, 4, 6, 8]),
+        (twice, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
+        (twice_soon, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
+        (odd_only, [1, 3]),
+        (odd_yielded, [1, 3]),
+        (Doubler(), [0, 2, 4, 6, 8]),
+        (Doubler().method, [0, 2, 4, 6, 8]),
+        (Doubler().async_method, [0, 2, 4, 6, 8]),
+        (functools.partial(pow, 2), [1, 2, 4, 8, 16]),
+    ],
+)
+def test_each_kind_of_op_does_its_work_and_none_is_left_out(op, expected):
+    assert list(chain(range(5), op)) == expected
+
+
+def test_items_come_from_an_async_source():
+    pipeline = chain(AsyncNumbers(5), double, double_soon)
+    assert list(pipeline) == [0, 4, 8, 12, 16]
+    assert list(pipeline) == [0, 4, 8, 12, 16]
+
+
+def test_a_source_may_give_none_and_an_op_may_see_it():
+    assert list(chain([None, 1], lambda item: [item])) == [[None], [1]]
+    assert list(chain([None, 1])) == [None, 1]
+
+
+def test_a_source_alone_is_a_pipeline():
+    assert list(chain(range(7), sink=1)) == list(range(7))
+
+
+@pytest.mark.parametrize("sink", [1, 3])
+def test_items_are_aggregated_and_taken_apart(sink):
+    builder = PipelineBuilder().add_source(range(7)).aggregate(3).disaggregate().aggregate(2)
+    assert list(builder.add_sink(sink).build()) == [[0, 1], [2, 3], [4, 5], [6]]
+    builder = PipelineBuilder().add_source(range(7)).aggregate(3, drop_last=True)
+    assert list(builder.add_sink(sink).build()) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_aggregate_is_collated_by_its_function():
+    builder = PipelineBuilder().add_source(range(5)).aggregate(2, collate=sum)
+    assert list(builder.add_sink().build()) == [1, 5, 4]
+
+
+def test_an_executor_of_the_users_runs_functions_and_generators():
+    with concurrent.futures.ThreadPoolExecutor(2, "theirs") as pool:
+        names = []
+
+        def note(number):
+            names.append(threading.current_thread().name)
+            return number
+
+        builder = PipelineBuilder().add_source(range(4))
+        builder.pipe(note, executor=pool, output_order="input", concurrency=2)
+        builder.pipe(odd_yielded, executor=pool).pipe(odd_only, executor=pool)
+        pipeline = builder.add_sink().build()
+        assert list(pipeline) == [1, 3]
+        assert list(pipeline) == [1, 3]
+        assert pool.submit(double, 1).result() == 2  # it was not shut down
+        assert all(name.startswith("theirs") for name in names)
+
+
+class AtOnce(concurrent.futures.Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def test_an_executor_that_runs_at_once_does_not_pile_up_calls():
+    builder = PipelineBuilder().add_source(range(3000)).pipe(double, executor=AtOnce())
+    assert sum(builder.add_sink(5000).build()) == 3000 * 2999
+
+
+# ---------------------------------------------------------------- order, concurrency
+
+
+def meet(parties):
+    """An op in which so many calls meet."""
+    barrier = threading.Barrier(parties)
+
+    def op(number):
+        barrier.wait(SOON_S)
+        return number
+
+    return op
+
+
+@pytest.mark.parametrize("order", ["completion", "input"])
+def test_as_many_calls_as_asked_for_are_at_once_on_threads(order):
+    builder = PipelineBuilder().add_source(range(8))
+    builder.pipe(meet(4), concurrency=4, output_order=order)
+    assert sorted(builder.add_sink().build()) == list(range(8))
+
+
+def test_no_more_than_asked_for_are_at_once():
+    most = {name: Most() for name in "abc"}
+
+    def on_thread(number):
+        with most["a"]:
+            return number
+
+    async def on_loop(number):
+        with most["b"]:
+            await asyncio.sleep(0)
+            return number
+
+    async def many(number):
+        with most["c"]:
+            await asyncio.sleep(0)
+            yield number
+
+    builder = PipelineBuilder().add_source(range(200)).pipe(on_thread, concurrency=2)
+    builder.pipe(on_loop, concurrency=3).pipe(many, concurrency=2)
+    assert sorted(builder.add_sink().build(num_threads=8)) == list(range(200))
+    assert [one.total for one in most.values()] == [200] * 3
+    assert most["a"].most <= 2
+    assert most["b"].most <= 3
+    assert most["c"].most <= 2
+
+
+def test_threads_are_shared_and_no_more_than_asked_for():
+    most = Most()
+
+    def op(number):
+        with most:
+            return number
+
+    builder = PipelineBuilder().add_source(range(300))
+    for _ in range(3):
+        builder.pipe(op, concurrency=4)
+    assert sorted(builder.add_sink().build(num_threads=2)) == list(range(300))
+    assert most.most <= 2
+
+
+def test_sixty_four_coroutines_wait_at_once():
+    arrived = []
+
+    async def wait_for_all(number):
+        arrived.append(number)
+        while len(arrived) < 64:  # noqa: ASYNC110 - until the last has come
+            await asyncio.sleep(0)
+        return number
+
+    builder = PipelineBuilder().add_source(range(64)).pipe(wait_for_all, concurrency=64)
+    assert sorted(builder.add_sink().build()) == list(range(64))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("order", ["completion", "input"])
+def test_a_slow_item_is_overtaken_or_waited_for(is_async, order):
+    others_done = threading.Event()
+    count = []
+
+    def finish(number):
+        count.append(number)
+        if len(count) == 3:
+            others_done.set()
+        return number
+
+    def op(number):
+        if number == 0:
+            assert others_done.wait(SOON_S)
+            return number
+        return finish(number)
+
+    async def op_async(number):
+        while number == 0 and not others_done.is_set():  # noqa: ASYNC110 - set on any thread
+            await asyncio.sleep(0)
+        return number if number == 0 else finish(number)
+
+    builder = PipelineBuilder().add_source(range(4))
+    builder.pipe(op_async if is_async else op, concurrency=4, output_order=order)
+    taken = list(builder.add_sink(4).build())
+    assert sorted(taken) == [0, 1, 2, 3]
+    assert (taken[0] == 0) == (order == "input")
+
+
+@pytest.mark.parametrize("op", [twice, twice_soon])
+def test_many_results_of_one_item_stay_together_in_input_order(op):
+    builder = PipelineBuilder().add_source(range(50)).pipe(op, concurrency=5, output_order="input")
+    expected = [number for number in range(50) for _ in range(2)]
+    assert list(builder.add_sink(1).build(num_threads=4)) == expected
+
+
+# ---------------------------------------------------------------- back-pressure
+
+
+def test_a_consumer_that_takes_nothing_stops_the_source_and_all_stages():
+    source = Squares(1000)
+    calls = Most()
+
+    def op(number):
+        with calls:
+            return number
+
+    builder = PipelineBuilder().add_source(source).pipe(op, concurrency=2).pipe(double_soon)
+    pipeline = builder.aggregate(3).add_sink(2).build()
+    # The docstring's formula: 1 drawn, 8 and 2, 2 and 1, 2 before the lists, of which one is full
+    # or begun, and 2 in the sink.
+    bound = 1 + 8 + 2 + 2 + 1 + 2 + 3 + 2 * 3
+    with pipeline.auto_stop():
+        first = pipeline.get_item(SOON_S)
+        assert len(first) == 3
+        before = -1
+        while source.drawn != before:  # until nothing moves any more
+            before = source.drawn
+            threading.Event().wait(0.05)
+        assert 9 <= source.drawn <= bound + 3
+        assert calls.total <= source.drawn
+        rest = list(pipeline)
+    assert source.drawn == 1000
+    assert sum(map(len, rest)) == 997
+
+
+def test_a_source_that_blocks_holds_up_neither_the_loop_nor_threads():
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    pipeline = chain(iter(inbox.get, None), double, double_soon, num_threads=1)
+    with pipeline.auto_stop():
+        for number in range(3):
+            inbox.put(number)
+            assert pipeline.get_item(SOON_S) == 4 * number
+            with pytest.raises(TimeoutError):
+                pipeline.get_item(0.01)
+        inbox.put(None)
+        with pytest.raises(EOFError):
+            pipeline.get_item(SOON_S)
+
+
+# ---------------------------------------------------------------- timeouts
+
+
+def test_a_timeout_consumes_nothing():
+    gate = Gate()
+
+    def op(number):
+        if number == 1:
+            gate.pass_through()
+        return number
+
+    pipeline = chain(range(3), op)
+    with pipeline.auto_stop():
+        assert pipeline.get_item() == 0
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="Nothing is lost"):
+                pipeline.get_item(timeout=0)
+        gate.open()
+        assert [pipeline.get_item(), pipeline.get_item()] == [1, 2]
+        for _ in range(2):
+            with pytest.raises(EOFError):
+                pipeline.get_item()
+
+
+@pytest.mark.parametrize("is_of_build", [True, False])
+def test_an_iterator_goes_on_after_a_timeout(is_of_build):
+    gate = Gate()
+
+    def op(number):
+        if number == 1:
+            gate.pass_through()
+        return number
+
+    pipeline = chain(range(3), op, timeout=0.01 if is_of_build else None)
+    items = pipeline.get_iterator(*([] if is_of_build else [0.01]))
+    taken = []
+    while True:
+        try:
+            taken.extend(items)
+        except TimeoutError:
+            gate.open()
+        else:
+            break
+    assert taken == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError), (True, TypeError)],
+)
+def test_a_timeout_that_is_none_is_told_and_consumes_nothing(timeout, error):
+    with chain([1]).auto_stop() as pipeline:
+        for ask in (pipeline.get_item, pipeline.get_iterator):
+            with pytest.raises(error, match="timeout should"):
+                ask(timeout)
+        assert pipeline.get_item() == 1
+
+
+# ---------------------------------------------------------------- failures
+
+
+class Bad(LookupError):  # noqa: N818 - as users name theirs
+    pass
+
+
+def bad_at(*numbers):
+    def op(number):
+        if number in numbers:
+            raise Bad(f"no {number}")
+        return number
+
+    return op
+
+
+def bad_soon_at(*numbers):
+    async def op(number):
+        return bad_at(*numbers)(number)
+
+    return op
+
+
+def bad_stream_at(*numbers):
+    def op(number):
+        yield bad_at(*numbers)(number)
+
+    return op
+
+
+def bad_async_stream_at(*numbers):
+    async def op(number):
+        yield bad_at(*numbers)(number)
+
+    return op
+
+
+BAD = [bad_at, bad_soon_at, bad_stream_at, bad_async_stream_at]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_ops_own_exception_is_raised_with_stage_and_item(bad):
+    builder = PipelineBuilder().add_source(range(100)).pipe(double).pipe(bad(6), name="checked")
+    pipeline = builder.pipe(double_soon).add_sink().build()
+    taken = []
+    with pytest.raises(Bad, match="no 6") as caught:
+        taken.extend(pipeline)
+    assert caught.value.__notes__ == ["Stage 'checked' failed for item 6."]
+    assert pipeline.failures.total == 0
+    items = iter(pipeline)  # it begins anew
+    taken = [next(items) for _ in range(3)]
+    assert taken == [0, 4, 8]
+    with pytest.raises(Bad):
+        next(items)
+    with pytest.raises(ClosedLoaderError, match="Bad: no 6"):
+        next(items)
+
+
+def test_after_a_failure_get_item_says_so_until_it_is_started_again():
+    pipeline = chain(range(5), bad_at(1))
+    pipeline.start()
+    assert pipeline.get_item() == 0
+    with pytest.raises(Bad):
+        pipeline.get_item()
+    for _ in range(2):
+        with pytest.raises(ClosedLoaderError, match="Bad: no 1"):
+            pipeline.get_item()
+    pipeline.start()
+    assert pipeline.get_item() == 0
+    pipeline.stop()
+
+
+class BadSource:
+    def __iter__(self):
+        yield 1
+        raise Bad("the source")
+
+
+async def bad_numbers():
+    yield 1
+    raise Bad("the source")
+
+
+@pytest.mark.parametrize("source", [BadSource(), bad_numbers()])
+def test_what_a_source_raises_is_raised_whatever_may_fail(source):
+    pipeline = chain(source, double, max_failures=10)
+    items = iter(pipeline)
+    assert next(items) == 2
+    with pytest.raises(Bad) as caught:
+        next(items)
+    assert caught.value.__notes__ == ["Stage 'the source' failed."]
+
+
+@pytest.mark.parametrize("kind", [StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_would_end_a_loop_or_the_program_is_told_as_an_error(kind, is_async):
+    def op(number):
+        raise kind("of the op")
+
+    async def op_async(number):
+        if kind is StopIteration:
+            raise asyncio.CancelledError  # a coroutine cannot raise StopIteration
+        raise kind("of the op")
+
+    with pytest.raises(RuntimeError, match=r"stage 'op(_async)?' raised"):
+        list(chain([1], op_async if is_async else op))
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_a_task_of_an_ops_own_raises_does_not_end_the_loop(kind):
+    async def die():
+        raise kind("of the task")
+
+    async def op(number):
+        await asyncio.create_task(die())
+
+    with pytest.raises(RuntimeError, match=f"stage 'op' raised {kind.__name__}"):
+        list(chain([1], op, timeout=SOON_S))
+
+
+class Speechless(Exception):  # noqa: N818 - as users name theirs
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_an_exception_without_a_text_is_raised_nevertheless():
+    def op(number):
+        raise Speechless
+
+    pipeline = chain([1], op)
+    pipeline.start()
+    with pytest.raises(Speechless):
+        pipeline.get_item(SOON_S)
+    with pytest.raises(ClosedLoaderError, match="Speechless"):
+        pipeline.get_item(SOON_S)
+    pipeline.stop()
+
+
+def test_an_eof_of_an_op_is_not_taken_for_the_end():
+    def op(number):
+        raise EOFError("truncated")
+
+    pipeline = chain([1], op)
+    pipeline.start()
+    with pytest.raises(RuntimeError, match="truncated") as caught:
+        pipeline.get_item()
+    assert type(caught.value.__cause__) is EOFError
+    pipeline.stop()
+    with pytest.raises(EOFError, match="truncated"):
+        list(pipeline)
+
+
+@pytest.mark.parametrize("executor", [None, concurrent.futures.ThreadPoolExecutor(1)])
+def test_a_coroutine_that_nobody_awaits_is_an_error(executor):
+    def op(number):
+        return double_soon(number)
+
+    with (
+        contextlib.nullcontext() if executor is None else executor,
+        pytest.raises(TypeError, match="returned a coroutine"),
+    ):
+        list(PipelineBuilder().add_source([1]).pipe(op, executor=executor).add_sink().build())
+
+
+def test_a_wrong_aggregator_is_told():
+    class Pair:
+        def __init__(self, first, second):
+            pass
+
+    builder = PipelineBuilder().add_source(range(4)).aggregate(2).pipe(Pair)
+    with pytest.raises(TypeError) as caught:
+        list(builder.add_sink().build())
+    assert "Stage 'Pair' failed for item [0, 1]." in caught.value.__notes__
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("of_stage", [True, False])
+def test_failed_items_are_left_out_counted_and_listed(bad, of_stage, caplog):
+    caplog.set_level(logging.WARNING, "shmloader")
+    builder = PipelineBuilder().add_source(range(10))
+    builder.pipe(bad(2, 5), name="checked", max_failures=2 if of_stage else None)
+    pipeline = builder.add_sink().build(max_failures=None if of_stage else 2)
+    for epoch in (1, 2):
+        assert list(pipeline) == [0, 1, 3, 4, 6, 7, 8, 9]
+        assert pipeline.failures.total == 2 * epoch
+        assert len(caplog.records) == epoch  # the first of each epoch
+    assert [failed.item for failed in pipeline.failures] == [2, 5, 2, 5]
+    failed = pipeline.failures[0]
+    assert failed.stage == "checked"
+    assert type(failed.error) is Bad
+    assert "no 2" in str(failed.error)
+    assert "in op" in str(failed.error)  # where it was raised
+    assert failed.error.__traceback__ is None
+    assert "'checked'" in caplog.text
+
+
+def test_a_list_of_failures_keeps_a_url_and_nothing_large():
+    def op(item):
+        if item is not None:
+            raise Bad
+
+    items = ["http://" + "x" * 1000, "x" * 10_000, [0] * 10_000, 3, None]
+    pipeline = chain(items, op, max_failures=4)
+    assert list(pipeline) == []
+    url, text, other, number = (failed.item for failed in pipeline.failures)
+    assert (url, number) == (items[0], 3)
+    assert len(text) < 100
+    assert len(other) < 100
+
+
+@pytest.mark.parametrize("of_stage", [True, False])
+def test_past_the_limit_too_many_failures_is_raised_with_the_ops_exception_as_cause(of_stage):
+    builder = PipelineBuilder().add_source(range(10))
+    builder.pipe(bad_at(2, 5, 7), name="checked", max_failures=2 if of_stage else None)
+    pipeline = builder.add_sink().build(max_failures=None if of_stage else 2)
+    taken = []
+    with pytest.raises(TooManyFailures, match="max_failures=2") as caught:
+        taken.extend(pipeline)
+    assert taken == [0, 1, 3, 4, 6]
+    assert "3 of 8 calls" in str(caught.value)
+    assert "item 7" in str(caught.value)
+    assert type(caught.value.__cause__) is Bad
+    assert str(caught.value.__cause__) == "no 7"
+    assert pipeline.failures.total == 3
+
+
+def test_a_limit_of_the_pipeline_counts_the_stages_that_have_none_of_their_own():
+    def make(limit, own):
+        builder = PipelineBuilder().add_source(range(20)).pipe(bad_at(1, 2), max_failures=own)
+        return builder.pipe(bad_soon_at(3)).pipe(bad_at(4)).add_sink().build(max_failures=limit)
+
+    assert len(list(make(4, None))) == 16
+    with pytest.raises(TooManyFailures, match="in the pipeline"):
+        list(make(3, None))
+    assert len(list(make(2, 2))) == 16
+    with pytest.raises(TooManyFailures, match="in stage 'op'"):
+        list(make(4, 1))
+
+
+def test_a_share_of_the_calls_may_fail_judged_from_the_hundredth_on_and_at_the_end():
+    share = Fraction(1, 50)
+    early = chain(range(200), bad_at(0, 1), max_failures=share)
+    assert len(list(early)) == 198
+    late = chain(range(300), bad_at(*range(100, 105)), max_failures=share)
+    with pytest.raises(TooManyFailures, match="1/50"):
+        list(late)
+    short = chain(range(10), bad_at(9), max_failures=share)
+    taken = []
+    with pytest.raises(TooManyFailures, match="1 of 10 calls"):
+        taken.extend(short)
+    assert taken == list(range(9))
+
+
+@pytest.mark.parametrize("of_stage", [True, False])
+def test_an_epoch_in_which_all_failed_raises(of_stage):
+    builder = PipelineBuilder().add_source(range(3))
+    builder.pipe(bad_at(0, 1, 2), max_failures=Fraction(1) if of_stage else None)
+    pipeline = builder.aggregate(2).add_sink().build(max_failures=None if of_stage else Fraction(1))
+    with pytest.raises(TooManyFailures, match="all of them"):
+        list(pipeline)
+
+
+def test_a_failure_after_an_aggregate_has_begun_a_list_is_told_nevertheless():
+    builder = PipelineBuilder().add_source(range(10)).pipe(bad_at(3)).aggregate(2).pipe(sum)
+    items = iter(builder.add_sink().build())
+    assert next(items) == 1
+    with pytest.raises(Bad):
+        next(items)
+
+
+# ---------------------------------------------------------------- epochs
+
+
+def test_epoch_after_epoch_with_nothing_carried_over():
+    source = Squares(7)
+    builder = PipelineBuilder().add_source(source).pipe(double).aggregate(3, drop_last=True)
+    pipeline = builder.add_sink().build()
+    expected = [[0, 2, 8], [18, 32, 50]]
+    assert [list(pipeline) for _ in range(3)] == [expected] * 3
+    with pipeline.auto_stop():
+        assert list(pipeline) == expected
+        for item in pipeline:
+            assert item == expected[0]
+            break
+        assert list(pipeline) == expected
+
+
+def test_threads_are_kept_from_epoch_to_epoch_between_start_and_stop():
+    def ident(_):
+        return threading.get_ident()
+
+    pipeline = chain(range(50), ident, num_threads=1)
+    with pipeline.auto_stop() as same:
+        assert same is pipeline
+        assert len({thread for _ in range(3) for thread in pipeline}) == 1
+
+
+def test_an_epoch_that_was_begun_by_get_item_is_gone_on_with_by_an_iterator():
+    pipeline = chain(range(5))
+    pipeline.start()
+    pipeline.start()
+    assert pipeline.get_item() == 0
+    assert list(pipeline) == [1, 2, 3, 4]
+    with pytest.raises(EOFError):
+        pipeline.get_item()
+    pipeline.start()
+    assert pipeline.get_item() == 0
+    pipeline.stop()
+    pipeline.stop()
+    with pytest.raises(ClosedLoaderError, match="not started"):
+        pipeline.get_item()
+
+
+def test_a_second_iterator_leaves_the_firsts_epoch():
+    with chain(range(100)).auto_stop() as pipeline:
+        first = iter(pipeline)
+        assert next(first) == 0
+        second = iter(pipeline)
+        assert next(second) == 0
+        with pytest.raises(ClosedLoaderError, match="another iterator"):
+            next(first)
+        assert list(second) == list(range(1, 100))
+
+
+@pytest.mark.parametrize("source", [iter(range(5)), numbers(5)])
+def test_an_iterator_as_source_is_good_for_one_epoch(source):
+    pipeline = chain(source)
+    assert list(pipeline) == list(range(5))
+    with pytest.raises(RuntimeError, match="iterator"):
+        iter(pipeline)
+
+
+def test_an_ended_iterator_stays_ended():
+    items = iter(chain(range(1)))
+    assert list(items) == [0]
+    assert list(items) == []

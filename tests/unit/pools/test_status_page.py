@@ -1,0 +1,232 @@
+"""What a worker says of itself reaches the main process, whatever the worker is doing."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from shmloader.pools import status_page as module
+from shmloader.pools.status_page import Phase, StatusPage, _frames
+
+TRACE = """Thread 0x00007f0000000001 (most recent call first):
+  File "wait.py", line 5 in wait
+  File "wait.py", line 9 in <module>
+
+Current thread 0x00007f0000000002 [MainThread] (most recent call first):
+  File "load.py", line 7 in __getitem__
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "frames"),
+    [
+        (0x7F0000000001, '  File "wait.py", line 5 in wait\n  File "wait.py", line 9 in <module>'),
+        (0x7F0000000002, '  File "load.py", line 7 in __getitem__'),
+        (3, ""),
+    ],
+)
+def test_the_frames_of_one_thread_are_picked_out(thread, frames):
+    assert _frames(TRACE, thread) == frames
+
+
+def test_no_frames_in_nothing():
+    assert _frames("", 1) == ""
+
+
+class Child:
+    """A forked process with a line on the status page, which does something until it is killed."""
+
+    def __init__(self, status_page: StatusPage, worker_id: int, work) -> None:
+        ready, tell = os.pipe()
+        status_page.clear(worker_id)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                line = status_page.open_line(worker_id)
+                line.note(Phase.LOADING, 2, 41)
+                work(tell)
+            finally:
+                os._exit(0)
+        os.close(tell)
+        assert os.read(ready, 1) == b"x"
+        os.close(ready)
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def status_page():
+    made = StatusPage(70)  # more lines than a page has
+    yield made
+    made.close()
+    made.close()
+
+
+def sleeps_here(tell: int) -> None:
+    os.write(tell, b"x")
+    time.sleep(60)
+
+
+def keeps_the_interpreter(tell: int) -> None:
+    os.write(tell, b"x")
+    sum(range(10**12))  # one call, which lets no other thread in; a sleep would end with a signal
+
+
+@pytest.mark.parametrize("work", [sleeps_here, keeps_the_interpreter])
+@pytest.mark.parametrize("worker_id", [0, 69])
+def test_a_worker_tells_its_ticket_and_its_stack(status_page, work, worker_id):
+    child = Child(status_page, worker_id, work)
+    try:
+        for _ in range(3):
+            at_work = status_page.ask(worker_id, child.pid)
+            assert (at_work.phase, at_work.epoch, at_work.seq) == (Phase.LOADING, 2, 41)
+            assert at_work.stack.splitlines()[0].endswith(f"in {work.__name__}")
+            assert not at_work.is_stopped
+            assert 0 <= at_work.elapsed_s < 60
+    finally:
+        child.end()
+    assert status_page.read(worker_id).seq == 41, "what it was at is known when it is dead"
+
+
+def test_what_another_worker_wrote_too_late_is_not_taken_for_this_one_s(status_page):
+    child = Child(status_page, 0, sleeps_here)
+    try:
+        late = f"Current thread {threading.get_ident():#018x} (most recent call first):\n  STALE\n"
+        os.write(status_page._stack_write, late.encode())  # forked workers have the same identity
+        assert "STALE" not in status_page.ask(0, child.pid).stack
+    finally:
+        child.end()
+
+
+def test_the_stack_is_that_of_the_thread_that_works(status_page):
+    def work(tell: int) -> None:
+        ready, told = os.pipe()
+        threading.Thread(target=sleeps_here, args=[told], daemon=True).start()
+        os.read(ready, 1)
+        keeps_the_interpreter(tell)
+
+    child = Child(status_page, 0, work)
+    try:
+        stack = status_page.ask(0, child.pid).stack
+        assert "sleeps_here" not in stack
+    finally:
+        child.end()
+
+
+def test_a_stopped_worker_is_said_to_be_stopped(status_page):
+    child = Child(status_page, 0, sleeps_here)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        at_work = status_page.ask(0, child.pid)
+        assert at_work.is_stopped
+        assert (at_work.seq, at_work.stack) == (41, "")
+    finally:
+        child.end()
+
+
+def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
+    status_page.clear(3)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reading, 1)  # the signal would end it: its handler is not there yet
+        os._exit(7)
+    at_work = status_page.ask(3, pid)
+    assert (at_work.phase, at_work.stack) == (Phase.STARTING, "")
+    os.write(writing, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_worker_that_is_gone_has_no_stack(status_page):
+    child = Child(status_page, 0, sleeps_here)
+    child.end()
+    assert status_page.ask(0, child.pid).stack == ""
+
+
+def test_lines_do_not_touch_each_other(status_page):
+    children = [Child(status_page, worker_id, sleeps_here) for worker_id in (4, 5, 6)]
+    try:
+        status_page.clear(5)
+        assert [status_page.read(worker_id).seq for worker_id in (4, 5, 6)] == [41, 0, 41]
+        assert status_page.read(5).phase is Phase.STARTING
+    finally:
+        for child in children:
+            child.end()
+
+
+def noted(status_page, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]:
+    """What a worker notes by a clock that is set, whose time is its CPU time and its memory.
+
+    Args:
+        status_page: Where.
+        steps: Seconds since it began, at which it is idle, and whether it has a task by then.
+
+    Returns:
+        When it noted its usage last, and its memory, and whether this is due at the end.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            clock = SimpleNamespace(now_ns=0)
+            clock.monotonic_ns = clock.process_time_ns = lambda: clock.now_ns
+            module.time, module.measure_memory = clock, lambda _: clock.now_ns
+            line = status_page.open_line(0)
+            for second, has_task in steps:
+                clock.now_ns = round(second * 1e9)
+                line.idle()
+                line.note_use(has_task=has_task)
+            code = line.memory_is_due
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in {0, 1}
+    usage = status_page.usage(0, pid)
+    memory_ns = usage.pss_bytes
+    return usage.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9, bool(code)
+
+
+@pytest.mark.parametrize(
+    ("steps", "usage_s"),
+    [
+        ([(0.04, False)], 0.0),
+        ([(0.06, False)], 0.06),
+        ([(0.06, False), (0.1, False)], 0.06),
+        ([(0.06, False), (0.12, False)], 0.12),
+        ([(0.06, True)], 0.0),
+        ([(0.21, True)], 0.21),
+        ([(0.21, True), (0.4, True)], 0.21),
+        ([(0.21, True), (0.4, False)], 0.4),
+    ],
+)
+def test_usage_are_noted_where_nothing_waits_for_it_and_now_and_then(status_page, steps, usage_s):
+    status_page.clear(0)
+    assert noted(status_page, *steps) == (usage_s, None, False)
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("has_task", [True, False])
+@pytest.mark.parametrize(
+    ("seconds", "memory_s", "is_due"),
+    [
+        ([0.9], None, False),
+        ([1.1], 1.1, False),
+        ([1.1, 2.0], 1.1, False),
+        ([1.1, 9.0], 1.1, True),
+        ([1.1, 11.2], 11.2, False),
+    ],
+)
+def test_memory_is_measured_once_soon_and_then_rarely_unless_there_is_time(
+    status_page, seconds, memory_s, is_due, has_task
+):
+    status_page.clear(0)
+    steps = [(second, has_task) for second in seconds]
+    assert noted(status_page, *steps)[1:] == (memory_s, is_due)

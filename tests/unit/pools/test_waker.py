@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import resource
+import select
+
+import psutil
+import pytest
+
+from shmloader.pools import waker
+from shmloader.pools.waker import Waker
+
+
+def polled() -> tuple[Waker, select.poll]:
+    one, poll = Waker(), select.poll()
+    one.register(poll)
+    return one, poll
+
+
+def ready(poll, timeout_ms: int) -> list[int]:
+    return [fd for fd, _ in poll.poll(timeout_ms)]
+
+
+def test_it_is_silent_until_it_is_to_wake_and_after_that_was_taken() -> None:
+    one, poll = polled()
+    assert ready(poll, 0) == []
+    one.now()
+    one.now()
+    (fd,) = ready(poll, 0)
+    assert one.take(fd)
+    assert ready(poll, 0) == []
+
+
+def test_in_a_moment_it_wakes_by_itself() -> None:
+    one, poll = polled()
+    one.soon()
+    assert one.is_due
+    (fd,) = ready(poll, 10_000)
+    assert one.take(fd)
+    one.begin()
+    assert not one.is_due
+    assert ready(poll, 0) == []
+
+
+def test_asked_again_meanwhile_it_wakes_no_later() -> None:
+    one, poll = polled()
+    one.soon()
+    ready(poll, 10_000)
+    one.soon()  # nobody has looked about since
+    assert len(ready(poll, 0)) == 1
+
+
+def test_a_ring_that_was_taken_is_due_no_more() -> None:
+    """Who asked after `begin` would else be taken for one whose wake is still to come."""
+    one, poll = polled()
+    one.begin()
+    one.soon()
+    (fd,) = ready(poll, 10_000)
+    one.take(fd)
+    one.soon()
+    assert len(ready(poll, 10_000)) == 1
+
+
+def test_at_once_comes_before_what_is_to_come_in_a_moment(monkeypatch) -> None:
+    monkeypatch.setattr(waker, "_SOON_NS", 10**15)
+    one, poll = polled()
+    one.soon()
+    assert ready(poll, 0) == []
+    one.now()
+    assert len(ready(poll, 0)) == 1
+
+
+def test_a_descriptor_of_somebody_else_is_left_alone() -> None:
+    one, _ = polled()
+    theirs, other = os.pipe()
+    os.write(other, b"x")
+    assert not one.take(theirs)
+    assert os.read(theirs, 1) == b"x"
+    os.close(theirs)
+    os.close(other)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_without_descriptors_it_says_so_and_keeps_none(left) -> None:
+    process = psutil.Process()
+    before = process.num_fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)  # the lowest number that is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + left, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            Waker()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.num_fds() == before

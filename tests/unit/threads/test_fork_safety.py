@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from shmloader.process_state import PROCESS
+from shmloader.threads import fork_safety
+from shmloader.threads.fork_safety import Parkable, all_parked, may_wait_here
+
+
+class Counter(Parkable):
+    """A thread that counts, and pauses between two counts."""
+
+    def __init__(self, *, pauses: bool = True) -> None:
+        super().__init__()
+        self.pauses = pauses
+        self.count = 0
+        self.is_over = False
+        self.is_woken = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        self.enter()
+        try:
+            while not self.is_over:
+                self.count += 1
+                if self.pauses:
+                    self.pause()
+                time.sleep(0)
+        finally:
+            self.leave()
+
+    def wake(self) -> None:
+        self.is_woken.set()
+
+    def end(self) -> None:
+        self.is_over = True
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def counters():
+    made = [Counter() for _ in range(3)]
+    while not all(counter.count for counter in made):
+        time.sleep(0)
+    yield made
+    for counter in made:
+        counter.end()
+    assert PROCESS.threads.live == set()
+    assert PROCESS.threads.unwilling == set()
+
+
+def test_nobody_moves_while_all_are_parked(counters) -> None:
+    for _ in range(20):
+        with all_parked():
+            before = [counter.count for counter in counters]
+            time.sleep(0.002)
+            assert [counter.count for counter in counters] == before
+            assert all(counter.is_woken.is_set() for counter in counters)
+        deadline = time.monotonic() + 10
+        while any(one.count == then for one, then in zip(counters, before, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0)
+
+
+def test_who_begins_meanwhile_waits(counters) -> None:
+    with all_parked():
+        late = Counter()
+        time.sleep(0.02)
+        assert late.count == 0
+    deadline = time.monotonic() + 10
+    while not late.count:
+        assert time.monotonic() < deadline
+        time.sleep(0)
+    late.end()
+
+
+def test_who_ends_meanwhile_is_waited_for_by_nobody(counters) -> None:
+    counters[0].is_over = True
+    began = time.monotonic()
+    with all_parked():
+        pass
+    assert time.monotonic() - began < 2
+
+
+def test_one_that_only_waits_need_not_be_waited_for() -> None:
+    go = threading.Event()
+    came = threading.Event()
+
+    class Waiter(Parkable):
+        def run(self):
+            self.enter()
+            with self.resting():
+                came.set()
+                go.wait(10)
+            over.append(1)
+            self.leave()
+
+    over: list[int] = []
+    thread = threading.Thread(target=Waiter().run)
+    thread.start()
+    assert came.wait(10)
+    began = time.monotonic()
+    with all_parked():
+        assert time.monotonic() - began < 2
+        go.set()
+        time.sleep(0.02)
+        assert over == []  # it got what it waited for, and stands still all the same
+    thread.join(10)
+    assert over == [1]
+
+
+def test_one_that_does_not_come_to_a_pause_is_waited_for_for_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(fork_safety, "_PARK_S", 0.1)
+    stubborn = Counter(pauses=False)
+    while not stubborn.count:
+        time.sleep(0)
+    began = time.monotonic()
+    with all_parked():
+        assert 0.1 <= time.monotonic() - began < 2
+    stubborn.end()
+
+
+def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypatch) -> None:
+    class Loader(Counter):
+        parks_for_forks = False
+
+    loader = Loader()
+    while not loader.count:
+        time.sleep(0)
+    with all_parked():
+        before = loader.count
+        deadline = time.monotonic() + 10
+        while loader.count == before:
+            assert time.monotonic() < deadline
+            time.sleep(0)
+    monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
+    assert not fork_safety.is_exiting()
+    fork_safety._stand_still_for_good()
+    assert fork_safety.is_exiting()
+    assert loader.stands_for_good
+    loader.release()
+    loader.end()
+
+
+def test_one_of_ours_that_forks_does_not_wait_for_itself() -> None:
+    took = []
+
+    class Forker(Parkable):
+        def run(self):
+            self.enter()
+            began = time.monotonic()
+            with all_parked():
+                pass
+            assert not may_wait_here()
+            took.append(time.monotonic() - began)
+            self.leave()
+            assert may_wait_here()
+
+    thread = threading.Thread(target=Forker().run)
+    thread.start()
+    thread.join(10)
+    assert took[0] < 2
+
+
+def test_several_may_fork_at_once_while_threads_come_and_go() -> None:
+    errors = []
+
+    def fork_often():
+        try:
+            for _ in range(150):
+                with all_parked():
+                    assert not may_wait_here()
+                assert may_wait_here()
+        except BaseException as error:
+            errors.append(error)
+
+    def come_and_go():
+        try:
+            for _ in range(60):
+                Counter().end()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=target) for target in (fork_often, fork_often, come_and_go)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert errors == []
+    assert PROCESS.threads.live == set()
+
+
+def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
+    with all_parked():
+        pid = os.fork()
+        if pid == 0:
+            # The lock was held, and a request is out: neither is the child's.
+            with all_parked():
+                is_right = PROCESS.threads.live == set() and len(PROCESS.threads.unwilling)
+            os._exit(0 if is_right == 1 else 1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_at_the_interpreter_s_exit_they_stand_still_for_good(monkeypatch) -> None:
+    counter = Counter()
+    while not counter.count:
+        time.sleep(0)
+    monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
+    fork_safety._stand_still_for_good()
+    before = counter.count
+    time.sleep(0.01)
+    assert counter.count == before
+    assert counter.stands_for_good
+    counter.release()
+    counter.end()
