@@ -58,7 +58,7 @@ class EngineBase(abc.ABC):
             be in ``next_batch`` all the time, or workers have nothing to do.
 
     Args:
-        window: Most tickets in flight.
+        window: Most tickets in flight; 0 draws nothing ahead.
         timeout_s: Longest wait for a batch; 0 for ever.
         watch: Notes bad samples; None if they are raised.
     """
@@ -263,15 +263,19 @@ class EngineBase(abc.ABC):
             self.in_transit = was_in_transit
             return
         except BaseException as error:
-            if is_interruption(error):
-                self.give_up(error, in_sampler=True)
-            else:
-                # The sampler's own: it may go on.
-                self.told = id(error)
-                self.delivery = None  # it comes in place of a batch that is lost
+            self._note_sampler_error(error)
             raise
         self._offer_indices(indices)
         self.in_transit = was_in_transit
+
+    def _note_sampler_error(self, error: BaseException) -> None:
+        """Note what drawing an index batch raised; close if it came from outside."""
+        if is_interruption(error):
+            self.give_up(error, in_sampler=True)
+        else:
+            # The sampler's own: it may go on.
+            self.told = id(error)
+            self.delivery = None  # it comes in place of a batch that is lost
 
     @abc.abstractmethod
     def _offer_indices(self, indices: object) -> None:

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from shmloader.batch.iterable_state import Beginning
 from shmloader.engine.base import Delivery, EngineBase
@@ -40,8 +40,8 @@ from shmloader.faults import FAULTS
 from shmloader.insight.times import BatchTimes
 from shmloader.interruptions import is_interruption
 from shmloader.memory.debug import is_debugging
-from shmloader.pools import Pool
-from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
+from shmloader.pools import Pool, SlotPool
+from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure, StreamEnd
 from shmloader.pools.status_page import AtWork, Phase
 
 _log = logging.getLogger("shmloader")
@@ -68,7 +68,8 @@ class Engine(EngineBase):
     Args:
         pool: Its workers, and their memory; the engine owns it from now on.
         worker_count: How many they are.
-        window: Most tickets in flight.
+        window: Most tickets in flight. 0 draws nothing ahead: there is one ticket, which is drawn
+            when its batch is asked for.
         lend_limit: Most batches lent at once.
         in_order: Whether batches come in the sampler's order.
         timeout_s: Longest wait for a batch; 0 for ever.
@@ -102,6 +103,9 @@ class Engine(EngineBase):
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
+        self._has_queue = pool.has_queue
+        # The same, where it has slots: a pool with a queue has none.
+        self._slot_pool = cast("SlotPool", pool)
         self.counts = pool.counts
         # How many workers another thread wants; None once the scheduler knows.
         self._wanted_workers: int | None = None
@@ -122,11 +126,11 @@ class Engine(EngineBase):
             if streams is None
             else [checkpoint.has_ended for checkpoint in streams.checkpoints],
             is_dynamic=is_dynamic,
-            has_queue=pool.has_queue,
+            has_queue=self._has_queue,
             present=present,
         )
-        if is_debugging():
-            self._scheduler.slots.on_free = pool.poison
+        if is_debugging() and not self._has_queue:
+            self._scheduler.slots.on_free = self._slot_pool.poison
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -231,6 +235,10 @@ class Engine(EngineBase):
         return self._pool.is_waiting
 
     def _next_batch(self) -> object:
+        return self._next_awaited() if self._window else self._next_inline()
+
+    def _next_awaited(self) -> object:
+        """Wait for the next batch of the workers."""
         self._pool.is_waiting = False
         scheduler = self._scheduler
         self._tidy()
@@ -240,7 +248,6 @@ class Engine(EngineBase):
                 self.take_tickets()
             has_place = self._may_deliver is None or self._may_deliver()
             if has_place:
-                # With dynamic dispatch all workers are to be looked after.
                 has_taken = not self.is_dynamic and self._take_awaited()
                 self.in_transit = True
                 ticket = scheduler.take_next()
@@ -268,11 +275,33 @@ class Engine(EngineBase):
             self._pause()
             self.check_open()
 
+    def _next_inline(self) -> object:
+        """Draw a ticket and have this thread make its batch: there is nothing to wait for."""
+        scheduler = self._scheduler
+        while True:
+            self.in_transit = True
+            try:
+                indices = self._draw()
+            except StopIteration:
+                self.in_transit = False
+                self._raise_end()
+            except BaseException as error:
+                self._note_sampler_error(error)
+                raise
+            ticket = scheduler.offer_inline(indices)
+            answer = self._pool.send(ticket, scheduler.epoch)
+            if type(answer) is StreamEnd:
+                self.in_transit = False
+                self._raise_end()
+            ticket.answer = answer
+            if self._watch is None or not self._note_samples(self._watch, ticket):
+                return self._hand_over(ticket)
+
     def _tidy(self) -> None:
         """Give back memory that slots do not need, before anything else is done."""
-        if self._pool.wants_tidying:
+        if not self._has_queue and self._slot_pool.wants_tidying:
             self._collect_returns()
-            self._pool.tidy(self._scheduler.slots.free_ids)
+            self._slot_pool.tidy(self._scheduler.slots.free_ids)
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
         """Have the user's thread wake us if we have use for what it brings; whether to wait for it.
@@ -299,7 +328,7 @@ class Engine(EngineBase):
         if awaited is None or awaited.answer is not None:
             return False
         self.in_transit = True
-        has_taken = self._pool.poll(awaited.worker_id, self)
+        has_taken = self._pool.poll(None if self._has_queue else awaited.worker_id, self)
         self.in_transit = False
         return has_taken
 
@@ -314,8 +343,9 @@ class Engine(EngineBase):
             return False
         worker_id, error = ticket.worker_id, None
         if answer.report is not None:
-            batch = f"batch {ticket.seq}"
-            error = watch.note(answer.report, batch, worker_id, self._pool.pid(worker_id))
+            batch, pool = f"batch {ticket.seq}", self._pool
+            worker, pid = (None, None) if pool.is_inline else (worker_id, pool.pid(worker_id))
+            error = watch.note(answer.report, batch, worker, pid)
         if error is None and type(answer) is Empty:
             error = watch.left_out(describe_ticket(ticket))
         if error is not None:
@@ -324,19 +354,25 @@ class Engine(EngineBase):
             return False
         self._settle(ticket, is_kept=answer.is_kept)
         self._left_out.append(ticket.seq)
-        self._replace_ticket()
+        if self._window:
+            self._replace_ticket()
         return True
 
     def _hand_over(self, ticket: Ticket) -> object:
         """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
-        if self._pool.ended_leases:
-            self._collect_returns()
         answer = ticket.answer
         if not isinstance(answer, Batch):
             self._raise_instead(ticket, answer)
-        self._note_delivery(ticket, answer, self._times(ticket, answer))
+        times = None if answer.times is None else self._times(ticket, answer)
+        self._note_delivery(ticket, answer, times)
+        if self._has_queue:
+            if self._window:
+                self._offer()
+            return answer.content
+        if self._slot_pool.ended_leases:
+            self._collect_returns()
         try:
             batch = self._build(ticket, answer)
         except Exception as error:
@@ -358,7 +394,8 @@ class Engine(EngineBase):
             if answer.is_final:
                 self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
             self._note_delivery(ticket, answer, None)
-            self._offer()
+            if self._window:
+                self._offer()
             self._raise_told(answer.error.rebuilt(note))
         if isinstance(answer, Death):
             self._settle(ticket, is_kept=False)
@@ -372,12 +409,13 @@ class Engine(EngineBase):
         notes: Sequence[StreamNote] = ()
         if self._streams is not None:
             notes = self._streams.handed_over(ticket.seq, _note_of(ticket.worker_id, answer))
-        self.delivery = Delivery(ticket.seq, tuple(self._left_out), notes, times)
-        self._left_out.clear()
+        left_out: tuple[int, ...] = ()
+        if self._left_out:
+            left_out = tuple(self._left_out)
+            self._left_out.clear()
+        self.delivery = Delivery(ticket.seq, left_out, notes, times)
 
-    def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes | None:
-        if answer.times is None:
-            return None
+    def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes:
         return BatchTimes(
             ticket.worker_id,
             ticket.offered_ns,
@@ -396,23 +434,23 @@ class Engine(EngineBase):
             self._check(ticket, answer)
         if answer.lends and self._scheduler.may_lend:
             try:
-                self._pool.lock(slot_id)
+                self._slot_pool.lock(slot_id)
             except BaseException:
                 self._settle(ticket, is_kept=answer.is_kept)
                 raise
             self._scheduler.delivered(ticket, LENT)
             self.counts.lent += 1
-            return self._pool.lend(slot_id, answer)
+            return self._slot_pool.lend(slot_id, answer)
         self.counts.copied += answer.lends
         try:
-            return self._pool.copy_out(slot_id, answer)
+            return self._slot_pool.copy_out(slot_id, answer)
         finally:
             self._settle(ticket, is_kept=answer.is_kept)
 
     def _check(self, ticket: Ticket, answer: Batch) -> None:
         """Whether a batch lies in its slot as its worker left it (``SHMLOADER_DEBUG=1``)."""
         try:
-            change = self._pool.find_change(ticket.slot_id, answer)
+            change = self._slot_pool.find_change(ticket.slot_id, answer)
         except SharedMemoryError:
             self._settle(ticket, is_kept=answer.is_kept)
             raise
@@ -430,7 +468,7 @@ class Engine(EngineBase):
             self._drop_slots()
 
     def _collect_returns(self) -> None:
-        for slot_id, is_clean in self._pool.take_returns():
+        for slot_id, is_clean in self._slot_pool.take_returns():
             self._scheduler.slot_returned(slot_id, clean=is_clean)
         self._drop_slots()
 
@@ -438,14 +476,18 @@ class Engine(EngineBase):
         """Let go of the slots that were retired."""
         if self._scheduler.slots.retired:
             for dropped in self._scheduler.take_dropped_slots():
-                self._pool.drop_slot(dropped.slot_id, dropped.worker_ids)
+                self._slot_pool.drop_slot(dropped.slot_id, dropped.worker_ids)
 
     # Tickets out -------------------------------------------------------------------------
 
     def _offer_indices(self, indices: object) -> None:
         now_ns = time.monotonic_ns()
-        self._scheduler.offer(indices, now_ns)
-        self._send_tasks(now_ns)
+        ticket = self._scheduler.offer(indices, now_ns)
+        if self._has_queue:
+            assert ticket is not None
+            self._pool.send(ticket, self._scheduler.epoch)
+        else:
+            self._send_tasks(now_ns)
 
     def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that have a worker, or that a worker has room for."""
@@ -465,6 +507,7 @@ class Engine(EngineBase):
                 raise
             self._fail(error)
         if refused is not None:
+            assert not isinstance(refused, StreamEnd)
             # Told at its place in the order, as a failure of the dataset is.
             self.answered(ticket.seq, self._scheduler.epoch, ticket.worker_id, refused)
 
@@ -512,7 +555,7 @@ class Engine(EngineBase):
         # An interrupt here leaves the engine unusable.
         self.in_transit = True
         try:
-            self._pool.replace(worker_id)
+            self._slot_pool.replace(worker_id)
         except OSError as error:
             self._fail(error)
         except ClosedLoaderError:
@@ -553,7 +596,7 @@ class Engine(EngineBase):
             pass
         self._ask_for_tickets()
         while (worker := scheduler.workers.next_stop()) is not None:
-            self._pool.retire(worker.worker_id)
+            self._slot_pool.retire(worker.worker_id)
             scheduler.worker_stopped(worker.worker_id)
 
     def _add_worker(self, worker_id: int) -> bool:
@@ -572,7 +615,7 @@ class Engine(EngineBase):
         """Start a worker, on the user's thread."""
         self.in_transit = True
         try:
-            self._pool.start(worker_id)
+            self._slot_pool.start(worker_id)
         except ClosedLoaderError:
             self.check_open()
             raise
@@ -603,7 +646,7 @@ class Engine(EngineBase):
             seq,
             epoch,
             answer,
-            taker=worker_id if self._pool.has_queue else None,
+            taker=worker_id if self._has_queue else None,
             is_kept=answer.is_kept,
             now_ns=now_ns,
         )

@@ -124,7 +124,7 @@ class Scheduler:
             ended: Workers whose streams have ended in it before.
             is_dynamic: See the attribute; not for workers with streams that end.
             has_queue: Whether the pool says who takes a ticket, and drops what is in flight when
-                an epoch is given up; its workers do not die.
+                an epoch is given up; its workers do not die, and its batches have no slots.
             present: Workers that there are at first, with dynamic dispatch; None: all.
         """
         self.epoch = 0
@@ -135,7 +135,7 @@ class Scheduler:
         self.workers = WorkerTable(
             worker_count, worker_count if present is None else present, ended
         )
-        self._window = window
+        self._window = max(1, window)
         self._lend_limit = lend_limit
         self._in_order = in_order
         self._router = Router(window, in_order=in_order, first=first_worker)
@@ -160,18 +160,17 @@ class Scheduler:
         """A ticket is offered.
 
         Returns:
-            The ticket; answered already if its worker is dead. None if no worker takes any more.
+            The ticket; answered already if its worker is dead. None if no worker takes any more. A
+            pool with a queue is to be sent it at once.
         """
-        if self.is_dynamic:
+        if self.is_dynamic or self._has_queue:
             if len(self._tickets) >= self._window:
                 raise InternalError("there are more tickets than the window has (I4)")
             ticket = self._add(indices, now_ns)
-            self._waiting.append(ticket)
-            return ticket
-        if self._has_queue:
-            ticket = self._add(indices, now_ns)
-            ticket.slot_id = self._take_slot(UNASSIGNED)
-            self._unsent.append(ticket)
+            if self.is_dynamic:
+                self._waiting.append(ticket)
+            else:
+                ticket.sent_ns = now_ns
             return ticket
         worker = self._router.pick(self.workers)
         if worker is None:
@@ -179,6 +178,15 @@ class Scheduler:
         ticket = self._add(indices, now_ns)
         self._assign(ticket, worker)
         return ticket
+
+    def offer_inline(self, indices: object) -> Ticket:
+        """A ticket is offered whose batch is made at once, by the thread that asks for it.
+
+        It is never in flight: its answer is there before anything else can happen.
+        """
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        return Ticket(seq, 0, UNASSIGNED, indices)
 
     def _add(self, indices: object, now_ns: int) -> Ticket:
         seq = self._next_seq
@@ -205,7 +213,7 @@ class Scheduler:
     def next_task(self, now_ns: int = 0) -> Ticket | None:
         """The next ticket to be sent to its worker; None if there is none, or no room.
 
-        To be asked after each event, until it returns None.
+        Not for a pool with a queue. To be asked after each event, until it returns None.
         """
         if self._waiting:
             self._assign_waiting()
@@ -213,8 +221,6 @@ class Scheduler:
             return None
         ticket = self._unsent.popleft()
         ticket.sent_ns = now_ns
-        if self._has_queue:
-            return ticket
         slot_id, mapped_slots = ticket.slot_id, self.workers[ticket.worker_id].mapped_slots
         ticket.is_slot_new = slot_id not in mapped_slots
         mapped_slots.add(slot_id)
@@ -266,41 +272,40 @@ class Scheduler:
         Returns:
             The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
         """
-        ticket = self._in_work(seq, epoch)
-        if taker is not None:
-            ticket.worker_id = taker
-            self.workers[taker].in_flight += 1
+        ticket = self._in_work(seq, epoch, taker)
         worker = self.workers[ticket.worker_id]
         if self.is_dynamic and worker.last_answer_ns:  # to its first answer a worker gets ready
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
-        self._note_alive(worker, now_ns)
-        self._answer(ticket, worker, answer, is_kept=is_kept)
-        return ticket
-
-    def _note_alive(self, worker: Worker, now_ns: int) -> None:
-        """A worker has answered something."""
         worker.last_answer_ns = now_ns
         if worker.state is STARTING:
             self.workers.move(worker.worker_id, READY)
+        self._answer(ticket, worker, answer, is_kept)
+        return ticket
 
     def layout_sent(self, worker_id: int, layout: object) -> None:
         """A worker has sent the layout of its batches from now on."""
         self.workers[worker_id].last_layout = layout
 
     def _answer(
-        self, ticket: Ticket, worker: Worker, answer: object, *, is_kept: bool = False
+        self, ticket: Ticket, worker: Worker, answer: object, is_kept: bool = False
     ) -> None:
         worker.in_flight -= 1
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
-            self.slots.move(ticket.slot_id, _after_use(is_kept))
+            self._move_slot(ticket, _after_use(is_kept))
             return
         ticket.is_kept = is_kept
         ticket.answer = answer
-        self.slots.move(ticket.slot_id, FULL)
+        if not self._has_queue:
+            self.slots.move(ticket.slot_id, FULL)
         if not self._in_order:
             self._arrived.append(ticket)
+
+    def _move_slot(self, ticket: Ticket, state: SlotState) -> None:
+        """Change the state of a ticket's slot. Batches of a pool with a queue have none."""
+        if not self._has_queue:
+            self.slots.move(ticket.slot_id, state)
 
     def stream_ended(self, seq: int, epoch: int, *, is_kept: bool = False, now_ns: int = 0) -> bool:
         """A worker's iterable dataset has nothing for this ticket, nor for any later one.
@@ -311,8 +316,10 @@ class Scheduler:
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
         worker = self.workers[ticket.worker_id]
-        self._note_alive(worker, now_ns)
-        self._answer(ticket, worker, None, is_kept=is_kept)
+        worker.last_answer_ns = now_ns
+        if worker.state is STARTING:
+            self.workers.move(worker.worker_id, READY)
+        self._answer(ticket, worker, None, is_kept)
         if not worker.has_stream:
             return False
         worker.has_stream = False
@@ -500,7 +507,7 @@ class Scheduler:
 
     def delivered(self, ticket: Ticket, state: SlotState) -> None:
         """A ticket's batch has been built: its slot is LENT, FREE or RETIRED now."""
-        self.slots.move(ticket.slot_id, state)
+        self._move_slot(ticket, state)
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -520,7 +527,7 @@ class Scheduler:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self.slots.move(ticket.slot_id, _after_use(ticket.is_kept))
+                self._move_slot(ticket, _after_use(ticket.is_kept))
         self._arrived.clear()
         self.workers.let_all_stay()
         self._wanted_tickets = 0
@@ -572,9 +579,12 @@ class Scheduler:
         for worker in self.workers:
             worker.last_layout = None
 
-    def _in_work(self, seq: int, epoch: int) -> Ticket:
-        """The ticket of an answer."""
+    def _in_work(self, seq: int, epoch: int, taker: int | None = None) -> Ticket:
+        """The ticket of an answer, whose worker is known now."""
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is None or ticket.answer is not None or ticket.slot_id == UNASSIGNED:
+        if taker is not None and ticket is not None:
+            ticket.worker_id = taker
+            self.workers[taker].in_flight += 1
+        if ticket is None or ticket.answer is not None or ticket.worker_id == UNASSIGNED:
             raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
         return ticket

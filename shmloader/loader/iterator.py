@@ -82,25 +82,9 @@ class EngineIterator(CountingIterator):
         self._config, self._plan, self._parts = config, plan, parts
         self._base_seed = seed_of_workers(config, plan, self._base_seed)
         self._progress = plan.progress
-        self._streams: IterableCheckpoints | None = None
-        if config.saves_dataset:
-            begun = resumed or IterableCheckpoints.at_beginning(
-                config.num_workers, int(self._base_seed)
-            )
-            if begun.base_seed is not None:
-                self._base_seed = begun.base_seed
-            self._streams = parts.streams = begun.copy()
+        self._begin_streams(resumed)
         self._in_order = config.in_order
-        if config.prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
-            )
-        stage, locker = _device_stage(config, parts.open_destination(config))
-        # Without a device (or "cpu") it runs here.
-        self._transform = transform_here(config) if stage is None else no_transform
-        if stage is None and self._pin_memory:
-            kind = self._pin_memory_device
-            stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
+        stage, locker = self._make_stage()
         self._adapter = parts.adapter
         self._loader = weakref.ref(loader)
         window = config.window
@@ -114,7 +98,7 @@ class EngineIterator(CountingIterator):
             if stage is None and self._engine.is_dynamic:
                 stage = PlainStage()
             if stage is None:
-                end = self._pool.close
+                end = self._ender()
             else:
                 self._pool.enable_wake()
                 self._source = StageThread(self._engine, stage, window, config.timeout_s)
@@ -123,8 +107,7 @@ class EngineIterator(CountingIterator):
             self._finalizer.atexit = False
             self._next_batch: Callable[[], Any] = self._source.next_batch
             self._is_exhausted = False
-            # As torch does: the sampler is iterated a second time.
-            super()._reset(loader)
+            self._iterate_again(loader)
             self._begin_draws()
             self._source.start(self._sampler_iter)
             self._record.begun()
@@ -135,9 +118,51 @@ class EngineIterator(CountingIterator):
                 self._pool.close()  # a Ctrl-C may come before anybody else knows of the workers
             raise
 
+    def _begin_streams(self, resumed: IterableCheckpoints | None) -> None:
+        """Note where the workers' datasets are, if states of the loader contain that.
+
+        Args:
+            resumed: Where they are resumed; None for their beginnings.
+        """
+        self._streams: IterableCheckpoints | None = None
+        config = self._config
+        if config.saves_dataset:
+            begun = resumed or IterableCheckpoints.at_beginning(
+                config.num_workers, int(self._base_seed)
+            )
+            if begun.base_seed is not None:
+                self._base_seed = begun.base_seed
+            self._streams = self._parts.streams = begun.copy()
+
+    def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
+        """Return what pins batches or copies them to a device, on a thread of its own.
+
+        Also decides what :meth:`_next_data` does to each batch on the consumer's thread.
+        """
+        config = self._config
+        if config.prefetch_factor <= 0:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        stage, locker = _device_stage(config, self._parts.open_destination(config))
+        # Without a device (or "cpu") it runs here.
+        self._transform = transform_here(config) if stage is None else no_transform
+        if stage is None and self._pin_memory:
+            kind = self._pin_memory_device
+            stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
+        return stage, locker
+
     @abc.abstractmethod
     def _open(self, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
+
+    def _ender(self) -> Callable[[], object]:
+        """Return what ends the workers when the iterator is garbage; must not hold the sampler."""
+        return self._pool.close
+
+    def _iterate_again(self, loader: Any) -> None:
+        """Iterate the sampler a second time, as torch does."""
+        super()._reset(loader)
 
     def _begin_draws(self) -> None:
         """Begin to draw the epoch's index batches."""
@@ -162,8 +187,13 @@ class EngineIterator(CountingIterator):
         self._record.begun()
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
-        parts = self._parts
-        self._record = Record(
+        self._record = self._make_record(worker_count, begin_ns)
+        self._parts.statistics.begin(self._record, self)
+        if self._adapter is not None:
+            self._adapter.begin()
+
+    def _make_record(self, worker_count: int, begin_ns: int) -> Record:
+        return Record(
             self._plan.epoch,
             "threads" if self._config.is_threaded else "processes",
             worker_count,
@@ -171,12 +201,9 @@ class EngineIterator(CountingIterator):
             in_order=self._in_order,
             counts=self._engine.counts,
             readings=self._pool.readings,
-            failed=parts.failures,
+            failed=self._parts.failures,
             begin_ns=begin_ns,
         )
-        parts.statistics.begin(self._record, self)
-        if self._adapter is not None:
-            self._adapter.begin()
 
     def _next_data(self) -> Any:
         if not self._is_exhausted:
@@ -201,12 +228,15 @@ class EngineIterator(CountingIterator):
     def _note_end(self) -> None:
         source = self._source
         source.in_transit = True  # else an interruption would leave out ends of streams
-        if self._streams is not None:
-            self._streams.note(self._engine.take_stream_ends())
+        self._note_streams_ended()
         self._is_exhausted = self._progress.is_ended = True
         source.in_transit = False
 
-    def _note_done(self) -> None:
+    def _note_streams_ended(self) -> None:
+        if self._streams is not None:
+            self._streams.note(self._engine.take_stream_ends())
+
+    def _note_done(self, *, has_failed: bool = False) -> None:  # noqa: ARG002 - its note tells
         delivery = self._source.delivery
         if delivery is not None:
             seq, left_out, streams, _ = delivery
@@ -247,7 +277,7 @@ class EngineIterator(CountingIterator):
             record.end()
         elif source.told == id(error) and source.delivery is not None:
             record.failures += 1
-            self._note_done()
+            self._note_done(has_failed=True)
 
     def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
         self._progress.go_back(mark[0])

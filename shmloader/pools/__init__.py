@@ -8,20 +8,25 @@ pool                workers                                     batches arrive
 ==================  ==========================================  ===================================
 ``ProcessPool``     processes that this process started         in slots of shared memory
 ``ThreadPool``      threads of this process                     as they are
+``InlinePool``      the thread that asks for a batch            as they are
 ==================  ==========================================  ===================================
 
 Every pool keeps these rules:
 
-* A task that was sent is answered exactly once, by :meth:`Events.answered` or
-  :meth:`Events.stream_ended`. There are two exceptions: the worker is lost, which is reported once
-  and after everything that it had answered; or the epoch is given up, as described below.
+* A task that was sent is answered exactly once, by what :meth:`Pool.send` returns, by
+  :meth:`Events.answered` or by :meth:`Events.stream_ended`. There are two exceptions: the worker is
+  lost, which is reported once and after everything that it had answered; or the epoch is given up,
+  as described below.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
   thread. Between two calls, what happens waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
-  ``Failure``. A KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses
-  nothing.
-* Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`, :meth:`Pool.retire`
-  and :meth:`Pool.ask` take a bounded time. No other call waits for a worker.
+  ``Failure``. What a signal handler raises is no answer, and leaves the call. A KeyboardInterrupt
+  that arrives while the pool only waits (``is_waiting``) loses nothing.
+* Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
+  :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
+  worker.
+* A pool that is inline has one worker, the thread that calls :meth:`Pool.send`, which makes the
+  batch and returns the answer. Nothing is drawn ahead for it, and it reports no events.
 * The engine calls :meth:`Pool.start_epoch` for each worker. A pool of processes answers with
   :meth:`Events.epoch_entered`, after all tasks of the epoch before. A pool with a queue drops those
   tasks and reports none of them.
@@ -39,7 +44,7 @@ from typing import Any, Protocol
 from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
 from shmloader.insight.readings import Readings
 from shmloader.insight.record import Counts
-from shmloader.pools.answers import Answer, Batch, Death
+from shmloader.pools.answers import Answer, Batch, Death, StreamEnd
 from shmloader.pools.status_page import AtWork
 
 
@@ -109,20 +114,20 @@ class Events(Protocol):
 
 
 class Pool(Protocol):
-    """Workers, numbered from 0, and the memory that their batches lie in.
+    """Workers, numbered from 0. Their batches come as they are, unless it is a :class:`SlotPool`.
 
     Attributes:
         counts: Counters of slots and workers. Any thread may read them.
         readings: Memory and CPU time of the workers. Any thread may read them.
         has_queue: Whether the pool has one queue, from which an idle worker takes the oldest task.
             Otherwise the scheduler assigns each task to a worker.
-        ended_leases: Not empty when :meth:`take_returns` would return something.
+        is_inline: Whether the thread that sends a task makes the batch, and is the only worker.
     """
 
     counts: Counts
     readings: Readings
     has_queue: bool
-    ended_leases: Sized
+    is_inline: bool
 
     @property
     def is_waiting(self) -> bool:
@@ -138,17 +143,14 @@ class Pool(Protocol):
     def is_inherited(self) -> bool:
         """Whether this is a forked child of the process that has the workers."""
 
-    @property
-    def wants_tidying(self) -> bool:
-        """Whether it is time for :meth:`tidy`."""
-
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: SentTicket, epoch: int) -> Answer | None:
+    def send(self, ticket: SentTicket, epoch: int) -> Answer | StreamEnd | None:
         """Send a ticket's task to a worker.
 
         Returns:
-            None, or a failure that answers the task: the user's indices could not be pickled.
+            None; or the answer, if it is known at once: the user's indices could not be pickled,
+            or the pool is inline.
 
         Raises:
             OSError: If no descriptor or address space is left for the slot.
@@ -203,7 +205,42 @@ class Pool(Protocol):
     def hurry(self) -> None:
         """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
 
-    # Batches -----------------------------------------------------------------------------
+    # Workers -----------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes by number; empty where workers are no processes."""
+
+    def pid(self, worker_id: int) -> int | None:
+        """Return the process id of a worker, or None where it is no process."""
+
+    def was_at(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, or was doing when it died, without its stack."""
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, with its Python stack."""
+
+    def end_workers(self) -> None:
+        """End all workers but keep the memory. May be called again."""
+
+    def close(self) -> None:
+        """End all workers and free all memory. May be called again."""
+
+
+class SlotPool(Pool, Protocol):
+    """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired.
+
+    Attributes:
+        ended_leases: Not empty when :meth:`take_returns` would return something.
+    """
+
+    ended_leases: Sized
+
+    @property
+    def wants_tidying(self) -> bool:
+        """Whether it is time for :meth:`tidy`."""
+
+    # Slots -----------------------------------------------------------------------------
 
     def find_change(self, slot_id: int, answer: Batch) -> str:
         """Describe how a batch changed since its worker wrote it, or return an empty string.
@@ -242,19 +279,6 @@ class Pool(Protocol):
 
     # Workers -----------------------------------------------------------------------------
 
-    @property
-    def processes(self) -> list[Any]:
-        """The worker processes by number; empty where workers are no processes."""
-
-    def pid(self, worker_id: int) -> int | None:
-        """Return the process id of a worker, or None where it is no process."""
-
-    def was_at(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, or was doing when it died, without its stack."""
-
-    def ask(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, with its Python stack."""
-
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of one that died.
 
@@ -268,9 +292,3 @@ class Pool(Protocol):
 
     def retire(self, worker_id: int) -> None:
         """End an idle worker."""
-
-    def end_workers(self) -> None:
-        """End all workers but keep the memory. May be called again."""
-
-    def close(self) -> None:
-        """End all workers and free all memory. May be called again."""

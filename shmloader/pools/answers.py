@@ -94,6 +94,23 @@ class Batch:
         self.fingerprint = fingerprint
 
 
+class LocalError:
+    """An exception of this thread, to be raised as it is.
+
+    Has the part of :class:`~shmloader.batch.remote_error.RemoteError` that the engine uses.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def rebuilt(self, note: str) -> Exception:  # noqa: ARG002 - the traceback says where
+        """Return the exception, and let go of it: its traceback holds the frames up to here."""
+        error, self._error = self._error, None
+        if error is None:
+            raise InternalError("an exception is raised once")
+        return error
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An exception of the user's code.
@@ -107,7 +124,7 @@ class Failure:
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
-    error: RemoteError
+    error: "RemoteError | LocalError"
     is_kept: bool = False
     report: SampleReport | None = None
     snapshot: bytes | None = None
@@ -128,6 +145,11 @@ class Empty:
     report: SampleReport | None
     is_kept: bool = False
     snapshot: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """The iterable dataset is exhausted, where the pool answers as soon as a task is sent."""
 
 
 Answer = Batch | Failure | Empty

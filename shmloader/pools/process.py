@@ -57,6 +57,7 @@ class ProcessPool:
     """
 
     has_queue = False
+    is_inline = False
 
     def __init__(
         self,

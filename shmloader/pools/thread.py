@@ -48,7 +48,6 @@ from shmloader.insight.readings import Readings, Usage
 from shmloader.insight.record import Counts
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
-from shmloader.pools.slotless import Slotless
 from shmloader.pools.status_page import AtWork, Phase, stalled_here, stalled_thread
 from shmloader.pools.thread_task import ThreadConfig, ThreadTask, load
 from shmloader.threads.background import BackgroundThread
@@ -194,7 +193,7 @@ class _Worker(BackgroundThread):
                 return self._post.tasks.get()
 
 
-class ThreadPool(Slotless):
+class ThreadPool:
     """A fixed number of threads that load; see :class:`~shmloader.pools.Pool`.
 
     Args:
@@ -205,6 +204,7 @@ class ThreadPool(Slotless):
     """
 
     has_queue = True
+    is_inline = False
 
     def __init__(
         self,
@@ -321,18 +321,6 @@ class ThreadPool(Slotless):
     def processes(self) -> list[Any]:
         """None."""
         return []
-
-    def replace(self, worker_id: int) -> None:
-        """A thread does not die."""
-        raise NotImplementedError
-
-    def start(self, worker_id: int) -> None:
-        """The number of threads does not change."""
-        raise NotImplementedError
-
-    def retire(self, worker_id: int) -> None:
-        """As for :meth:`start`."""
-        raise NotImplementedError
 
     def pid(self, worker_id: int) -> None:
         """No process number."""

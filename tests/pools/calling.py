@@ -10,15 +10,15 @@ from shmloader.insight.readings import Readings
 from shmloader.insight.record import Counts
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Batch, Failure
-from shmloader.pools.slotless import Slotless
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.wakeup import Wakeup
 
 
-class CallingPool(Slotless):
+class CallingPool:
     """Makes a batch when somebody waits for one."""
 
     has_queue = True
+    is_inline = False
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.counts, self.readings = Counts(), Readings()

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
+from shmloader.pools.inline import InlinePool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.status_page import Phase
 from shmloader.pools.thread import ThreadPool
@@ -55,6 +57,10 @@ def threads(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return ThreadPool(worker_count, None, weakref.ref(CONFIGS[0]))
 
 
+def inline(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    return InlinePool(make, Timer(), None, lambda: None, is_iterable=False)
+
+
 def calling(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return CallingPool(make)
 
@@ -67,16 +73,19 @@ class Kind:
         make: Makes one.
         is_apart: Whether its workers work while nobody waits.
         has_slots: Whether its batches come in slots.
+        is_inline: Whether a task is done when it has been sent.
     """
 
     make: Callable[[Callable[[Any], Any], int], Pool]
     is_apart: bool = True
     has_slots: bool = False
+    is_inline: bool = False
 
 
 KINDS = {
     "processes": Kind(processes, has_slots=True),
     "threads": Kind(threads),
+    "inline": Kind(inline, is_apart=False, is_inline=True),
     "calling": Kind(calling, is_apart=False),
 }
 
@@ -90,6 +99,13 @@ def kind(request) -> Kind:
 def apart(kind) -> Kind:
     if not kind.is_apart:
         pytest.skip("its worker is the thread that waits")
+    return kind
+
+
+@pytest.fixture
+def waiting(kind) -> Kind:
+    if kind.is_inline:
+        pytest.skip("it never waits")
     return kind
 
 
@@ -119,13 +135,24 @@ class Told:
 
     def send(self, *tasks: Any) -> None:
         for indices in tasks:
-            self.scheduler.offer(indices)
-            while (ticket := self.scheduler.next_task()) is not None:
+            if self.pool.is_inline:
+                ticket = self.scheduler.offer_inline(indices)
+                self.answers[ticket.seq] = self.pool.send(ticket, self.scheduler.epoch)
+                self.threads.add(threading.get_ident())
+                continue
+            ticket = self.scheduler.offer(indices)
+            tickets = [ticket] if self.pool.has_queue else iter(self.scheduler.next_task, None)
+            for ticket in tickets:
                 self.slot_ids[ticket.seq] = ticket.slot_id
                 assert self.pool.send(ticket, self.scheduler.epoch) is None
 
     def take_all(self, count: int) -> None:
-        wait_until(lambda: self.pool.wait(1, self) and len(self.answers) >= count)
+        wait_until(
+            lambda: (
+                len(self.answers) >= count
+                or (self.pool.wait(1, self) and len(self.answers) >= count)
+            )
+        )
 
     def last_layout(self, worker_id: int) -> object:
         return self.scheduler.workers[worker_id].last_layout
@@ -155,7 +182,10 @@ class Told:
         self.deaths.append((worker_id, death, was_at))
 
     def batch(self, seq: int) -> Any:
-        return self.pool.copy_out(self.slot_ids[seq], self.answers[seq])
+        answer = self.answers[seq]
+        if self.pool.has_queue:
+            return answer.content
+        return self.pool.copy_out(self.slot_ids[seq], answer)
 
 
 def squared(index: int) -> torch.Tensor:
@@ -213,8 +243,8 @@ def test_a_wait_is_over_after_its_time(kind) -> None:
 
 @pytest.mark.parametrize("name", ["wake", "wake_soon"])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_wake_ends_a_wait_now_or_the_next(kind, name, before) -> None:
-    with opened(kind, squared) as pool:
+def test_a_wake_ends_a_wait_now_or_the_next(waiting, name, before) -> None:
+    with opened(waiting, squared) as pool:
         pool.enable_wake()
         wake = threading.Thread(
             target=lambda: (before or wait_until(lambda: pool.is_waiting), getattr(pool, name)())
@@ -228,8 +258,8 @@ def test_a_wake_ends_a_wait_now_or_the_next(kind, name, before) -> None:
         wake.join()
 
 
-def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> None:
-    with opened(kind, squared) as pool:
+def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(waiting) -> None:
+    with opened(waiting, squared) as pool:
         told = Told(pool)
         told.send(*range(4))
         told.scheduler.end_epoch()
@@ -288,9 +318,9 @@ def test_what_a_worker_is_at_may_be_asked(apart) -> None:
     gate.close()
 
 
-def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
+def test_an_interruption_of_a_wait_loses_nothing(waiting) -> None:
     main = threading.main_thread().ident
-    with opened(kind, squared) as pool:
+    with opened(waiting, squared) as pool:
         told = Told(pool)
 
         def press() -> None:
@@ -339,7 +369,8 @@ def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
         assert not pool.is_inherited
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if pool.is_inherited else 1)
+            # A thread that makes batches itself goes on in the child.
+            os._exit(0 if pool.is_inherited != kind.is_inline else 1)
         assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -352,7 +383,8 @@ def engine_of(
 ) -> Iterator[Engine]:
     defaults = {"in_order": True, "timeout_s": 30}
     engine = Engine(
-        kind.make(make, worker_count), worker_count=worker_count, window=WINDOW,
+        kind.make(make, worker_count), worker_count=worker_count,
+        window=0 if kind.is_inline else WINDOW,
         lend_limit=LENT if kind.has_slots else 0, **(defaults | options),
     )  # fmt: skip
     try:
@@ -393,7 +425,8 @@ def test_an_engine_raises_in_a_batch_s_place_and_goes_on(kind) -> None:
         assert int(engine.next_batch()[0]) == 144
         with pytest.raises(Bad) as caught:
             engine.next_batch()
-        assert "was loading batch 1 (index 13)" in "".join(caught.value.__notes__)
+        notes = "".join(getattr(caught.value, "__notes__", ()))
+        assert ("was loading batch 1 (index 13)" in notes) != kind.is_inline, "as torch raises it"
         assert values(engine) == [196]
 
 

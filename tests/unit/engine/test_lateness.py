@@ -32,8 +32,7 @@ def told(pool: Threads, answered: set[int], *, in_order: bool) -> list[str]:
     """What is told of tickets 0 to 3, of which some are answered."""
     scheduler = Scheduler(3, 4, 0, in_order=in_order, has_queue=True)
     for seq in range(4):
-        scheduler.offer([seq])
-        assert scheduler.next_task().seq == seq
+        assert scheduler.offer([seq]).seq == seq
     for seq in answered:
         scheduler.answered(seq, 0, object(), taker=0)
     return str(late_batch(5, pool, scheduler, [0, 1, 2])).splitlines()

@@ -1273,10 +1273,13 @@ def with_queue(window=4, *, in_order=True) -> Scheduler:
 
 def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answer():
     subject = with_queue()
-    offered = [subject.offer([number]) for number in range(4)]
-    assert list(iter(subject.next_task, None)) == offered
+    offered = [subject.offer([number], 7) for number in range(4)]
+    assert [ticket.sent_ns for ticket in offered] == [7] * 4
+    assert subject.next_task() is None, "the caller has sent them"
     assert {ticket.worker_id for ticket in offered} == {UNASSIGNED}
-    assert len({ticket.slot_id for ticket in offered}) == 4
+    assert {ticket.slot_id for ticket in offered} == {UNASSIGNED}, "batches come as they are"
+    with pytest.raises(InternalError, match="I4"):
+        subject.offer([4])
     for seq, taker in ((1, 0), (0, 1)):
         assert subject.answered(seq, 0, f"batch {seq}", taker=taker).worker_id == taker
     assert [subject.take_next().seq for _ in range(2)] == [0, 1]
@@ -1293,18 +1296,28 @@ def test_with_a_queue_a_ticket_is_answered_once_and_only_if_it_was_offered():
             subject.answered(seq, epoch, "batch", taker=1)
 
 
-def test_with_a_queue_a_given_up_epoch_is_left_at_once_and_all_its_slots_are_free():
+def test_with_a_queue_a_given_up_epoch_is_left_at_once():
     subject = with_queue()
-    tickets = [subject.offer([number]) for number in range(4)]
-    assert [subject.next_task() for _ in range(3)] == tickets[:3]  # one is yet to be sent
+    for number in range(4):
+        subject.offer([number])
     subject.answered(1, 0, "batch", taker=0)
     subject.end_epoch()
     assert subject.is_epoch_left
     assert subject.tickets == []
-    assert sorted(subject.slots.free_ids) == [0, 1, 2, 3]
+    assert subject.slots.states == {}
     assert subject.next_task() is None
     subject.start_epoch()
     assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_ticket_whose_batch_is_made_at_once_is_never_in_flight():
+    subject = Scheduler(1, 0, 0, in_order=True, has_queue=True)
+    tickets = [subject.offer_inline([number]) for number in range(3)]
+    assert [(ticket.seq, ticket.worker_id, ticket.indices) for ticket in tickets] == [
+        (0, 0, [0]), (1, 0, [1]), (2, 0, [2]),
+    ]  # fmt: skip
+    assert subject.tickets == []
+    assert subject.is_exhausted
 
 
 def test_with_a_queue_batches_in_any_order_come_as_they_arrive():
