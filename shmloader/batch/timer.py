@@ -77,6 +77,8 @@ def bytes_of(batch: object) -> int:
 
     A container that contains itself is counted once.
     """
+    if type(batch) is torch.Tensor and batch.layout is torch.strided:
+        return batch.nbytes
     total = 0
     parts = collections.deque([batch])
     seen: set[int] = set()
