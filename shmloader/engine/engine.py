@@ -19,10 +19,9 @@ from shmloader.engine.inbox import Inbox
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import Scheduler, Ticket
-from shmloader.engine.slots import FREE, LENT, RETIRED
+from shmloader.engine.slot_batches import SlotBatches
 from shmloader.engine.streams import StreamBook
 from shmloader.engine.wording import (
-    describe_change,
     describe_death,
     describe_loading,
     describe_lost_state,
@@ -39,7 +38,6 @@ from shmloader.errors import (
 from shmloader.faults import FAULTS
 from shmloader.insight.times import BatchTimes
 from shmloader.interruptions import is_interruption
-from shmloader.memory.debug import is_debugging
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure, StreamEnd
 from shmloader.pools.status_page import AtWork, Phase
@@ -104,7 +102,7 @@ class Engine(EngineBase):
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
         self._has_queue = pool.has_queue
-        # The same, where it has slots: a pool with a queue has none.
+        # The same, where its batches come in slots: those of a pool with a queue do not.
         self._slot_pool = cast("SlotPool", pool)
         self.counts = pool.counts
         # How many workers another thread wants; None once the scheduler knows.
@@ -129,8 +127,7 @@ class Engine(EngineBase):
             has_queue=self._has_queue,
             present=present,
         )
-        if is_debugging() and not self._has_queue:
-            self._scheduler.slots.on_free = self._slot_pool.poison
+        self._slots = None if self._has_queue else SlotBatches(self._slot_pool, self._scheduler)
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -235,13 +232,16 @@ class Engine(EngineBase):
         return self._pool.is_waiting
 
     def _next_batch(self) -> object:
-        return self._next_awaited() if self._window else self._next_inline()
+        if not self._window:
+            return self._next_inline()
+        self._pool.is_waiting = False
+        if self._slots is not None:
+            self._slots.tidy()
+        return self._next_awaited()
 
     def _next_awaited(self) -> object:
-        """Wait for the next batch of the workers."""
-        self._pool.is_waiting = False
+        """Wait for the workers' next batch."""
         scheduler = self._scheduler
-        self._tidy()
         deadline: float | None = None
         while True:
             if self._inbox:
@@ -296,12 +296,6 @@ class Engine(EngineBase):
             ticket.answer = answer
             if self._watch is None or not self._note_samples(self._watch, ticket):
                 return self._hand_over(ticket)
-
-    def _tidy(self) -> None:
-        """Give back memory that slots do not need, before anything else is done."""
-        if not self._has_queue and self._slot_pool.wants_tidying:
-            self._collect_returns()
-            self._slot_pool.tidy(self._scheduler.slots.free_ids)
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
         """Have the user's thread wake us if we have use for what it brings; whether to wait for it.
@@ -367,14 +361,12 @@ class Engine(EngineBase):
             self._raise_instead(ticket, answer)
         times = None if answer.times is None else self._times(ticket, answer)
         self._note_delivery(ticket, answer, times)
-        if self._has_queue:
+        if self._slots is None:
             if self._window:
                 self._offer()
             return answer.content
-        if self._slot_pool.ended_leases:
-            self._collect_returns()
         try:
-            batch = self._build(ticket, answer)
+            batch = self._slots.build(ticket, answer)
         except Exception as error:
             if is_interruption(error):
                 raise
@@ -428,55 +420,14 @@ class Engine(EngineBase):
             self._scheduler.slots.lent_count,
         )
 
-    def _build(self, ticket: Ticket, answer: Batch) -> object:
-        slot_id = ticket.slot_id
-        if answer.check is not None:
-            self._check(ticket, answer)
-        if answer.lends and self._scheduler.may_lend:
-            try:
-                self._slot_pool.lock(slot_id)
-            except BaseException:
-                self._settle(ticket, is_kept=answer.is_kept)
-                raise
-            self._scheduler.delivered(ticket, LENT)
-            self.counts.lent += 1
-            return self._slot_pool.lend(slot_id, answer)
-        self.counts.copied += answer.lends
-        try:
-            return self._slot_pool.copy_out(slot_id, answer)
-        finally:
-            self._settle(ticket, is_kept=answer.is_kept)
-
-    def _check(self, ticket: Ticket, answer: Batch) -> None:
-        """Whether a batch lies in its slot as its worker left it (``SHMLOADER_DEBUG=1``)."""
-        try:
-            change = self._slot_pool.find_change(ticket.slot_id, answer)
-        except SharedMemoryError:
-            self._settle(ticket, is_kept=answer.is_kept)
-            raise
-        if change:
-            # Whoever writes there may go on to do so.
-            self._settle(ticket, is_kept=True)
-            pid = self._pool.pid(ticket.worker_id)
-            raise InternalError(describe_change(ticket, pid, change))
-
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
-        """A ticket's slot is done with, nothing of it is lent."""
-        state = RETIRED if is_kept else FREE
-        self._scheduler.delivered(ticket, state)
-        if is_kept:
-            self._drop_slots()
-
-    def _collect_returns(self) -> None:
-        for slot_id, is_clean in self._slot_pool.take_returns():
-            self._scheduler.slot_returned(slot_id, clean=is_clean)
-        self._drop_slots()
+        """Free a ticket's slot, if it has one: nothing of it is lent."""
+        if self._slots is not None:
+            self._slots.settle(ticket, is_kept=is_kept)
 
     def _drop_slots(self) -> None:
-        """Let go of the slots that were retired."""
-        if self._scheduler.slots.retired:
-            for dropped in self._scheduler.take_dropped_slots():
-                self._slot_pool.drop_slot(dropped.slot_id, dropped.worker_ids)
+        if self._slots is not None:
+            self._slots.drop_retired()
 
     # Tickets out -------------------------------------------------------------------------
 
