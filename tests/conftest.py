@@ -6,10 +6,11 @@ remains. `nothing_remains` compares what the test process holds before and after
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -55,7 +56,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``slow`` what ``sampled(n)`` leaves out: all but n cells, spread over the function's.
+    """Mark as ``slow`` what ``sampled(n)`` leaves out: all but n cells of each test function.
 
     Runs before pytest deselects by ``-m``. Which cells are left depends on nothing but their order.
     """
@@ -65,10 +66,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cells.values():
         (count,) = found[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
-        kept = {number * len(found) // count for number in range(count)}
+        kept = most_pairs([pairs_of(item) for item in found], count)
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def pairs_of(item: pytest.Item) -> set[tuple[Any, ...]]:
+    """The values of a cell's parameters, by their numbers, and the pairs of them."""
+    values = sorted(item.callspec.indices.items())  # type: ignore[attr-defined]
+    return {*values, *itertools.combinations(values, 2)}
+
+
+def most_pairs(cells: Sequence[set[tuple[Any, ...]]], count: int) -> set[int]:
+    """Choose ``count`` cells, each the one with the most pairs that no chosen one has.
+
+    Of several, the one that is farthest from those chosen already, so that the cells of a function
+    with one parameter are spread over its values.
+    """
+    chosen: list[int] = []
+    covered: set[tuple[Any, ...]] = set()
+    while len(chosen) < min(count, len(cells)):
+        best = max(
+            (number for number in range(len(cells)) if number not in chosen),
+            key=lambda number: (
+                len(cells[number] - covered),
+                min((abs(number - other) for other in chosen), default=-number),
+            ),
+        )
+        chosen.append(best)
+        covered |= cells[best]
+    return set(chosen)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
