@@ -1,0 +1,122 @@
+"""A pool without processes, threads or clock: the test says what its workers do, and when."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.insight.readings import Readings
+from shmloader.insight.record import Counts
+from shmloader.pools import Events, SentTicket
+from shmloader.pools.answers import Answer, Batch, Death
+from shmloader.pools.status_page import AtWork, Phase
+
+
+class ScriptedPool:
+    """Workers that answer only what :meth:`answer` and the like were told.
+
+    Attributes:
+        sent: Tickets that each worker was sent and has not answered, by their numbers.
+        log: What the engine had done to workers, in order.
+        now_s: What :meth:`wait` believes the time to be; a wait that gets nothing takes its
+            timeout.
+        idle: Called when the engine waits and nothing has happened; to make something happen.
+    """
+
+    has_queue = is_inline = is_inherited = False
+    wants_tidying = is_waiting = False
+    ended_leases = ()
+
+    def __init__(self, worker_count: int, idle: Callable[[ScriptedPool], None]) -> None:
+        self.counts, self.readings = Counts(), Readings()
+        self.sent: dict[int, dict[int, Any]] = {number: {} for number in range(worker_count)}
+        self.log: list[tuple[Any, ...]] = []
+        self.now_s = 100.0
+        self.idle = idle
+        self.epoch = 0
+        self.processes: list[Any] = []
+        self._events: collections.deque[tuple[Any, ...]] = collections.deque()
+
+    # What the test says --------------------------------------------------------------------
+
+    def answer(self, worker_id: int, seq: int | None = None, answer: Answer | None = None) -> None:
+        """Answer a worker's oldest task, or one by its number: by default with its indices."""
+        tasks = self.sent[worker_id]
+        seq = next(iter(tasks)) if seq is None else seq
+        indices = tasks.pop(seq)
+        self._events.append(("answered", seq, self.epoch, worker_id, answer or Batch(indices)))
+
+    def answer_all(self) -> None:
+        for worker_id, tasks in self.sent.items():
+            for _ in range(len(tasks)):
+                self.answer(worker_id)
+
+    def die(self, worker_id: int, at: int | None = None) -> None:
+        """Lose a worker, which was loading ticket ``at``."""
+        at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
+        if at is not None:
+            at_work = AtWork(Phase.LOADING, self.epoch, at, 0.0)
+        self.sent[worker_id].clear()
+        self._events.append(("lost", worker_id, Death(1000 + worker_id, -9), at_work))
+
+    # What the engine asks -------------------------------------------------------------------
+
+    def send(self, ticket: SentTicket, epoch: int) -> None:
+        self.sent[ticket.worker_id][ticket.seq] = ticket.indices
+
+    def start_epoch(self, worker_id: int, epoch: int) -> None:
+        self._events.append(("epoch_entered", worker_id, None))
+        self.epoch = epoch
+
+    def poll(self, worker_id: int | None, events: Events) -> bool:
+        return False
+
+    def wait(self, timeout_s: float | None, events: Events) -> bool:
+        if not self._events:
+            self.idle(self)
+        if not self._events:
+            assert timeout_s is not None, "the engine would wait for ever"
+            self.now_s += max(0.0, timeout_s)
+            return False
+        while self._events:
+            name, *values = self._events.popleft()
+            if name == "epoch_entered":  # after all tasks of the epoch before
+                for seq in list(self.sent[values[0]]):
+                    self.sent[values[0]].pop(seq)
+                    events.answered(seq, self.epoch - 1, values[0], Batch(None))
+            getattr(events, name)(*values)
+        return True
+
+    def pid(self, worker_id: int) -> int:
+        return 1000 + worker_id
+
+    def was_at(self, worker_id: int) -> AtWork:
+        seq = next(iter(self.sent[worker_id]), None)
+        if seq is None:
+            return AtWork(Phase.IDLE, 0, 0, 0.0)
+        return AtWork(Phase.LOADING, self.epoch, seq, 0.0)
+
+    ask = was_at
+
+    def replace(self, worker_id: int) -> None:
+        self.log.append(("replace", worker_id))
+
+    def start(self, worker_id: int) -> None:
+        self.log.append(("start", worker_id))
+
+    def retire(self, worker_id: int) -> None:
+        self.log.append(("retire", worker_id))
+
+    def copy_out(self, slot_id: int, answer: Batch) -> Any:
+        return answer.content
+
+    def wake(self) -> None: ...
+
+    wake_soon = hurry = enable_wake = wake
+
+    def end_workers(self) -> None:
+        self.log.append(("end",))
+
+    def close(self) -> None:
+        self.log.append(("close",))
