@@ -27,8 +27,8 @@ from _workloads import Nothing
 
 import shmloader
 from shmloader.engine.engine import Engine
+from shmloader.insight.measurements import BatchTimes
 from shmloader.insight.record import Record
-from shmloader.insight.times import BatchTimes
 from shmloader.loader.iterator import EngineIterator
 from shmloader.messages import BatchDone, pack, unpack
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.epochs import Statistics
-from shmloader.insight.record import Record
+from shmloader.insight.record import Record, Statistics
 from shmloader.insight.snapshot import LoaderStats, Machine, snapshot
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader

@@ -37,7 +37,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
-from shmloader.insight.times import BatchTimes
+from shmloader.insight.measurements import BatchTimes
 from shmloader.interruptions import is_interruption
 from shmloader.memory.debug import is_debugging
 from shmloader.pools import Pool

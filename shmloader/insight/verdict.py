@@ -1,40 +1,40 @@
-"""What the limit is, and what to change: rules over the statistics. Pure.
+"""What limits the speed, and what to change: rules over the statistics. Pure.
 
-The rules are asked in order, and the first that holds speaks. What may end the run comes first
-(memory); then whether there is anything to gain at all; then who is to blame, from the special to
-the general.
+The rules are tried in order, and the first that holds makes the verdict. First comes what may end
+the run (memory), then whether there is anything to gain at all, then the causes of waiting, from
+the special to the general.
 """
 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shmloader.insight.units import counted, seconds, size
+from shmloader.insight.text import counted, seconds, size
 
-#: A consumer that waits for less of its time than this would gain nothing.
+#: A consumer that waits for a smaller share of its time than this would gain nothing.
 IDLE_SHARE = 0.05
-#: Workers, or a stage's thread, that are busy for more than this are the limit.
+#: Workers, or a stage's thread, that are busy for a larger share than this are the limit.
 BUSY_SHARE = 0.75
-#: Start-up is the limit where it is more than this of all waiting.
+#: Start-up is the limit where it is a larger share of all waiting than this.
 STARTUP_SHARE = 0.5
-#: Workers that wait for a core for more than this of the time that they are busy are too many.
+#: Workers that wait for a core for a larger share of their busy time than this are too many.
 STALLED_SHARE = 0.3
-#: A batch in a hundred that takes so many times as long as the median is a straggler.
+#: A batch in a hundred is a straggler if it takes this many times as long as the median.
 STRAGGLER_FACTOR = 3.0
-#: What holds batches up for more than this of the wait is to blame.
+#: A stage that delays batches for a larger share of the wait than this is its cause.
 HELD_SHARE = 0.5
-#: Collating is slow where it is more than this of the workers' time.
+#: Collating is slow where it takes a larger share of the workers' time than this.
 COLLATE_SHARE = 0.5
-#: Copying batches out is to blame where it is more than this of the wait.
+#: Copying batches out is the cause where it is a larger share of the wait than this.
 COPY_SHARE = 0.3
-#: Workers that compute, or wait for a core, for less than this of their time wait for something.
+#: Workers wait for something if they compute, or want a core, for a smaller share than this.
 COMPUTING_SHARE = 0.5
-#: Memory is near its limit where less than this is left of what the loader has and may have.
+#: Memory is near its limit where a smaller share than this of it is left.
 FREE_SHARE = 0.1
 
 
 class Finding(enum.Enum):
-    """Which rule spoke."""
+    """The rule that made the verdict."""
 
     NOTHING_YET = "nothing yet"
     MEMORY = "memory near the limit"
@@ -50,13 +50,13 @@ class Finding(enum.Enum):
     BURSTS = "wanted in bursts"
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
-    HANDING_OVER = "handing over"
+    DELIVERY = "drawing and delivering"
     OTHER_LOADER = "another loader"
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the rules look at; times in seconds, summed over batches or workers."""
+    """The figures that the rules use; times in seconds, summed over batches or workers."""
 
     kind: str
     batches: int
@@ -83,20 +83,20 @@ class Evidence:
 
     @property
     def wait_share(self) -> float:
-        """Of the time, that the consumer waited."""
+        """Share of the time for which the consumer waited."""
         return min(1.0, self.waited_s / self.elapsed_s) if self.elapsed_s else 0.0
 
     def stage(self, name: str) -> float:
-        """Seconds in a stage."""
+        """Return the seconds in a stage."""
         return self.stages.get(name, 0.0)
 
 
 def judge(seen: Evidence) -> tuple[Finding, str]:
-    """The rule that holds, and its sentence."""
+    """Return the rule that holds, and its sentence."""
     if not seen.batches:
-        return Finding.NOTHING_YET, "No batch has been handed over yet."
+        return Finding.NOTHING_YET, "No batch has been delivered yet."
     waited = f"The consumer waited {seen.wait_share:.0%} of the time for data"
-    finding, text = _near_a_limit(seen) or _nothing_to_gain(seen) or _who_is_to_blame(seen)
+    finding, text = _near_a_limit(seen) or _nothing_to_gain(seen) or _cause(seen)
     if finding in (Finding.MEMORY, Finding.NOTHING_TO_GAIN):
         return finding, text
     return finding, f"{waited}; {text}"
@@ -129,23 +129,23 @@ def _nothing_to_gain(seen: Evidence) -> tuple[Finding, str] | None:
     )
 
 
-def _who_is_to_blame(seen: Evidence) -> tuple[Finding, str]:
+def _cause(seen: Evidence) -> tuple[Finding, str]:
     if seen.workers and seen.startup_s > STARTUP_SHARE * seen.waited_s:
-        remedy = "persistent_workers=True spares that of all epochs but the first, and"
+        remedy = "persistent_workers=True saves that in all epochs but the first, and"
         if seen.are_kept:
             remedy = "later epochs find their workers ready;"
         return Finding.START_UP, (
             f"{seconds(seen.startup_s)} of {seconds(seen.waited_s)} of waiting was for first "
-            f"batches: {remedy} a dataset that is lighter to start with spares more."
+            f"batches: {remedy} a dataset that is quicker to start saves more."
         )
     if seen.kind == "torch":
         return Finding.OTHER_LOADER, (
-            "what it does meanwhile is not known: torch's own iterator loads, since the dataset is "
-            "a data pipe, or this system has no memfd or pidfd."
+            "what the loader does meanwhile is not known: torch's own iterator loads, since the "
+            "dataset is a data pipe, or this system has no memfd or pidfd."
         )
     if seen.kind == "other":
         return Finding.OTHER_LOADER, (
-            "what it does meanwhile is not known: it is none of shmloader's, which would say."
+            "what the loader does meanwhile is not known, since it is not one of shmloader's."
         )
     if seen.kind == "in-process":
         busiest = _busiest(seen)
@@ -164,61 +164,62 @@ def _of_the_main_process(seen: Evidence) -> tuple[Finding, str] | None:
     steady_s = max(1e-9, seen.elapsed_s - seen.startup_s)
     if seen.stage("pin") > BUSY_SHARE * steady_s:
         return Finding.PINNING, (
-            f"the thread that pins was busy {_share(seen.stage('pin'), steady_s)}: let batches go "
-            "straight to the device (device=), or send smaller types (uint8, converted there)."
+            f"the thread that pins was busy {_share(seen.stage('pin'), steady_s)}: copy batches "
+            "straight to the device (device=), or use smaller types (uint8, converted there)."
         )
     if seen.stage("device") > BUSY_SHARE * steady_s:
         return Finding.DEVICE_COPY, (
             "the thread that copies to the device was busy "
-            f"{_share(seen.stage('device'), steady_s)}: send smaller types (uint8, converted by "
+            f"{_share(seen.stage('device'), steady_s)}: use smaller types (uint8, converted by "
             "transform=), or make transform= cheaper."
         )
     # Building views takes microseconds: seconds there are copies.
     if seen.copied > seen.lent and seen.stage("build") > COPY_SHARE * seen.waited_s:
         return Finding.SLOTS_HELD, (
             f"{seen.copied} of {seen.copied + seen.lent} batches were copied out of their slots, "
-            "since so many earlier ones were still held: drop batches when they are used, or keep "
-            "clones of the parts that are needed."
+            "since too many earlier ones were still held: drop each batch after use, or keep "
+            "clones of the parts that you need."
         )
     return None
 
 
 def _of_the_workers(seen: Evidence) -> tuple[Finding, str]:
     busy = f"workers were busy {seen.busy_share:.0%}"
-    # Of workers that have little to do, it says nothing that they wait for a core now and then.
+    # Workers that have little to do may wait for a core now and then.
     is_stalled = seen.stalled_s > STALLED_SHARE * max(
         seen.busy_s, seen.elapsed_s * seen.workers / 2
     )
     stalled = f"{busy}, but for {_share(seen.stalled_s, seen.busy_s)} of that no core was free"
     if is_stalled and seen.workers > seen.cores:
         return Finding.TOO_MANY_WORKERS, (
-            f"{stalled} for them: {seen.workers} workers fight for {_cores(seen.cores)}; lower "
+            f"{stalled} for them: {seen.workers} workers compete for {_cores(seen.cores)}; lower "
             "num_workers."
         )
     is_idle = seen.busy_share < BUSY_SHARE
     is_uneven = seen.load_p99_s > STRAGGLER_FACTOR * seen.load_p50_s > 0
-    # Where workers had to stand still for a slow one, batches behind it were done and waited.
+    # Where workers had to wait for a slow one, the batches behind it were done and waited.
     if is_idle and is_uneven and seen.stage("reorder") > HELD_SHARE * seen.waited_s:
         return Finding.STRAGGLERS, (
             f"one batch in a hundred takes {seen.load_p99_s / seen.load_p50_s:.0f} times as long "
-            f"as the median and holds up those behind it, so that {busy}: let batches overtake "
-            "(in_order=False), or raise prefetch_factor."
+            f"as the median and holds up those behind it, so that {busy}: let later batches come "
+            "first (in_order=False), or raise prefetch_factor."
         )
     between_s = seen.stage("transport") + seen.stage("build")
     if is_idle and between_s > HELD_SHARE * seen.waited_s:
-        return Finding.HANDING_OVER, (
-            f"{busy} with batches of {seconds(seen.load_p50_s)}, and the rest is drawing and "
-            "handing them over: raise batch_size, so that there are fewer, or make the sampler "
-            "(or a transform= on the CPU) cheaper."
+        return Finding.DELIVERY, (
+            f"{busy} with batches of {seconds(seen.load_p50_s)}, and the other time went into "
+            "drawing and delivering them: raise batch_size, so that there are fewer, or make the "
+            "sampler (or a transform= on the CPU) cheaper."
         )
     if is_idle and seen.stage("ready") > HELD_SHARE * seen.waited_s:
         return Finding.BURSTS, (
-            f"{busy}, since batches are wanted in bursts, and too few are made ahead: raise "
+            f"{busy}, since batches are wanted in bursts and too few are loaded ahead: raise "
             "prefetch_factor."
         )
     if is_stalled:
         return Finding.CORES_TAKEN, (
-            f"{stalled}: something else runs there ({_cores(seen.cores)}); end it, or use others."
+            f"{stalled}: other programs use them ({_cores(seen.cores)}); end these, or use other "
+            "cores."
         )
     return _of_their_work(seen, busy)
 
@@ -227,19 +228,19 @@ def _of_their_work(seen: Evidence, busy: str) -> tuple[Finding, str]:
     if seen.stage("collate") > COLLATE_SHARE * seen.busy_s:
         return Finding.SLOW_COLLATE, (
             f"{busy}, {_share(seen.stage('collate'), seen.busy_s)} of it in collate_fn: move work "
-            "from there into the dataset, or have it write into shmloader.empty()."
+            "from there to the dataset, or let it write into shmloader.empty()."
         )
     where = f"{busy}, mostly in {_NAMES[_busiest(seen)]}"
     turns = ""
     if seen.kind == "threads":
-        turns = " Threads take turns at Python code: for that, leave out thread_pool=True."
+        turns = " Threads run Python code one at a time: for that, leave out thread_pool=True."
     if seen.workers < seen.cores:
         return Finding.TOO_FEW_WORKERS, (
             f"{where}: add workers ({seen.workers} of {_cores(seen.cores)} are used).{turns}"
         )
     if seen.cpu_s + seen.stalled_s < COMPUTING_SHARE * seen.busy_s:
         return Finding.TOO_FEW_WORKERS, (
-            f"{where}, where they wait more than they compute: add workers, also more than the "
+            f"{where}, where they wait more than they compute: add workers, even more than the "
             f"{_cores(seen.cores)}."
         )
     return Finding.TOO_FEW_WORKERS, (
@@ -252,14 +253,14 @@ _NAMES = {
     "collate": "`collate_fn`",
     "encode": "encoding",
     # Of a loader without workers:
-    "build": "handing batches over (and `transform`)",
+    "build": "delivering batches (and `transform`)",
     "pin": "pinning",
     "device": "copying to the device and `transform`",
 }
 
 
 def _busiest(seen: Evidence) -> str:
-    """The stage that takes most of who loads."""
+    """Return the stage that takes most of the loading time."""
     of_workers = ("fetch", "collate", "encode")
     return max(_NAMES if seen.kind == "in-process" else of_workers, key=seen.stage)
 

@@ -19,7 +19,7 @@ from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
-from shmloader.insight.epochs import Statistics
+from shmloader.insight.record import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
 

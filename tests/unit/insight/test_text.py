@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmloader.insight.units import counted, seconds, size
+from shmloader.insight.text import counted, seconds, size
 
 
 @pytest.mark.parametrize(
