@@ -6,7 +6,7 @@ from typing import NamedTuple
 from shmloader.insight.measurements import Counts
 from shmloader.insight.record import Record, WorkerSums
 from shmloader.insight.text import write_table
-from shmloader.insight.verdict import Evidence, Finding, judge
+from shmloader.insight.verdict import Finding, judge
 
 _NS = 1e9
 
@@ -203,12 +203,12 @@ class LoaderStats:
     @property
     def finding(self) -> Finding:
         """The rule that made the verdict."""
-        return judge(_evidence(self))[0]
+        return judge(self)[0]
 
     @property
     def verdict(self) -> str:
         """What limits the speed and what to change, in one sentence."""
-        return judge(_evidence(self))[1]
+        return judge(self)[1]
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
@@ -283,35 +283,4 @@ def _worker_stats(worker_id: int, sums: WorkerSums) -> WorkerStats:
         sums.cpu_ns / _NS,
         None if sums.stalled_ns is None else sums.stalled_ns / _NS,
         sums.pss_bytes,
-    )
-
-
-def _evidence(stats: LoaderStats) -> Evidence:
-    working = [worker for worker in stats.workers if worker.batches]
-    stalled = [worker.stalled_s for worker in stats.workers if worker.stalled_s is not None]
-    used_bytes = stats.slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
-    seconds = {name: stage.total_s for name, stage in stats.stages._asdict().items()}
-    return Evidence(
-        kind=stats.kind,
-        batches=stats.batches,
-        elapsed_s=stats.elapsed_s,
-        waited_s=stats.wait.total_s,
-        startup_s=stats.wait.startup_s,
-        workers=stats.num_workers,
-        are_kept=stats.persistent_workers,
-        cores=stats.machine.cores,
-        busy_s=sum(worker.busy_s for worker in working),
-        busy_share=sum(worker.busy_share for worker in working) / max(1, len(working)),
-        cpu_s=sum(worker.cpu_s for worker in stats.workers),
-        stalled_s=sum(stalled),
-        stages=seconds,
-        load_p50_s=stats.load_p50_s,
-        load_p99_s=stats.load_p99_s,
-        lent=stats.slots.lent,
-        copied=stats.slots.copied,
-        largest_bytes=stats.slots.largest_bytes,
-        share_bytes=stats.slots.share_bytes,
-        used_bytes=used_bytes,
-        free_bytes=stats.machine.free_bytes,
-        limit=stats.machine.limit,
     )

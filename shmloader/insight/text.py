@@ -1,6 +1,9 @@
 """Statistics as text: a table, and durations, sizes and numbers in words."""
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shmloader.insight.snapshot import LoaderStats
 
 _TIMES = (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9))
 # A smaller number that three digits round up to 1.
@@ -46,7 +49,7 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def write_table(stats: Any) -> str:
+def write_table(stats: "LoaderStats") -> str:
     """Return the lines of a :class:`~shmloader.insight.LoaderStats`."""
     if not stats.kind:
         return f"shmloader: {stats.verdict}"
@@ -74,7 +77,7 @@ def _row(first: object, *others: object) -> str:
     return f"  {first:<8}" + "".join(f"{other:>10}" for other in others)
 
 
-def _headline(stats: Any) -> str:
+def _headline(stats: "LoaderStats") -> str:
     many = "one epoch" if stats.epochs == 1 else f"all of {stats.epochs} epochs"
     what = many if stats.epoch is None else f"epoch {stats.epoch}"
     state = "" if stats.is_over or stats.epoch is None else ", running"
@@ -89,7 +92,7 @@ def _headline(stats: Any) -> str:
     return f"shmloader: {what}{state}, {how}{cores}"
 
 
-def _overview(stats: Any) -> list[tuple[str, str]]:
+def _overview(stats: "LoaderStats") -> list[tuple[str, str]]:
     wait, slots = stats.wait, stats.slots
     nbytes = f", {size(stats.nbytes)}" if stats.nbytes else ""
     delivered = (
