@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
 	@echo "make test    run the quick tests, some of each kind (4 minutes)"
-	@echo "make test-full  run all other tests (20 minutes), except the next"
+	@echo "make test-full  run all other tests but the integration tests (20 minutes)"
 	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
 	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"

@@ -65,12 +65,12 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
     """
     if not is_map_style(dataset):
         raise ValueError(
-            "num_workers can not be 'auto' for an IterableDataset or a data pipe: each worker "
+            "num_workers cannot be 'auto' for an IterableDataset or a data pipe: each worker "
             "iterates a stream of its own there, so the batches depend on the number of workers"
         )
     if thread_pool:
         raise ValueError(
-            "num_workers can not be 'auto' with thread_pool=True: give the number of threads"
+            "num_workers cannot be 'auto' with thread_pool=True: give the number of threads"
         )
     if not (is_seeded or only_hands_out(dataset)):
         warnings.warn(
@@ -99,7 +99,7 @@ def check_seed(seed: object, dataset: object, *, has_generator: bool) -> int | N
         )
     if is_data_pipe(dataset):
         raise ValueError(
-            "seed can not be given for a data pipe, which torch's own iterator loads, "
+            "seed cannot be given for a data pipe, which torch's own iterator loads, "
             f"but got seed={number}"
         )
     return number
@@ -126,10 +126,12 @@ def check_last_batch(
     if drop_last:
         raise ValueError(f"last_batch is mutually exclusive with drop_last, {got}")
     if has_batch_sampler or batch_size is None:
-        raise ValueError(f"last_batch needs batch_size, since it is about the last batch, {got}")
+        raise ValueError(
+            f"last_batch needs batch_size: without it, the loader makes no batches, {got}"
+        )
     if not is_map_style and last_batch == "rollover":
         raise ValueError(
-            "last_batch can not be 'rollover' for an IterableDataset or a data pipe, which make "
+            "last_batch cannot be 'rollover' for an IterableDataset or a data pipe, which make "
             f"their own batches, {got}"
         )
 

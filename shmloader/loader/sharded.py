@@ -137,7 +137,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         ranks = resolve_ranks(rank, world_size)
         if generator is not None and ranks[1] > 1:
             raise ValueError(
-                "generator can not be given for more than one rank, since ranks could not agree on "
+                "generator cannot be given for more than one rank, since ranks could not agree on "
                 f"an order (world_size={ranks[1]}); seed= chooses the order"
             )
         self.devices = devices

@@ -334,7 +334,7 @@ def test_a_generator_shuffles_as_with_torch_on_one_rank() -> None:
     )  # fmt: skip
     for _ in range(2):
         assert values(ours) == values(theirs)
-    with pytest.raises(ValueError, match="generator can not be given for more than one"):
+    with pytest.raises(ValueError, match="generator cannot be given for more than one"):
         ShardedDataLoader(torch.arange(9), 2, generator=torch.Generator(), rank=0, world_size=2)
 
 
