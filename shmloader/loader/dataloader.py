@@ -152,7 +152,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             called again for each index by itself. What collate or the iterator of an iterable
             dataset raises is always raised.
         max_failures: How many samples may fail in an epoch: an int, or a ``fractions.Fraction`` of
-            the samples loaded so far, judged from the 100th on and at the epoch's end. More raise
+            the samples tried so far, judged from the 100th on and at the epoch's end. More raise
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
             any number, but with "skip" an epoch in which all samples failed raises it as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset

@@ -1,4 +1,4 @@
-"""Durations, sizes and numbers, as a person writes them."""
+"""Durations, sizes and numbers as text."""
 
 from __future__ import annotations
 

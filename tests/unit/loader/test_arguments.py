@@ -51,7 +51,7 @@ def test_a_size_is_read(value, nbytes):
 
 
 @pytest.mark.parametrize("value", [None, True, False, 1.5, b"1MiB", [1], object()])
-def test_what_is_neither_a_number_of_bytes_nor_text_is_a_type_error(value):
+def test_a_size_that_is_neither_an_int_nor_text_is_a_type_error(value):
     with pytest.raises(TypeError, match="shm_size should be a number of bytes") as caught:
         parse_size(value, "shm_size")
     assert repr(value) in str(caught.value)
@@ -64,7 +64,7 @@ def test_what_is_neither_a_number_of_bytes_nor_text_is_a_type_error(value):
         *("1.", "1PB", "nan", "inf", "1i", "1bB", "1ibB"),
     ],
 )
-def test_text_that_is_no_size_is_a_value_error(value):
+def test_text_that_is_not_a_size_is_a_value_error(value):
     with pytest.raises(ValueError, match="shm_size should be a number of bytes") as caught:
         parse_size(value, "shm_size")
     assert repr(value) in str(caught.value)
@@ -121,7 +121,7 @@ def test_another_word_for_bad_samples_is_a_value_error(on_error):
 
 
 @pytest.mark.parametrize("on_error", [None, True, 0, b"skip", ["skip"]])
-def test_what_is_neither_a_word_nor_a_function_is_a_type_error(on_error):
+def test_an_on_error_that_is_neither_a_word_nor_a_function_is_a_type_error(on_error):
     with pytest.raises(TypeError, match="on_error should be 'raise', 'skip' or a") as caught:
         check_on_error(on_error)
     assert f"on_error={on_error!r}" in str(caught.value)
@@ -149,7 +149,7 @@ def test_failures_are_limited_by_a_number_or_a_share(most, on_error):
         (Fraction(3, 2), ValueError, "above 0 and at most 1"),
     ],
 )
-def test_a_limit_of_failures_that_is_none_is_refused(most, kind, text):
+def test_a_wrong_limit_of_failures_is_refused(most, kind, text):
     with pytest.raises(kind, match=f"max_failures should.*{text}") as caught:
         check_max_failures(most, "skip")
     assert f"max_failures={most!r}" in str(caught.value)
