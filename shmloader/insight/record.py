@@ -111,7 +111,7 @@ class Record:
 
     # On the consumer's thread ----------------------------------------------------------------
 
-    def begun(self) -> None:
+    def note_begun(self) -> None:
         """Note that ``iter()`` returns."""
         self.last_ns = time.monotonic_ns()
         self.iter_ns = self.last_ns - self.first_ns
@@ -119,19 +119,19 @@ class Record:
             begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
             self.trace.note(begun)
 
-    def waited(self, began_ns: int, ended_ns: int) -> None:
+    def note_wait(self, began_ns: int, ended_ns: int) -> None:
         """Note a call of ``next()`` whose batch, if any, has no times of its own."""
         if self.trace is not None:
             self.trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
-        self._waited(began_ns, ended_ns)
+        self._add_wait(began_ns, ended_ns)
 
-    def _waited(self, began_ns: int, ended_ns: int) -> None:
+    def _add_wait(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
         self.waits.note(ended_ns - began_ns)
         if self.waits.count == 1:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
-    def handed(
+    def note_batch(
         self,
         times: BatchTimes,
         asked_ns: int,
@@ -187,11 +187,11 @@ class Record:
         worker.busy_ns += busy_ns
         worker.fetch_ns += fetch_ns
         worker.collate_ns += collate_ns
-        self._waited(asked_ns, taken_ns)
+        self._add_wait(asked_ns, taken_ns)
         if self.trace is not None:
             self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
 
-    def loaded_here(
+    def note_local_batch(
         self, work: WorkTimes, asked_ns: int, taken_ns: int, nbytes: int, stage: str
     ) -> None:
         """Note a batch that the consumer's thread loaded.
@@ -203,7 +203,7 @@ class Record:
             nbytes: Bytes that the batch takes.
             stage: Name of the stage after collate.
         """
-        self._waited(asked_ns, taken_ns)
+        self._add_wait(asked_ns, taken_ns)
         if self.trace is not None:
             here = (work, stage)
             self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
@@ -219,19 +219,19 @@ class Record:
         """End the record: no batch follows. May be called again."""
         if not self.is_over:
             self.is_over = True
-            self._final = self.counted(), self._usage(thoroughly=False)
-            failed, self._failed = self.failed(), None
+            self._final = self.engine_counts(), self._usage(thoroughly=False)
+            failed, self._failed = self.failure_count(), None
             self.failures = failed
             self.counts = self._readings = None
 
     # On any thread ---------------------------------------------------------------------------
 
-    def failed(self) -> int:
+    def failure_count(self) -> int:
         """Return how many samples failed and batches raised."""
         failures, failed = self.failures, self._failed
         return failures + (0 if failed is None else failed.total - self._failed_before)
 
-    def counted(self) -> Counts | None:
+    def engine_counts(self) -> Counts | None:
         """Return what the engine has counted in this epoch; None without an engine."""
         counts = self.counts  # read first: another thread may end the epoch, which removes it
         if self._final is not None:
@@ -259,7 +259,7 @@ class Record:
         made.last_ns = self.last_ns
         made.is_over = self.is_over
         made._add_sums(self)
-        made._final = self.counted(), ()
+        made._final = self.engine_counts(), ()
         made._take_usage(self._usage(thoroughly=True), self._usage_begun)
         return made
 
@@ -278,7 +278,7 @@ class Record:
         self.batches += other.batches
         self.samples += other.samples
         self.nbytes += other.nbytes
-        self.failures += other.failed()
+        self.failures += other.failure_count()
         self.waits.add(other.waits)
         self.loads.add(other.loads)
         for name, duration_ns in other.stages.items():
@@ -305,7 +305,7 @@ class Record:
         self.keeps_workers = later.keeps_workers
         # The time between two epochs is left out: the loader may have no part in it.
         self.last_ns += later.last_ns - later.first_ns
-        ours, theirs = self.counted(), later.counted()
+        ours, theirs = self.engine_counts(), later.engine_counts()
         both = theirs if ours is None else (ours if theirs is None else ours.and_then(theirs))
         self._final = both, ()
 

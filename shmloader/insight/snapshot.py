@@ -221,7 +221,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
         return LoaderStats(machine=machine)
     elapsed_ns = max(1, record.last_ns - record.first_ns)
     waited_ns = record.iter_ns + record.waits.total_ns
-    counts = record.counted() or Counts()
+    counts = record.engine_counts() or Counts()
     waits = record.waits
     return LoaderStats(
         epoch=record.epoch,
@@ -266,7 +266,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
             counts.share_bytes,
         ),
         restarts=counts.restarts,
-        failures=record.failed(),
+        failures=record.failure_count(),
         machine=machine,
     )
 

@@ -36,7 +36,7 @@ class Traced(NamedTuple):
         asked_ns: When it was called.
         taken_ns: When it returned.
         times: The times of the batch; None if the consumer's thread loaded it, or none came.
-        stage: As in :meth:`~shmloader.insight.record.Record.handed`.
+        stage: As in :meth:`~shmloader.insight.record.Record.note_batch`.
         here: Times of a batch that the consumer's thread loaded, and the stage after collate.
         lane: As in :class:`~shmloader.insight.record.Record`.
         name: Name of what was called.

@@ -77,7 +77,7 @@ class TorchIterator(_BaseDataLoaderIter):
             begin_ns=began_ns,
         )
         self._parts.statistics.begin(self._record, self)
-        self._record.begun()
+        self._record.note_begun()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; torch calls this, for the first epoch in the constructor."""
@@ -98,13 +98,13 @@ class TorchIterator(_BaseDataLoaderIter):
         try:
             batch = super().__next__()
         except Exception as error:
-            record.waited(began_ns, time.monotonic_ns())
+            record.note_wait(began_ns, time.monotonic_ns())
             if isinstance(error, StopIteration):
                 record.end()
             else:
                 record.failures += 1
             raise
-        record.waited(began_ns, time.monotonic_ns())
+        record.note_wait(began_ns, time.monotonic_ns())
         record.batches += 1
         record.samples += samples_of(batch, self._batch_size)
         record.nbytes += bytes_of(batch)

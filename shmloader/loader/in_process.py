@@ -114,7 +114,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             self._finishing = "pin"
         self._record = Record(plan.epoch, "in-process", 0, failed=parts.failures, begin_ns=begin_ns)
         parts.statistics.begin(self._record, self)
-        self._record.begun()
+        self._record.note_begun()
 
     def _begin_stream(
         self,
@@ -147,13 +147,13 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_times(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._timer.read(), bytes_of(batch)
-        self._record.loaded_here(work, began_ns, time.monotonic_ns(), nbytes, self._finishing)
+        self._record.note_local_batch(work, began_ns, time.monotonic_ns(), nbytes, self._finishing)
 
     def _loses(self, error: BaseException) -> bool:
         return self._in_transit and is_interruption(error)
 
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
-        self._record.waited(began_ns, time.monotonic_ns())
+        self._record.note_wait(began_ns, time.monotonic_ns())
         if isinstance(error, StopIteration):
             self._progress.is_ended = True
             if self._streams is not None:
