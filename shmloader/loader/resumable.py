@@ -75,7 +75,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _plan: EpochPlan | None = None
     _is_closed = False
 
-    # Each loader has these of its own: a copy or a pickle gets new ones.
+    # Not shared or copied: a copy or a pickle of the loader gets new ones.
     _parts: LoaderParts
     _open_iterators: weakref.WeakSet[Any]
     _begin_lock: _BeginLock
@@ -212,8 +212,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
             if again and isinstance(self.dataset, IterableDataset):
                 _log.info(
-                    "epoch %d goes on at batch %d: %d batches that were delivered before are read "
-                    "again and discarded",
+                    "epoch %d resumes at batch %d: %d batches that were delivered before are "
+                    "re-read and discarded",
                     state["epoch"],
                     state["position"],
                     again,
