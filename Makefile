@@ -1,11 +1,11 @@
-# Everything runs in .venv, which the first target that needs it makes.
+# Everything runs in .venv, which the first target that needs it creates.
 # `make help` lists the targets.
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 
-# The loaders that ours is compared with, in an environment of their own; ROWS chooses workloads.
+# The loaders to compare with, in an environment of their own; ROWS selects workloads.
 PEERS         ?= .venv-peers
 PEER_PACKAGES := torchdata spdl SeqTools grain
 ROWS          ?=
@@ -23,21 +23,21 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
-	@echo "make test    the tests that take little time: some of each kind (4 minutes)"
-	@echo "make test-full  all others (20 minutes), but for:"
-	@echo "make test-integration  the examples, torchrun, and each benchmark at its smallest size"
-	@echo "make test-all  all three, with every cell of tests/resume; hours"
-	@echo "make check   ruff, ruff format --check, mypy and import-linter"
+	@echo "make test    run the quick tests, some of each kind (4 minutes)"
+	@echo "make test-full  run all other tests but the integration tests (20 minutes)"
+	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
+	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
+	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
-	@echo "make bench-peers  compare with other loaders; ROWS=AB for some workloads (benchmarks/peers.py)"
-	@echo "make gpu     probe, tests and benchmark on this machine's GPU, with PYTHON as it is (25 minutes)"
-	@echo "make sample  a sample of the faults that covers their kinds pairwise (3 minutes; CI runs it)"
-	@echo "make faults  every fault at every point (tests/faults); hours, --help lists the options"
-	@echo "make chaos   1,000 kills at random times (tests/faults/chaos.py)"
-	@echo "make soak    random mixes in one process for 20 minutes, which must not grow; MINUTES=n"
-	@echo "make environments  limits, filters of system calls, a container (tests/faults/environments.py)"
+	@echo "make bench-peers  compare with other loaders; ROWS=AB selects workloads (benchmarks/peers.py)"
+	@echo "make gpu     probe, test and measure on this machine's GPU, with PYTHON as it is (25 minutes)"
+	@echo "make sample  inject a sample of the faults that covers their kinds pairwise (3 minutes, in CI)"
+	@echo "make faults  inject every fault at every point (tests/faults; hours; ARGS=--help)"
+	@echo "make chaos   kill 1,000 times at random times (tests/faults/chaos.py)"
+	@echo "make soak    run random mixes in one process for 20 minutes, which must not grow; MINUTES=n"
+	@echo "make environments  run under limits, system call filters, in a container (tests/faults/environments.py)"
 	@echo "make clean   remove .venv, .venv-peers, caches and build outputs"
-	@echo "ARGS=... goes to the program that a target runs: make test ARGS='-k slots -x'"
+	@echo "ARGS=... is passed to the program that a target runs: make test ARGS='-k slots -x'"
 
 demo: $(STAMP)-examples
 	@$(BIN)/python examples/train_digits.py $(ARGS)
@@ -69,7 +69,7 @@ bench: $(STAMP)-test
 bench-peers: $(PEERS)/.installed
 	@$(PEERS)/bin/python benchmarks/peers.py $(if $(ROWS),--rows=$(ROWS)) $(ARGS)
 
-# For machines with a GPU and no network: it installs nothing, and PYTHON has what is needed.
+# For machines with a GPU and no network: installs nothing; PYTHON must have the packages.
 # Without setuptools or a C compiler, torch copies large batches instead of our C function.
 gpu:
 	@$(PYTHON) -c 'import torch, numpy, cloudpickle, psutil, pytest, hypothesis' 2>/dev/null \
@@ -111,7 +111,7 @@ $(STAMP)-%: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.
 		--constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
-# One that cannot be installed is absent from the results, which tell what pip said.
+# A package that cannot be installed is missing in the results, which say what pip said.
 $(PEERS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(PEERS)/.created
 	@echo "Installing shmloader and its peers into $(PEERS) (the first time this takes minutes)"
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -27,8 +27,8 @@ from _workloads import Nothing
 
 import shmloader
 from shmloader.engine.engine import Engine
+from shmloader.insight.measurements import BatchTimes
 from shmloader.insight.record import Record
-from shmloader.insight.times import BatchTimes
 from shmloader.loader.iterator import EngineIterator
 from shmloader.messages import BatchDone, pack, unpack
 
@@ -48,7 +48,7 @@ def run_alone() -> dict[str, float]:
         began_ns = now()
         looked_ns, offered_ns, seen_ns, handed_ns = now(), now(), now(), now()
         times = BatchTimes(0, offered_ns, offered_ns, work, looked_ns, seen_ns, handed_ns, 4096, 1)
-        record.handed(times, began_ns, now(), None)
+        record.note_batch(times, began_ns, now(), None)
 
     def least(function: Callable[[], object]) -> float:
         return min(timeit.repeat(function, number=_SHORT, repeat=_SHORT_RUNS)) / _SHORT * 1e6

@@ -1,24 +1,23 @@
-"""A batch loader for PyTorch whose batches never leave shared memory.
+"""A batch loader for PyTorch whose batches lie in shared memory.
 
 ``from shmloader import DataLoader`` is a drop-in for ``torch.utils.data.DataLoader``.
 
 The layers; imports run downward only::
 
     cli         the command line
-    sequence    lazy sequences, and one that is computed ahead by a loader
-    loader      the loaders and their iterators
+    sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
-    device      what happens to a batch after the engine, on a thread: pinning, copying to a device
-    engine      an ordered, bounded, parallel map; the path of a batch is drawn there
-    pools       where batches are made: processes, threads, or the thread that asks
+    loader      the loaders, their arguments and their iterators
+    device      what a thread does to a batch after the engine: pin it, or copy it to a device
+    engine      an ordered, bounded, parallel map; its docstring draws the path of a batch
+    pools       where batches are made: processes, threads, or the calling thread
     batch       how a batch is made
     shared      datasets in shared memory, once for all processes
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
-    threads     background threads, and what a fork must not catch in the middle
-    messages    what crosses between processes
-    options     the checks of arguments
-    insight     where the time goes: what is noted of each batch, and the verdict
+    threads     background threads, and what a fork must not interrupt
+    messages    the messages between processes
+    insight     where the time goes: the times of each batch, statistics and the verdict
     errors, and process_state: all state that belongs to the process
 """
 
@@ -35,8 +34,8 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.insight import LoaderStats
-from shmloader.loader.cached import CachedBatches
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.measured import CachedBatches
 from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.memory.collate import empty
 from shmloader.pipeline.builder import PipelineBuilder

@@ -1,20 +1,19 @@
-"""Every exception that shmloader raises of its own.
+"""All exceptions that shmloader defines.
 
 ::
 
     ShmloaderError
-    ├── WorkerDiedError     (RuntimeError)  a worker process ended by itself
-    ├── LoaderTimeoutError  (RuntimeError)  no batch within ``timeout`` seconds; nothing is lost
+    ├── WorkerDiedError     (RuntimeError)  a worker process ended unexpectedly
+    ├── LoaderTimeoutError  (RuntimeError)  no batch within ``timeout`` seconds; none is lost
     ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have,
-    │                                       or than there is; found before it is touched
-    ├── TooManyFailures     (RuntimeError)  bad samples: ``max_failures`` was passed, or all failed
+    │                                       or than is free; raised before the memory is touched
+    ├── TooManyFailures     (RuntimeError)  more samples failed than ``max_failures``, or all did
     ├── ClosedLoaderError   (RuntimeError)  used after ``close()`` or after a worker died
     └── InternalError       (RuntimeError)  a bug in shmloader
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` at construction, and an
-exception out of the user's own code keeps its type. Each class also derives from
-the built-in type that torch's loader raises in its place, so that ``except
-RuntimeError`` written for torch goes on working.
+Wrong arguments raise ``ValueError`` or ``TypeError`` in the constructor, and an exception of the
+user's own code keeps its type. Each class also derives from the built-in type that torch's loader
+raises instead, so that an ``except RuntimeError`` written for torch still works.
 """
 
 
@@ -23,24 +22,24 @@ class ShmloaderError(Exception):
 
 
 class WorkerDiedError(ShmloaderError, RuntimeError):
-    """A worker process ended by itself: killed by a signal, or by an exit of its own."""
+    """A worker process ended unexpectedly: it was killed by a signal, or it exited."""
 
 
 class LoaderTimeoutError(ShmloaderError, RuntimeError):
-    """No batch came within ``timeout`` seconds. None is lost: call ``next()`` again."""
+    """No batch came within ``timeout`` seconds. No batch is lost: call ``next()`` again."""
 
 
 class SharedMemoryError(ShmloaderError, MemoryError):
-    """A batch, an index list or an answer does not fit its share of memory, or what is free."""
+    """A batch, index list or message needs more memory than its share, or than is free."""
 
 
 class TooManyFailures(ShmloaderError, RuntimeError):  # noqa: N818 - says what happened
-    """More samples failed than ``max_failures`` allows, or all did; the last is ``__cause__``."""
+    """More samples failed than ``max_failures``, or all did; the last failure is ``__cause__``."""
 
 
 class ClosedLoaderError(ShmloaderError, RuntimeError):
-    """Used after ``close()``, after a worker died, or after too many samples failed."""
+    """The loader was used after ``close()``, a worker's death, or too many failed samples."""
 
 
 class InternalError(ShmloaderError, RuntimeError):
-    """Something that the invariants rule out has happened: a bug in shmloader."""
+    """An invariant of shmloader was broken: a bug in shmloader."""

@@ -124,7 +124,7 @@ class BatchDone(NamedTuple):
         snapshot: Of a dataset that has a state, where one was due after this batch: a pickled
             :class:`~shmloader.batch.iterable_state.Saved`.
         times: The worker's clock of this batch: fields of
-            :class:`~shmloader.insight.times.WorkTimes`.
+            :class:`~shmloader.insight.measurements.WorkTimes`.
         fingerprint: Of a batch of an iterable dataset, where one is taken.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.insight.times import WorkTimes
+from shmloader.insight.measurements import WorkTimes
 
 _now_ns = time.monotonic_ns
 

@@ -9,7 +9,7 @@ from shmloader.cli.measure import Run
 from shmloader.cli.progress import Progress
 from shmloader.cli.target import UsageError, find, like, make_loader
 from shmloader.insight.snapshot import LoaderStats
-from shmloader.insight.units import seconds
+from shmloader.insight.text import seconds
 from shmloader.loader.dataloader import DataLoader
 
 

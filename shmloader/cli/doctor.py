@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from shmloader.insight.units import size
+from shmloader.insight.text import size
 from shmloader.memory.limits import address_space, control_groups, free_memory
 from shmloader.memory.slot import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores

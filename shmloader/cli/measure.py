@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.epochs import Statistics
-from shmloader.insight.record import Record
+from shmloader.insight.record import Record, Statistics
 from shmloader.insight.snapshot import LoaderStats, Machine, snapshot
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
@@ -65,7 +64,7 @@ class Run:
             )
             self._statistics.begin(record, self)
             iterator = iter(self._loader)
-            record.begun()
+            record.note_begun()
             count = 0
             for _ in self._take(iterator, record):
                 count += 1
@@ -84,7 +83,7 @@ class Run:
         while True:
             began_ns = time.monotonic_ns()
             batch = next(iterator, self)
-            record.waited(began_ns, time.monotonic_ns())
+            record.note_wait(began_ns, time.monotonic_ns())
             if batch is self:
                 return
             record.batches += 1

@@ -19,7 +19,7 @@ from shmloader.cli.measure import Run
 from shmloader.cli.progress import Progress
 from shmloader.cli.target import UsageError, find, like, make_loader, takes_settings
 from shmloader.insight.snapshot import LoaderStats
-from shmloader.insight.units import size
+from shmloader.insight.text import size
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pools.cores import usable_cores
 

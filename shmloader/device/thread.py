@@ -57,7 +57,7 @@ class Stage(Protocol):
     ahead: int | None
     #: Of the thread.
     name: str
-    #: What it does, as :data:`~shmloader.insight.times.STAGES` has it.
+    #: What it does, as :data:`~shmloader.insight.measurements.STAGES` has it.
     kind: str
 
     def start(self) -> None:

@@ -10,8 +10,7 @@ from shmloader.engine.inbox import Inbox
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
-from shmloader.insight.record import Counts
-from shmloader.insight.times import BatchTimes
+from shmloader.insight.measurements import BatchTimes, Counts
 from shmloader.interruptions import is_interruption
 
 

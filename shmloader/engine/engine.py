@@ -36,7 +36,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
-from shmloader.insight.times import BatchTimes
+from shmloader.insight.measurements import BatchTimes
 from shmloader.interruptions import is_interruption
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure, StreamEnd

@@ -1,8 +1,9 @@
-"""Where the time goes: what is noted of each batch, the statistics read of it, and the verdict.
+"""Where the time goes: the times of each batch, statistics of them, and the verdict.
 
-Modules: ``times`` (what is known of one batch), ``histogram`` (percentiles in fixed memory),
-``record`` (what is added up, on the consumer's thread), ``snapshot`` (the frozen statistics),
-``verdict`` (one sentence on them), ``table`` (how they print) and ``trace`` (each batch by itself).
+Modules: ``measurements`` (a batch's times, an engine's counts, the usage of workers),
+``histogram`` (percentiles in fixed memory), ``record`` (the sums, on the consumer's thread),
+``snapshot`` (the frozen statistics), ``verdict`` (one sentence about them), ``text`` (how they
+print) and ``trace`` (each batch by itself).
 """
 
 from shmloader.insight.snapshot import (

@@ -1,9 +1,9 @@
-"""Percentiles of durations in fixed memory."""
+"""Percentiles of durations, in fixed memory."""
 
 import math
 import operator
 
-# Each power of two is cut into so many equal parts: a value is known to 1/16 of itself.
+# Each power of two is divided into this many equal parts: a value is known to 1/16 of itself.
 _PARTS_LOG2 = 3
 _PARTS = 1 << _PARTS_LOG2
 _SMALLEST_LOG2 = _PARTS_LOG2 + 1
@@ -11,14 +11,14 @@ _BUCKETS = 64 << _PARTS_LOG2
 
 
 class Histogram:
-    """Counts of durations, in buckets whose width grows with their value.
+    """Counts durations in buckets whose width grows with the duration.
 
-    Takes 4 KiB however much is noted. A percentile is right to 7 %.
+    Takes 4 KiB for any number of durations. A percentile is right to 7 %.
 
     Attributes:
-        count: Durations noted.
+        count: Number of durations noted.
         total_ns: Their sum.
-        max_ns: The longest.
+        max_ns: The longest of them.
     """
 
     __slots__ = ("_counts", "count", "max_ns", "total_ns")
@@ -30,7 +30,7 @@ class Histogram:
         self.max_ns = 0
 
     def note(self, duration_ns: int) -> None:
-        """Note one."""
+        """Note a duration."""
         bits = duration_ns.bit_length()
         if bits < _SMALLEST_LOG2:
             self._counts[max(0, duration_ns)] += 1
@@ -43,14 +43,14 @@ class Histogram:
             self.max_ns = duration_ns
 
     def add(self, other: "Histogram") -> None:
-        """Note all that another one has noted."""
+        """Add the durations of another histogram."""
         self._counts = list(map(operator.add, self._counts, other._counts))
         self.count += other.count
         self.total_ns += other.total_ns
         self.max_ns = max(self.max_ns, other.max_ns)
 
     def percentile(self, percent: float) -> int:
-        """The duration (ns) that so many per cent do not exceed; 0 if none was noted."""
+        """Return the duration in ns that ``percent`` of all do not exceed; 0 if none was noted."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
         for bucket, count in enumerate(self._counts):
@@ -61,7 +61,7 @@ class Histogram:
 
 
 def _middle(bucket: int) -> int:
-    """The middle of what a bucket counts, in ns."""
+    """Return the middle of a bucket, in ns."""
     if bucket < _PARTS:
         return bucket
     shift = (bucket >> _PARTS_LOG2) - _SMALLEST_LOG2

@@ -1,78 +1,37 @@
-"""What is added up of an epoch's batches; and such sums, added.
+"""The sums over the batches of an epoch, and over all epochs of a loader.
 
-Written by the consumer's thread alone, a few additions a batch; read by any thread, which may see
-a batch half added.
+A record is written by the consumer's thread alone, with a few additions per batch. Any thread may
+read it, and may see a batch half added.
 """
 
 import dataclasses
+import itertools
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shmloader.insight.histogram import Histogram
-from shmloader.insight.readings import Readings, Usage
-from shmloader.insight.times import STAGES, BatchTimes, WorkTimes
+from shmloader.insight.measurements import (
+    STAGES,
+    BatchTimes,
+    Counts,
+    Readings,
+    Usage,
+    WorkTimes,
+)
 from shmloader.insight.trace import Trace, Traced
 
 
-@dataclasses.dataclass(slots=True)
-class Counts:
-    """What an engine counts since its start; it alone writes.
-
-    Attributes:
-        lent: Batches that were lent.
-        copied: Batches that could have been lent, and were copied out.
-        grown: How often a slot took more memory than it had.
-        restarts: Workers that were replaced.
-        slot_count: Slots there may be.
-        slot_bytes: Bytes of memory that all slots take now.
-        most_bytes: The most that they took together.
-        largest_bytes: The most that a batch has taken of a slot.
-        share_bytes: The most that a slot may take; 0 for no such limit.
-    """
-
-    lent: int = 0
-    copied: int = 0
-    grown: int = 0
-    restarts: int = 0
-    slot_count: int = 0
-    slot_bytes: int = 0
-    most_bytes: int = 0
-    largest_bytes: int = 0
-    share_bytes: int = 0
-
-    def since(self, begun: "Counts") -> "Counts":
-        """What has been counted since a copy of this was made."""
-        return dataclasses.replace(
-            self,
-            lent=self.lent - begun.lent,
-            copied=self.copied - begun.copied,
-            grown=self.grown - begun.grown,
-            restarts=self.restarts - begun.restarts,
-        )
-
-    def and_then(self, other: "Counts") -> "Counts":
-        """What is counted in this and in a later one."""
-        return dataclasses.replace(
-            other,
-            lent=self.lent + other.lent,
-            copied=self.copied + other.copied,
-            grown=self.grown + other.grown,
-            restarts=self.restarts + other.restarts,
-            largest_bytes=max(self.largest_bytes, other.largest_bytes),
-            most_bytes=max(self.most_bytes, other.most_bytes),
-        )
-
-
 class Failures(Protocol):
-    """Counts samples that failed."""
+    """A count of samples that failed."""
 
     total: int
 
 
 @dataclasses.dataclass(slots=True)
 class WorkerSums:
-    """Of one worker's batches that were handed over."""
+    """Sums over the batches of one worker that were delivered."""
 
     batches: int = 0
     busy_ns: int = 0
@@ -87,17 +46,29 @@ class WorkerSums:
 
 
 class Record:
-    """An epoch, or several.
+    """The sums of one epoch, or of several.
 
-    Attributes:
-        epoch: Its number; None for several.
+    Args:
+        epoch: Number of the epoch; None for several.
         kind: What loads: "processes", "threads", "in-process", "torch" (its own iterator), or
             "other" (a loader that is not ours).
-        worker_count: How many workers.
+        worker_count: Number of workers.
         keeps_workers: Whether the workers persist after the epoch.
-        lane: Which of the iterators that are at work at a time: 0, where there is but one.
-        is_over: Whether the epoch has been given up or come to its end.
-        trace: What every batch is told, while a trace is recorded.
+        in_order: Whether batches wait for earlier ones.
+        counts: Counts of the engine; None without one.
+        readings: Usage of the workers; None without workers of ours.
+        failed: Count of the loader's samples that failed; None if none is kept.
+        begin_ns: When the epoch began; None for now.
+
+    Attributes:
+        lane: Number of the iterator among those at work at the same time; 0 for a single one.
+        is_over: Whether the epoch has ended or was given up.
+        trace: Receives every batch while a trace is being recorded; None otherwise.
+        first_ns: When the epoch began.
+        last_ns: When ``iter()`` or ``next()`` returned last.
+        iter_ns: Time until the iterator was there.
+        startup_ns: ``iter_ns`` and the wait for the first batch.
+        failures: Batches that raised, and once the epoch is over also samples that failed.
     """
 
     def __init__(
@@ -130,13 +101,8 @@ class Record:
         self._failed = failed
         self._failed_before = 0 if failed is None else failed.total
         self.first_ns = self.last_ns = time.monotonic_ns() if begin_ns is None else begin_ns
-        #: Until the iterator was there.
-        self.iter_ns = 0
-        #: That, and the wait for the first batch.
-        self.startup_ns = 0
-        self.batches = self.samples = self.nbytes = 0
-        #: Batches that raised, and samples that failed of an epoch that is over.
-        self.failures = 0
+        self.iter_ns = self.startup_ns = 0
+        self.batches = self.samples = self.nbytes = self.failures = 0
         self.waits = Histogram()
         self.loads = Histogram()
         self.stages = dict.fromkeys(STAGES, 0)
@@ -145,40 +111,41 @@ class Record:
 
     # On the consumer's thread ----------------------------------------------------------------
 
-    def begun(self) -> None:
-        """The iterator is there."""
+    def note_begun(self) -> None:
+        """Note that ``iter()`` returns."""
         self.last_ns = time.monotonic_ns()
         self.iter_ns = self.last_ns - self.first_ns
         if self.trace is not None:
             begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
             self.trace.note(begun)
 
-    def waited(self, began_ns: int, ended_ns: int) -> None:
-        """``next()`` has given no batch that is noted by itself."""
+    def note_wait(self, began_ns: int, ended_ns: int) -> None:
+        """Note a call of ``next()`` whose batch, if any, has no times of its own."""
         if self.trace is not None:
             self.trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
-        self._waited(began_ns, ended_ns)
+        self._add_wait(began_ns, ended_ns)
 
-    def _waited(self, began_ns: int, ended_ns: int) -> None:
+    def _add_wait(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
         self.waits.note(ended_ns - began_ns)
         if self.waits.count == 1:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
-    def handed(
+    def note_batch(
         self,
         times: BatchTimes,
         asked_ns: int,
         taken_ns: int,
         stage: tuple[str, int, int] | None,
     ) -> None:
-        """An engine has handed over a batch.
+        """Note a batch that an engine delivered.
 
         Args:
-            times: What is known of it.
+            times: The times of the batch.
             asked_ns: When the consumer asked for it.
-            taken_ns: When it had it.
-            stage: A name, and when that stage began and ended; None if there is none.
+            taken_ns: When the consumer had it.
+            stage: Name of the stage after the engine, and when that began and ended; None without
+                such a stage.
         """
         worker_id, offered_ns, sent_ns, work, looked_ns, seen_ns, handed_ns, nbytes, _ = times
         began_ns, fetch_ns, collate_ns, encode_ns, sample_count = work
@@ -220,15 +187,23 @@ class Record:
         worker.busy_ns += busy_ns
         worker.fetch_ns += fetch_ns
         worker.collate_ns += collate_ns
-        self._waited(asked_ns, taken_ns)
+        self._add_wait(asked_ns, taken_ns)
         if self.trace is not None:
             self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
 
-    def loaded_here(
+    def note_local_batch(
         self, work: WorkTimes, asked_ns: int, taken_ns: int, nbytes: int, stage: str
     ) -> None:
-        """The consumer's thread has loaded a batch; ``encode_ns`` is of the stage that is named."""
-        self._waited(asked_ns, taken_ns)
+        """Note a batch that the consumer's thread loaded.
+
+        Args:
+            work: Its times; ``encode_ns`` is the time in ``stage``.
+            asked_ns: When ``next()`` was called.
+            taken_ns: When ``next()`` returned.
+            nbytes: Bytes that the batch takes.
+            stage: Name of the stage after collate.
+        """
+        self._add_wait(asked_ns, taken_ns)
         if self.trace is not None:
             here = (work, stage)
             self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
@@ -241,24 +216,24 @@ class Record:
         self.nbytes += nbytes
 
     def end(self) -> None:
-        """Nothing more comes. May be called again."""
+        """End the record: no batch follows. May be called again."""
         if not self.is_over:
             self.is_over = True
-            self._final = self.counted(), self._usage(thoroughly=False)
-            failed, self._failed = self.failed(), None
+            self._final = self.engine_counts(), self._usage(thoroughly=False)
+            failed, self._failed = self.failure_count(), None
             self.failures = failed
             self.counts = self._readings = None
 
     # On any thread ---------------------------------------------------------------------------
 
-    def failed(self) -> int:
-        """Samples that failed, and batches that raised."""
+    def failure_count(self) -> int:
+        """Return how many samples failed and batches raised."""
         failures, failed = self.failures, self._failed
         return failures + (0 if failed is None else failed.total - self._failed_before)
 
-    def counted(self) -> Counts | None:
-        """What the engine has counted in this epoch."""
-        counts = self.counts  # before: it goes when the epoch ends, on another thread
+    def engine_counts(self) -> Counts | None:
+        """Return what the engine has counted in this epoch; None without an engine."""
+        counts = self.counts  # read first: another thread may end the epoch, which removes it
         if self._final is not None:
             return self._final[0]
         if counts is None or self._counts_begun is None:
@@ -272,7 +247,7 @@ class Record:
         return () if readings is None else readings.read(thoroughly=thoroughly)
 
     def copy(self) -> "Record":
-        """What it is now, workers' usage included, in memory of its own."""
+        """Return a snapshot, which includes the workers' usage."""
         made = Record(
             self.epoch,
             self.kind,
@@ -284,7 +259,7 @@ class Record:
         made.last_ns = self.last_ns
         made.is_over = self.is_over
         made._add_sums(self)
-        made._final = self.counted(), ()
+        made._final = self.engine_counts(), ()
         made._take_usage(self._usage(thoroughly=True), self._usage_begun)
         return made
 
@@ -303,7 +278,7 @@ class Record:
         self.batches += other.batches
         self.samples += other.samples
         self.nbytes += other.nbytes
-        self.failures += other.failed()
+        self.failures += other.failure_count()
         self.waits.add(other.waits)
         self.loads.add(other.loads)
         for name, duration_ns in other.stages.items():
@@ -324,12 +299,90 @@ class Record:
             ours.pid = theirs.pid or ours.pid
 
     def merge(self, later: "Record") -> None:
-        """Add a further epoch, a copy."""
+        """Add a copy of a later epoch's record."""
         self._add_sums(later)
         self.kind, self.worker_count = later.kind, later.worker_count
         self.keeps_workers = later.keeps_workers
-        # Of the time between two epochs nobody knows whether the loader was to blame.
+        # The time between two epochs is left out: the loader may have no part in it.
         self.last_ns += later.last_ns - later.first_ns
-        ours, theirs = self.counted(), later.counted()
+        ours, theirs = self.engine_counts(), later.engine_counts()
         both = theirs if ours is None else (ours if theirs is None else ours.and_then(theirs))
         self._final = both, ()
+
+
+class _State(NamedTuple):
+    """The sum of the epochs that are over, and the epochs that may not be, with their iterators."""
+
+    past: Record | None
+    open: tuple[tuple[Record, weakref.ref[Any]], ...]
+
+
+class Statistics:
+    """The records of all epochs of a loader.
+
+    The consumer's thread begins the epochs, and any thread may read.
+
+    Attributes:
+        epochs: Number of epochs begun.
+        trace: See :attr:`Record.trace`.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Record | None = None
+        # A single value, so that a thread that reads meanwhile counts each epoch exactly once.
+        self._state = _State(None, ())
+        self.epochs = 0
+        self.trace: Trace | None = None
+
+    def begin(self, record: Record, iterator: object) -> None:
+        """Add the record of an epoch that begins, and its iterator."""
+        past, still_open = self._state.past, []
+        for other, owner in self._state.open:
+            if other.is_over or owner() is None or owner() is iterator:
+                other.end()
+                past = _sum(past, other)
+            else:
+                still_open.append((other, owner))
+        taken = {other.lane for other, _ in still_open}
+        record.lane = next(lane for lane in itertools.count() if lane not in taken)
+        self._state = _State(past, (*still_open, (record, weakref.ref(iterator))))
+        record.trace = self.trace
+        self._newest = record
+        self.epochs += 1
+
+    def trace_with(self, trace: Trace | None) -> None:
+        """Pass every batch to a trace from now on; with None, stop that."""
+        self.trace = trace
+        for record, _ in self._state.open:
+            record.trace = trace
+
+    def newest(self) -> Record | None:
+        """Return a snapshot of the newest epoch; None before the first."""
+        self._end_abandoned()
+        newest = self._newest
+        return None if newest is None else newest.copy()
+
+    def total(self) -> Record | None:
+        """Return the sum of all epochs; None before the first."""
+        self._end_abandoned()
+        total, still_open = self._state
+        for record, _ in still_open:
+            total = _sum(total, record)
+        return total
+
+    def _end_abandoned(self) -> None:
+        """End the records whose iterators are garbage."""
+        for record, owner in self._state.open:
+            if owner() is None:
+                record.end()
+
+
+def _sum(past: Record | None, record: Record) -> Record:
+    later = record.copy()
+    if past is None:
+        past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns)
+        past.merge(later)
+        return past
+    summed = past.copy()
+    summed.merge(later)
+    return summed

@@ -1,27 +1,28 @@
-"""The statistics of a loader, frozen."""
+"""The statistics of a loader, as a frozen snapshot."""
 
 import dataclasses
 from typing import NamedTuple
 
-from shmloader.insight.record import Counts, Record, WorkerSums
-from shmloader.insight.table import write_table
-from shmloader.insight.verdict import Evidence, Finding, judge
+from shmloader.insight.measurements import Counts
+from shmloader.insight.record import Record, WorkerSums
+from shmloader.insight.text import write_table
+from shmloader.insight.verdict import Finding, judge
 
 _NS = 1e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitStats:
-    """The consumer's wait, in seconds.
+    """How long the consumer waited, in seconds.
 
     Attributes:
-        total_s: In ``iter()`` and ``next()``.
-        share: Of the time from ``iter()`` to the last return of ``next()``; 0 to 1.
-        p50_s: Half of the calls of ``next()`` took at most so long; right to 7 %.
-        p90_s: Likewise nine in ten.
-        p99_s: Likewise 99 in 100.
-        max_s: The longest.
-        startup_s: Of ``total_s``, in ``iter()`` and the first ``next()``; of all epochs together.
+        total_s: Time in ``iter()`` and ``next()``.
+        share: ``total_s`` as a share of ``elapsed_s``; 0 to 1.
+        p50_s: Median time of a call of ``next()``; right to 7 %, like the next two.
+        p90_s: 90th percentile.
+        p99_s: 99th percentile.
+        max_s: Longest call of ``next()``.
+        startup_s: The part of ``total_s`` in ``iter()`` and the first ``next()`` of each epoch.
     """
 
     total_s: float = 0.0
@@ -35,13 +36,14 @@ class WaitStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageStats:
-    """One stage of the batches' way, summed over all batches that were handed over.
+    """The time that delivered batches spent in one stage.
 
-    Many batches are on their way at a time, so the stages' sums may exceed the time that passed.
+    Many batches are in flight at the same time, so the sum over all stages may exceed the time
+    that passed.
 
     Attributes:
-        total_s: Seconds that batches spent there.
-        mean_s: Seconds a batch.
+        total_s: Seconds, summed over all batches.
+        mean_s: Seconds per batch.
     """
 
     total_s: float = 0.0
@@ -50,21 +52,21 @@ class StageStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker.
+    """The statistics of one worker.
 
     Attributes:
-        worker_id: Its number.
-        pid: Of the process, the newest with this number; None for a thread.
-        batches: Of its batches, those handed over.
-        busy_s: Seconds that it was loading these.
-        busy_share: Of the time since it began its first one; 0 to 1.
-        fetch_s: Of ``busy_s``, in the dataset.
-        collate_s: Of ``busy_s``, in ``collate_fn``.
-        cpu_s: CPU seconds that it has used, also for its start.
-        stalled_s: Seconds in which it could have run, and no core was free; None where the system
+        worker_id: Number of the worker.
+        pid: Process id of the newest process with this number; None for a thread.
+        batches: Number of its batches that were delivered.
+        busy_s: Seconds that it took to load these.
+        busy_share: ``busy_s`` as a share of the time since it began its first batch; 0 to 1.
+        fetch_s: The part of ``busy_s`` in the dataset.
+        collate_s: The part of ``busy_s`` in ``collate_fn``.
+        cpu_s: CPU seconds that it has used, including its start.
+        stalled_s: Seconds in which it could have run but no core was free; None where the system
             does not tell.
-        pss_bytes: Its memory, what it shares with others counted by its part: as of now while it
-            lives, else as it was last measured. None for a thread, or if it ended too soon.
+        pss_bytes: Its memory in bytes, with its share of the shared pages: measured now while it
+            lives, otherwise when it was last measured. None for a thread, or if it ended too soon.
     """
 
     worker_id: int
@@ -81,16 +83,16 @@ class WorkerStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotStats:
-    """The shared memory.
+    """The use of shared memory.
 
     Attributes:
-        count: Slots there may be; 0 without worker processes.
-        nbytes: The most memory, in bytes, that they took together.
-        lent: Batches whose slot was lent to the consumer.
-        copied: Batches that were copied out instead, since the consumer held too many.
+        count: Maximum number of slots; 0 without worker processes.
+        nbytes: Maximum memory that all slots took together, in bytes.
+        lent: Number of batches whose slot was lent to the consumer.
+        copied: Number of batches that were copied out, since the consumer held too many.
         grown: How often a slot took more memory than it had.
-        largest_bytes: The most that a batch has taken.
-        share_bytes: The most that a batch may take, by ``shm_size``; 0 for no limit.
+        largest_bytes: Bytes that the largest batch took.
+        share_bytes: Maximum bytes that a batch may take, by ``shm_size``; 0 for no maximum.
     """
 
     count: int = 0
@@ -104,12 +106,12 @@ class SlotStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is, apart from the loader.
+    """What the machine offers this process.
 
     Attributes:
-        cores: Cores that this process may use.
-        free_bytes: Memory that may still be taken; None if not known.
-        limit: What sets that limit, in words.
+        cores: Number of cores that this process may use.
+        free_bytes: Bytes of memory that may still be taken; None if not known.
+        limit: What limits the memory, in words.
     """
 
     cores: int = 0
@@ -118,22 +120,22 @@ class Machine:
 
 
 class Stages(NamedTuple):
-    """A batch's way, in its order. Several batches are on it at a time.
+    """The stages that a batch passes, in order. Several batches are in flight at the same time.
 
     Attributes:
-        slot: Drawn; waiting for a slot and a worker.
-        queue: Sent; behind earlier batches of its worker, or until the worker has started.
-        fetch: In the dataset.
-        collate: In ``collate_fn``.
-        encode: Being described.
-        transport: The answer is under way, and somebody waits for it.
-        reorder: Waiting for an earlier batch.
-        ready: Waiting for the consumer.
+        slot: The indices are drawn, and the batch waits for a slot and a worker.
+        queue: The task is sent, and waits for earlier batches of its worker or for its start.
+        fetch: The dataset loads the samples.
+        collate: ``collate_fn`` makes the batch.
+        encode: The worker describes the batch for the main process.
+        transport: The answer is on its way, and the main process waits for it.
+        reorder: The batch waits for an earlier one.
+        ready: The batch waits for the consumer.
         build: Tensors are made of the slot, and the next task is drawn and sent; with
-            ``device="cpu"``, in ``transform``.
-        pin: On the pinning thread.
-        device: On the thread that copies to a device and calls ``transform``: until the copy is
-            begun, and there is room for a further one.
+            ``device="cpu"``, ``transform`` is called.
+        pin: The pinning thread copies the batch.
+        device: The thread that copies to a device and calls ``transform`` has the batch, until
+            the copy has begun and a further one may begin.
     """
 
     slot: StageStats = StageStats()
@@ -154,27 +156,27 @@ class LoaderStats:
     """Where the time of a loader goes. ``print`` shows it as a table.
 
     Attributes:
-        epoch: Number of the epoch; None for all of them.
-        epochs: Epochs that were begun, if this is of all of them; else 1, or 0 before the first.
-        is_over: Whether the epoch has come to its end, or was given up.
+        epoch: Number of the epoch; None for all epochs together.
+        epochs: Number of epochs begun, for all epochs together; otherwise 1, or 0 before the first.
+        is_over: Whether the epoch has ended or was given up.
         kind: What loads: "processes", "threads", "in-process" or "torch" (its own iterator); ""
             before the first epoch.
-        num_workers: How many of these.
+        num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
-        batches: Handed over.
-        samples: In these.
-        nbytes: In these: of slots, or of tensors and arrays.
-        elapsed_s: From ``iter()`` to the last return of ``next()``.
-        samples_per_s: Samples over that time.
-        wait: The consumer's.
+        batches: Number of batches delivered.
+        samples: Number of samples in these batches.
+        nbytes: Bytes of these batches: of slots, or of tensors and arrays.
+        elapsed_s: Seconds from ``iter()`` to the last return of ``next()``.
+        samples_per_s: Samples per second of that time.
+        wait: How long the consumer waited.
         stages: Where batches spent their time.
-        load_p50_s: Half of the batches took a worker at most so long; right to 7 %.
-        load_p99_s: Likewise 99 in 100.
-        workers: Each of them.
-        slots: The shared memory.
-        restarts: Workers that were replaced.
-        failures: Samples that were left out or replaced, and batches that raised.
-        machine: What there is, apart from the loader.
+        load_p50_s: Median seconds that a worker took for a batch; right to 7 %.
+        load_p99_s: 99th percentile of the same.
+        workers: The statistics of each worker.
+        slots: The use of shared memory.
+        restarts: Number of workers that were replaced.
+        failures: Number of samples that were left out or replaced, and of batches that raised.
+        machine: What the machine offers this process.
     """
 
     epoch: int | None = None
@@ -200,26 +202,26 @@ class LoaderStats:
 
     @property
     def finding(self) -> Finding:
-        """Which rule the verdict comes of."""
-        return judge(_evidence(self))[0]
+        """The rule that made the verdict."""
+        return judge(self)[0]
 
     @property
     def verdict(self) -> str:
-        """One sentence: what the limit is, and what to change."""
-        return judge(_evidence(self))[1]
+        """What limits the speed and what to change, in one sentence."""
+        return judge(self)[1]
 
     def __str__(self) -> str:
-        """A table, and the verdict."""
+        """Return a table and the verdict."""
         return write_table(self)
 
 
 def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStats:
-    """The statistics of what was noted; ``record`` is a copy."""
+    """Return the statistics of a record, which is a copy; None before the first epoch."""
     if record is None:
         return LoaderStats(machine=machine)
     elapsed_ns = max(1, record.last_ns - record.first_ns)
     waited_ns = record.iter_ns + record.waits.total_ns
-    counts = record.counted() or Counts()
+    counts = record.engine_counts() or Counts()
     waits = record.waits
     return LoaderStats(
         epoch=record.epoch,
@@ -264,7 +266,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
             counts.share_bytes,
         ),
         restarts=counts.restarts,
-        failures=record.failed(),
+        failures=record.failure_count(),
         machine=machine,
     )
 
@@ -281,35 +283,4 @@ def _worker_stats(worker_id: int, sums: WorkerSums) -> WorkerStats:
         sums.cpu_ns / _NS,
         None if sums.stalled_ns is None else sums.stalled_ns / _NS,
         sums.pss_bytes,
-    )
-
-
-def _evidence(stats: LoaderStats) -> Evidence:
-    working = [worker for worker in stats.workers if worker.batches]
-    stalled = [worker.stalled_s for worker in stats.workers if worker.stalled_s is not None]
-    used_bytes = stats.slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
-    seconds = {name: stage.total_s for name, stage in stats.stages._asdict().items()}
-    return Evidence(
-        kind=stats.kind,
-        batches=stats.batches,
-        elapsed_s=stats.elapsed_s,
-        waited_s=stats.wait.total_s,
-        startup_s=stats.wait.startup_s,
-        workers=stats.num_workers,
-        are_kept=stats.persistent_workers,
-        cores=stats.machine.cores,
-        busy_s=sum(worker.busy_s for worker in working),
-        busy_share=sum(worker.busy_share for worker in working) / max(1, len(working)),
-        cpu_s=sum(worker.cpu_s for worker in stats.workers),
-        stalled_s=sum(stalled),
-        stages=seconds,
-        load_p50_s=stats.load_p50_s,
-        load_p99_s=stats.load_p99_s,
-        lent=stats.slots.lent,
-        copied=stats.slots.copied,
-        largest_bytes=stats.slots.largest_bytes,
-        share_bytes=stats.slots.share_bytes,
-        used_bytes=used_bytes,
-        free_bytes=stats.machine.free_bytes,
-        limit=stats.machine.limit,
     )

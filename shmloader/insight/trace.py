@@ -1,12 +1,12 @@
 """A trace of batches, in the format that ui.perfetto.dev and chrome://tracing read.
 
-One process, a track for each worker, the engine, the thread of a stage, and the consumer; iterators
-that are at work at the same time have tracks of their own. A batch is a slice on each of them, and
-flow arrows connect these: sent by the engine, loaded by a worker, built by the engine, pinned or
-copied, taken by the consumer.
+The trace has one process, with a track for each worker, the engine, the thread of a stage, and the
+consumer. Iterators that are at work at the same time have separate tracks. A batch is a slice on
+each of these tracks. Flow arrows connect its slices: sent by the engine, loaded by a worker, built
+by the engine, pinned or copied, taken by the consumer.
 
-**Guarantees.** On a track, two slices lie apart, or one in the other: Perfetto leaves out others.
-An arrow's stop is inside a slice, before its end: Perfetto leaves out an arrow without one.
+**Guarantees.** Two slices on a track are either disjoint or nested: Perfetto leaves out others.
+Each stop of an arrow is inside a slice, before its end: Perfetto leaves out an arrow without one.
 """
 
 import bisect
@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmloader.insight.times import BatchTimes, WorkTimes
+from shmloader.insight.measurements import BatchTimes, WorkTimes
 
 _CONSUMER, _ENGINE, _STAGE, _FIRST_WORKER = 1, 2, 3, 10
-# From the tracks of one iterator to those of the next.
+# Distance from the track numbers of one iterator to those of the next.
 _LANE = 1_000_000
 _PID = 1
-# A slice that arrows can be tied to is so long at most.
+# Maximum length of a slice that is there only for an arrow to start from.
 _INSTANT_NS = 1_000
 
 Event = dict[str, Any]
@@ -35,11 +35,11 @@ class Traced(NamedTuple):
         epoch: Number of the epoch.
         asked_ns: When it was called.
         taken_ns: When it returned.
-        times: What is known of the batch; None if it was loaded here, or none came.
-        stage: As in :meth:`~shmloader.insight.record.Record.handed`.
-        here: Of a batch that the consumer's thread has loaded: its clock, and the stage after it.
+        times: The times of the batch; None if the consumer's thread loaded it, or none came.
+        stage: As in :meth:`~shmloader.insight.record.Record.note_batch`.
+        here: Times of a batch that the consumer's thread loaded, and the stage after collate.
         lane: As in :class:`~shmloader.insight.record.Record`.
-        name: Of what was called.
+        name: Name of what was called.
     """
 
     epoch: int | None
@@ -53,35 +53,35 @@ class Traced(NamedTuple):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it gave a batch that is known by itself."""
+        """Whether it returned a batch whose times are known."""
         return self.times is not None or self.here is not None
 
     @property
     def built_ns(self) -> int:
-        """When the engine had built it."""
+        """When the engine had built the batch."""
         return self.taken_ns if self.stage is None else self.stage[1]
 
 
 class Trace:
-    """What is recorded: about half a kilobyte a batch, until it is written."""
+    """Records calls until they are written: about half a kilobyte per batch."""
 
     def __init__(self) -> None:
         self.begun_ns = time.monotonic_ns()
         self._calls: list[Traced] = []
 
     def note(self, call: Traced) -> None:
-        """Note a call of ``next()``. On the consumer's thread."""
+        """Record a call; on the consumer's thread."""
         self._calls.append(call)
 
     def write(self, path: Path, about: dict[str, Any]) -> None:
-        """Write all that was noted.
+        """Write the trace.
 
         Args:
-            path: To where.
-            about: Goes along, under "otherData".
+            path: Path of the file.
+            about: Values for "otherData" of the trace.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
         """
         trace = {
             "traceEvents": list(self._events()),
@@ -99,9 +99,9 @@ class Trace:
         for call in calls:
             lanes.setdefault(call.lane, []).append(call)
         number = 0
-        for lane, found in lanes.items():
-            edges = _edges(found)
-            for call, following in zip(found, [*found[1:], None], strict=True):
+        for lane, own_calls in lanes.items():
+            edges = _edges(own_calls)
+            for call, following in zip(own_calls, [*own_calls[1:], None], strict=True):
                 for event in _events_of(call, number, following, edges):
                     event["ts"] = (event["ts"] - base_ns) / 1e3
                     if "dur" in event:
@@ -132,7 +132,7 @@ def _names(calls: Iterable[Traced]) -> Iterator[Event]:
 
 
 def _edges(calls: Iterable[Traced]) -> list[int]:
-    """When a slice begins or ends on an engine's track, in order."""
+    """Return when slices begin or end on an engine's track, in order."""
     edges = set()
     for call in calls:
         if call.times is not None:
@@ -141,10 +141,10 @@ def _edges(calls: Iterable[Traced]) -> list[int]:
 
 
 def _instant(edges: list[int], began_ns: int) -> int:
-    """The end of a short slice that reaches over no edge."""
-    place = bisect.bisect_right(edges, began_ns)
+    """Return the end of a short slice that crosses no edge."""
+    following = bisect.bisect_right(edges, began_ns)
     ended_ns = began_ns + _INSTANT_NS
-    return min(ended_ns, edges[place]) if place < len(edges) else ended_ns
+    return min(ended_ns, edges[following]) if following < len(edges) else ended_ns
 
 
 def _first_ns(call: Traced) -> int:
@@ -175,7 +175,7 @@ def _count(name: str, when_ns: int, **values: int) -> Event:
 def _events_of(
     call: Traced, number: int, following: Traced | None, edges: list[int]
 ) -> Iterator[Event]:
-    """The slices of one call, its arrows, and its counters; times in ns."""
+    """Yield the slices, arrows and counters of one call; times in ns."""
     about: dict[str, Any] = {"epoch": call.epoch}
     name = call.name
     if call.is_batch:
@@ -208,7 +208,7 @@ def _events_of(
         kind, stage_began_ns, stage_ended_ns = call.stage
         yield _slice(_STAGE, f"{kind} {number}", stage_began_ns, stage_ended_ns)
         stops.append((_STAGE, stage_began_ns))
-    # Inside of next(): at its end, it is over.
+    # Just before the end of next(), to be inside its slice.
     stops.append((_CONSUMER, max(call.asked_ns, call.taken_ns - 1)))
     yield from _arrows(number, stops)
     yield _count("slots lent", times.handed_ns, lent=times.lent_count)
@@ -224,9 +224,9 @@ def _loaded_here(here: tuple[WorkTimes, str], taken_ns: int) -> Iterator[Event]:
 
 
 def _arrows(number: int, stops: list[tuple[int, int]]) -> Iterator[Event]:
-    """One arrow through a batch's slices, in the order of time."""
-    for place, (track, when_ns) in enumerate(stops):
-        phase = "s" if place == 0 else "f" if place == len(stops) - 1 else "t"
+    """Yield one arrow through a batch's slices, in the order of time."""
+    for index, (track, when_ns) in enumerate(stops):
+        phase = "s" if index == 0 else "f" if index == len(stops) - 1 else "t"
         event: Event = {
             "ph": phase,
             "cat": "flow",

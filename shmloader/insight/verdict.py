@@ -1,40 +1,42 @@
-"""What the limit is, and what to change: rules over the statistics. Pure.
+"""What limits the speed, and what to change: rules over the statistics. Pure.
 
-The rules are asked in order, and the first that holds speaks. What may end the run comes first
-(memory); then whether there is anything to gain at all; then who is to blame, from the special to
-the general.
+The rules are tried in order, and the first that holds makes the verdict. First comes what may end
+the run (memory), then whether there is anything to gain at all, then the causes of waiting, from
+the special to the general.
 """
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shmloader.insight.units import counted, seconds, size
+from shmloader.insight.text import counted, seconds, size
 
-#: A consumer that waits for less of its time than this would gain nothing.
+if TYPE_CHECKING:
+    from shmloader.insight.snapshot import LoaderStats
+
+#: A consumer that waits for a smaller share of its time than this would gain nothing.
 IDLE_SHARE = 0.05
-#: Workers, or a stage's thread, that are busy for more than this are the limit.
+#: Workers, or a stage's thread, that are busy for a larger share than this are the limit.
 BUSY_SHARE = 0.75
-#: Start-up is the limit where it is more than this of all waiting.
+#: Start-up is the limit where it is a larger share of all waiting than this.
 STARTUP_SHARE = 0.5
-#: Workers that wait for a core for more than this of the time that they are busy are too many.
+#: Workers that wait for a core for a larger share of their busy time than this are too many.
 STALLED_SHARE = 0.3
-#: A batch in a hundred that takes so many times as long as the median is a straggler.
+#: A batch in a hundred is a straggler if it takes this many times as long as the median.
 STRAGGLER_FACTOR = 3.0
-#: What holds batches up for more than this of the wait is to blame.
+#: A stage that delays batches for a larger share of the wait than this is its cause.
 HELD_SHARE = 0.5
-#: Collating is slow where it is more than this of the workers' time.
+#: Collating is slow where it takes a larger share of the workers' time than this.
 COLLATE_SHARE = 0.5
-#: Copying batches out is to blame where it is more than this of the wait.
+#: Copying batches out is the cause where it is a larger share of the wait than this.
 COPY_SHARE = 0.3
-#: Workers that compute, or wait for a core, for less than this of their time wait for something.
+#: Workers wait for something if they compute, or want a core, for a smaller share than this.
 COMPUTING_SHARE = 0.5
-#: Memory is near its limit where less than this is left of what the loader has and may have.
+#: Memory is near its limit where a smaller share than this of it is left.
 FREE_SHARE = 0.1
 
 
 class Finding(enum.Enum):
-    """Which rule spoke."""
+    """The rule that made the verdict."""
 
     NOTHING_YET = "nothing yet"
     MEMORY = "memory near the limit"
@@ -50,200 +52,168 @@ class Finding(enum.Enum):
     BURSTS = "wanted in bursts"
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
-    HANDING_OVER = "handing over"
+    DELIVERY = "drawing and delivering"
     OTHER_LOADER = "another loader"
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What the rules look at; times in seconds, summed over batches or workers."""
-
-    kind: str
-    batches: int
-    elapsed_s: float
-    waited_s: float
-    startup_s: float
-    workers: int
-    are_kept: bool
-    cores: int
-    busy_s: float
-    busy_share: float
-    cpu_s: float
-    stalled_s: float
-    stages: Mapping[str, float]
-    load_p50_s: float
-    load_p99_s: float
-    lent: int
-    copied: int
-    largest_bytes: int
-    share_bytes: int
-    used_bytes: int
-    free_bytes: int | None
-    limit: str
-
-    @property
-    def wait_share(self) -> float:
-        """Of the time, that the consumer waited."""
-        return min(1.0, self.waited_s / self.elapsed_s) if self.elapsed_s else 0.0
-
-    def stage(self, name: str) -> float:
-        """Seconds in a stage."""
-        return self.stages.get(name, 0.0)
-
-
-def judge(seen: Evidence) -> tuple[Finding, str]:
-    """The rule that holds, and its sentence."""
-    if not seen.batches:
-        return Finding.NOTHING_YET, "No batch has been handed over yet."
-    waited = f"The consumer waited {seen.wait_share:.0%} of the time for data"
-    finding, text = _near_a_limit(seen) or _nothing_to_gain(seen) or _who_is_to_blame(seen)
+def judge(stats: "LoaderStats") -> tuple[Finding, str]:
+    """Return the rule that holds, and its sentence."""
+    if not stats.batches:
+        return Finding.NOTHING_YET, "No batch has been delivered yet."
+    waited = f"The consumer waited {stats.wait.share:.0%} of the time for data"
+    finding, text = _near_a_limit(stats) or _nothing_to_gain(stats) or _cause(stats)
     if finding in (Finding.MEMORY, Finding.NOTHING_TO_GAIN):
         return finding, text
     return finding, f"{waited}; {text}"
 
 
-def _near_a_limit(seen: Evidence) -> tuple[Finding, str] | None:
-    if seen.share_bytes and seen.largest_bytes > (1 - FREE_SHARE) * seen.share_bytes:
+def _near_a_limit(stats: "LoaderStats") -> tuple[Finding, str] | None:
+    largest, share = stats.slots.largest_bytes, stats.slots.share_bytes
+    if share and largest > (1 - FREE_SHARE) * share:
         return Finding.MEMORY, (
-            f"Memory is near its limit: the largest batch took {size(seen.largest_bytes)} of the "
-            f"{size(seen.share_bytes)} that shm_size leaves for each; raise shm_size, or lower "
-            "batch_size or prefetch_factor, before a larger one raises SharedMemoryError."
+            f"Memory is near its limit: the largest batch took {size(largest)} of the "
+            f"{size(share)} that shm_size leaves for each; raise shm_size, or lower batch_size or "
+            "prefetch_factor, before a larger one raises SharedMemoryError."
         )
-    if seen.free_bytes is None:
-        return None
-    if seen.free_bytes < FREE_SHARE * (seen.free_bytes + seen.used_bytes):
+    free = stats.machine.free_bytes
+    used = stats.slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
+    if free is not None and free < FREE_SHARE * (free + used):
         return Finding.MEMORY, (
-            f"Memory is near its limit: the loader takes {size(seen.used_bytes)}, and "
-            f"{size(seen.free_bytes)} is free ({seen.limit}); lower num_workers, prefetch_factor "
-            "or batch_size."
+            f"Memory is near its limit: the loader takes {size(used)}, and {size(free)} is free "
+            f"({stats.machine.limit}); lower num_workers, prefetch_factor or batch_size."
         )
     return None
 
 
-def _nothing_to_gain(seen: Evidence) -> tuple[Finding, str] | None:
-    if seen.wait_share >= IDLE_SHARE:
+def _nothing_to_gain(stats: "LoaderStats") -> tuple[Finding, str] | None:
+    if stats.wait.share >= IDLE_SHARE:
         return None
     return Finding.NOTHING_TO_GAIN, (
-        f"The loader is not the limit: the consumer waited {seen.wait_share:.1%} of the time for "
+        f"The loader is not the limit: the consumer waited {stats.wait.share:.1%} of the time for "
         "data, and has nothing to gain from a faster one."
     )
 
 
-def _who_is_to_blame(seen: Evidence) -> tuple[Finding, str]:
-    if seen.workers and seen.startup_s > STARTUP_SHARE * seen.waited_s:
-        remedy = "persistent_workers=True spares that of all epochs but the first, and"
-        if seen.are_kept:
+def _cause(stats: "LoaderStats") -> tuple[Finding, str]:
+    startup_s, waited_s = stats.wait.startup_s, stats.wait.total_s
+    if stats.num_workers and startup_s > STARTUP_SHARE * waited_s:
+        remedy = "persistent_workers=True saves that in all epochs but the first, and"
+        if stats.persistent_workers:
             remedy = "later epochs find their workers ready;"
         return Finding.START_UP, (
-            f"{seconds(seen.startup_s)} of {seconds(seen.waited_s)} of waiting was for first "
-            f"batches: {remedy} a dataset that is lighter to start with spares more."
+            f"{seconds(startup_s)} of {seconds(waited_s)} of waiting was for first batches: "
+            f"{remedy} a dataset that is quicker to start saves more."
         )
-    if seen.kind == "torch":
+    if stats.kind == "torch":
         return Finding.OTHER_LOADER, (
-            "what it does meanwhile is not known: torch's own iterator loads, since the dataset is "
-            "a data pipe, or this system has no memfd or pidfd."
+            "what the loader does meanwhile is not known: torch's own iterator loads, since the "
+            "dataset is a data pipe, or this system has no memfd or pidfd."
         )
-    if seen.kind == "other":
+    if stats.kind == "other":
         return Finding.OTHER_LOADER, (
-            "what it does meanwhile is not known: it is none of shmloader's, which would say."
+            "what the loader does meanwhile is not known, since it is not one of shmloader's."
         )
-    if seen.kind == "in-process":
-        busiest = _busiest(seen)
-        remedy = (
-            f"give the loader workers (num_workers=; this process may use {_cores(seen.cores)})"
-        )
+    if stats.kind == "in-process":
+        busiest = _busiest(stats)
+        remedy = f"give the loader workers (num_workers=; this process may use {_cores(stats)})"
         if busiest in ("build", "pin", "device"):  # workers would not do that
             remedy = "make that cheaper, or raise batch_size"
         return Finding.IN_PROCESS, (
             f"it loads the data itself, mostly in {_NAMES[busiest]}: {remedy}."
         )
-    return _of_the_main_process(seen) or _of_the_workers(seen)
+    return _of_the_main_process(stats) or _of_the_workers(stats)
 
 
-def _of_the_main_process(seen: Evidence) -> tuple[Finding, str] | None:
-    steady_s = max(1e-9, seen.elapsed_s - seen.startup_s)
-    if seen.stage("pin") > BUSY_SHARE * steady_s:
+def _of_the_main_process(stats: "LoaderStats") -> tuple[Finding, str] | None:
+    steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
+    pin_s, device_s = stats.stages.pin.total_s, stats.stages.device.total_s
+    if pin_s > BUSY_SHARE * steady_s:
         return Finding.PINNING, (
-            f"the thread that pins was busy {_share(seen.stage('pin'), steady_s)}: let batches go "
-            "straight to the device (device=), or send smaller types (uint8, converted there)."
+            f"the thread that pins was busy {_share(pin_s, steady_s)}: copy batches straight to "
+            "the device (device=), or use smaller types (uint8, converted there)."
         )
-    if seen.stage("device") > BUSY_SHARE * steady_s:
+    if device_s > BUSY_SHARE * steady_s:
         return Finding.DEVICE_COPY, (
-            "the thread that copies to the device was busy "
-            f"{_share(seen.stage('device'), steady_s)}: send smaller types (uint8, converted by "
-            "transform=), or make transform= cheaper."
+            f"the thread that copies to the device was busy {_share(device_s, steady_s)}: use "
+            "smaller types (uint8, converted by transform=), or make transform= cheaper."
         )
+    copied, lent = stats.slots.copied, stats.slots.lent
     # Building views takes microseconds: seconds there are copies.
-    if seen.copied > seen.lent and seen.stage("build") > COPY_SHARE * seen.waited_s:
+    if copied > lent and stats.stages.build.total_s > COPY_SHARE * stats.wait.total_s:
         return Finding.SLOTS_HELD, (
-            f"{seen.copied} of {seen.copied + seen.lent} batches were copied out of their slots, "
-            "since so many earlier ones were still held: drop batches when they are used, or keep "
-            "clones of the parts that are needed."
+            f"{copied} of {copied + lent} batches were copied out of their slots, since too many "
+            "earlier ones were still held: drop each batch after use, or keep clones of the parts "
+            "that you need."
         )
     return None
 
 
-def _of_the_workers(seen: Evidence) -> tuple[Finding, str]:
-    busy = f"workers were busy {seen.busy_share:.0%}"
-    # Of workers that have little to do, it says nothing that they wait for a core now and then.
-    is_stalled = seen.stalled_s > STALLED_SHARE * max(
-        seen.busy_s, seen.elapsed_s * seen.workers / 2
-    )
-    stalled = f"{busy}, but for {_share(seen.stalled_s, seen.busy_s)} of that no core was free"
-    if is_stalled and seen.workers > seen.cores:
+def _of_the_workers(stats: "LoaderStats") -> tuple[Finding, str]:
+    working = [worker for worker in stats.workers if worker.batches]
+    busy_s = sum(worker.busy_s for worker in working)
+    busy_share = sum(worker.busy_share for worker in working) / max(1, len(working))
+    stalled_s = sum(worker.stalled_s or 0.0 for worker in stats.workers)
+    busy = f"workers were busy {busy_share:.0%}"
+    # Workers that have little to do may wait for a core now and then.
+    is_stalled = stalled_s > STALLED_SHARE * max(busy_s, stats.elapsed_s * stats.num_workers / 2)
+    stalled = f"{busy}, but for {_share(stalled_s, busy_s)} of that no core was free"
+    if is_stalled and stats.num_workers > stats.machine.cores:
         return Finding.TOO_MANY_WORKERS, (
-            f"{stalled} for them: {seen.workers} workers fight for {_cores(seen.cores)}; lower "
+            f"{stalled} for them: {stats.num_workers} workers compete for {_cores(stats)}; lower "
             "num_workers."
         )
-    is_idle = seen.busy_share < BUSY_SHARE
-    is_uneven = seen.load_p99_s > STRAGGLER_FACTOR * seen.load_p50_s > 0
-    # Where workers had to stand still for a slow one, batches behind it were done and waited.
-    if is_idle and is_uneven and seen.stage("reorder") > HELD_SHARE * seen.waited_s:
+    is_idle = busy_share < BUSY_SHARE
+    is_uneven = stats.load_p99_s > STRAGGLER_FACTOR * stats.load_p50_s > 0
+    stages, held_s = stats.stages, HELD_SHARE * stats.wait.total_s
+    # Where workers had to wait for a slow one, the batches behind it were done and waited.
+    if is_idle and is_uneven and stages.reorder.total_s > held_s:
         return Finding.STRAGGLERS, (
-            f"one batch in a hundred takes {seen.load_p99_s / seen.load_p50_s:.0f} times as long "
-            f"as the median and holds up those behind it, so that {busy}: let batches overtake "
-            "(in_order=False), or raise prefetch_factor."
+            f"one batch in a hundred takes {stats.load_p99_s / stats.load_p50_s:.0f} times as long "
+            f"as the median and holds up those behind it, so that {busy}: let later batches come "
+            "first (in_order=False), or raise prefetch_factor."
         )
-    between_s = seen.stage("transport") + seen.stage("build")
-    if is_idle and between_s > HELD_SHARE * seen.waited_s:
-        return Finding.HANDING_OVER, (
-            f"{busy} with batches of {seconds(seen.load_p50_s)}, and the rest is drawing and "
-            "handing them over: raise batch_size, so that there are fewer, or make the sampler "
-            "(or a transform= on the CPU) cheaper."
+    if is_idle and stages.transport.total_s + stages.build.total_s > held_s:
+        return Finding.DELIVERY, (
+            f"{busy} with batches of {seconds(stats.load_p50_s)}, and the other time went into "
+            "drawing and delivering them: raise batch_size, so that there are fewer, or make the "
+            "sampler (or a transform= on the CPU) cheaper."
         )
-    if is_idle and seen.stage("ready") > HELD_SHARE * seen.waited_s:
+    if is_idle and stages.ready.total_s > held_s:
         return Finding.BURSTS, (
-            f"{busy}, since batches are wanted in bursts, and too few are made ahead: raise "
+            f"{busy}, since batches are wanted in bursts and too few are loaded ahead: raise "
             "prefetch_factor."
         )
     if is_stalled:
         return Finding.CORES_TAKEN, (
-            f"{stalled}: something else runs there ({_cores(seen.cores)}); end it, or use others."
+            f"{stalled}: other programs use them ({_cores(stats)}); end these, or use other cores."
         )
-    return _of_their_work(seen, busy)
+    return _of_their_work(stats, busy, busy_s, stalled_s)
 
 
-def _of_their_work(seen: Evidence, busy: str) -> tuple[Finding, str]:
-    if seen.stage("collate") > COLLATE_SHARE * seen.busy_s:
+def _of_their_work(
+    stats: "LoaderStats", busy: str, busy_s: float, stalled_s: float
+) -> tuple[Finding, str]:
+    collate_s = stats.stages.collate.total_s
+    if collate_s > COLLATE_SHARE * busy_s:
         return Finding.SLOW_COLLATE, (
-            f"{busy}, {_share(seen.stage('collate'), seen.busy_s)} of it in collate_fn: move work "
-            "from there into the dataset, or have it write into shmloader.empty()."
+            f"{busy}, {_share(collate_s, busy_s)} of it in collate_fn: move work from there to the "
+            "dataset, or let it write into shmloader.empty()."
         )
-    where = f"{busy}, mostly in {_NAMES[_busiest(seen)]}"
+    where = f"{busy}, mostly in {_NAMES[_busiest(stats)]}"
     turns = ""
-    if seen.kind == "threads":
-        turns = " Threads take turns at Python code: for that, leave out thread_pool=True."
-    if seen.workers < seen.cores:
+    if stats.kind == "threads":
+        turns = " Threads run Python code one at a time: for that, leave out thread_pool=True."
+    if stats.num_workers < stats.machine.cores:
         return Finding.TOO_FEW_WORKERS, (
-            f"{where}: add workers ({seen.workers} of {_cores(seen.cores)} are used).{turns}"
+            f"{where}: add workers ({stats.num_workers} of {_cores(stats)} are used).{turns}"
         )
-    if seen.cpu_s + seen.stalled_s < COMPUTING_SHARE * seen.busy_s:
+    if sum(worker.cpu_s for worker in stats.workers) + stalled_s < COMPUTING_SHARE * busy_s:
         return Finding.TOO_FEW_WORKERS, (
-            f"{where}, where they wait more than they compute: add workers, also more than the "
-            f"{_cores(seen.cores)}."
+            f"{where}, where they wait more than they compute: add workers, even more than the "
+            f"{_cores(stats)}."
         )
     return Finding.TOO_FEW_WORKERS, (
-        f"{where}, on all of {_cores(seen.cores)}: make that cheaper, or use more cores.{turns}"
+        f"{where}, on all of {_cores(stats)}: make that cheaper, or use more cores.{turns}"
     )
 
 
@@ -252,21 +222,22 @@ _NAMES = {
     "collate": "`collate_fn`",
     "encode": "encoding",
     # Of a loader without workers:
-    "build": "handing batches over (and `transform`)",
+    "build": "delivering batches (and `transform`)",
     "pin": "pinning",
     "device": "copying to the device and `transform`",
 }
 
 
-def _busiest(seen: Evidence) -> str:
-    """The stage that takes most of who loads."""
+def _busiest(stats: "LoaderStats") -> str:
+    """Return the stage that takes most of the loading time."""
+    seconds_in = {name: stage.total_s for name, stage in stats.stages._asdict().items()}
     of_workers = ("fetch", "collate", "encode")
-    return max(_NAMES if seen.kind == "in-process" else of_workers, key=seen.stage)
+    return max(_NAMES if stats.kind == "in-process" else of_workers, key=seconds_in.__getitem__)
 
 
 def _share(part: float, whole: float) -> str:
     return f"{min(1.0, part / whole):.0%}" if whole else "0%"
 
 
-def _cores(count: int) -> str:
-    return counted(count, "core")
+def _cores(stats: "LoaderStats") -> str:
+    return counted(stats.machine.cores, "core")

@@ -1,1 +1,1 @@
-"""The loaders, and their iterators."""
+"""The loaders, their arguments and their iterators."""

@@ -1,11 +1,12 @@
-"""torch's own iterators, where ours cannot load: data pipes, and systems without memfd or pidfd.
+"""torch's own iterators, for what ours cannot load: data pipes, and systems without memfd or pidfd.
 
-They load as torch does, with torch's own workers. What is added is what the loader around them
-promises: statistics, as far as they can be seen from outside, and an end by ``close()``.
+They load as torch does, with torch's own workers. Added is what the loader around them promises:
+statistics, as far as they can be seen from outside, and an end by ``close()``.
 """
 
 import contextlib
 import time
+import warnings
 from typing import Any
 
 from torch.utils.data.dataloader import (
@@ -18,14 +19,40 @@ from shmloader.batch.timer import bytes_of
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.loader.config import LoaderParts
+from shmloader.memory.slot import why_unsupported
 from shmloader.sampling.plan import EpochPlan
 
-# Containers in containers that are looked into; one may contain itself.
+# Levels of nested containers that are searched for a tensor; a container may contain itself.
 _DEEPEST = 8
 
 
+def describe_unsupported() -> str:
+    """Return why a loader runs on torch's own workers."""
+    return (
+        f"shmloader cannot have worker processes of its own here, since {why_unsupported()}; this "
+        "loader runs on torch's own workers instead."
+    )
+
+
+def warn_of_torch_workers(ours: dict[str, bool]) -> None:
+    """Warn that a loader runs on torch's own workers.
+
+    Args:
+        ours: Arguments that torch's workers do not support, and whether each was given.
+
+    Raises:
+        RuntimeError: If one was given.
+    """
+    given = [name for name, is_given in ours.items() if is_given]
+    if given:
+        raise RuntimeError(
+            f"{describe_unsupported()} These cannot be combined with {', '.join(given)}."
+        )
+    warnings.warn(describe_unsupported(), RuntimeWarning, stacklevel=3)
+
+
 class TorchIterator(_BaseDataLoaderIter):
-    """What is added to torch's iterators.
+    """Adds statistics and ``close()`` to torch's iterators.
 
     Attributes:
         is_closed: Whether ``close()`` was called.
@@ -50,17 +77,17 @@ class TorchIterator(_BaseDataLoaderIter):
             begin_ns=began_ns,
         )
         self._parts.statistics.begin(self._record, self)
-        self._record.begun()
+        self._record.note_begun()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin an epoch; torch calls this, for the first one inside of the constructor."""
+        """Begin an epoch; torch calls this, for the first epoch in the constructor."""
         began_ns = time.monotonic_ns()
         super()._reset(loader, first_iter)
         if not first_iter:
             self._begin(loader, began_ns)
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             ClosedLoaderError: After ``close()``.
@@ -71,20 +98,20 @@ class TorchIterator(_BaseDataLoaderIter):
         try:
             batch = super().__next__()
         except Exception as error:
-            record.waited(began_ns, time.monotonic_ns())
+            record.note_wait(began_ns, time.monotonic_ns())
             if isinstance(error, StopIteration):
                 record.end()
             else:
                 record.failures += 1
             raise
-        record.waited(began_ns, time.monotonic_ns())
+        record.note_wait(began_ns, time.monotonic_ns())
         record.batches += 1
         record.samples += samples_of(batch, self._batch_size)
         record.nbytes += bytes_of(batch)
         return batch
 
     def close(self) -> None:
-        """Give no further batch; may be called again."""
+        """End the epoch: no further batch is delivered. May be called again."""
         self.is_closed = True
         self._record.end()
 
@@ -97,13 +124,21 @@ class TorchWorkerIterator(TorchIterator, _MultiProcessingDataLoaderIter):
     """Loads in torch's worker processes."""
 
     def close(self) -> None:
-        """End the workers; may be called again."""
+        """End the epoch and the workers. May be called again."""
         super().close()
         self._shutdown_workers()
 
 
+def torch_iterator(loader: Any, plan: EpochPlan, parts: LoaderParts) -> TorchIterator:
+    """Return torch's iterator over a new epoch of the loader."""
+    if loader.num_workers == 0:
+        return TorchInProcessIterator(loader, plan, parts)
+    loader.check_worker_number_rationality()
+    return TorchWorkerIterator(loader, plan, parts)
+
+
 def samples_of(batch: Any, batch_size: int | None) -> int:
-    """Samples of a batch that was not made here, as far as can be told.
+    """Return the number of samples of a batch that was not made here, as far as can be told.
 
     Args:
         batch: The batch.
@@ -111,7 +146,7 @@ def samples_of(batch: Any, batch_size: int | None) -> int:
     """
     if batch_size is None:
         return 1
-    with contextlib.suppress(Exception):  # it may be any object
+    with contextlib.suppress(Exception):  # the batch may be any object
         for _ in range(_DEEPEST):
             if isinstance(batch, list | tuple):
                 batch = batch[0]

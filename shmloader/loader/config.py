@@ -1,9 +1,8 @@
 """What an iterator knows of its loader: the arguments, and what all its iterators share.
 
-torch's iterators read the attributes of the loader, which users may set between epochs. So a
-:class:`LoaderConfig` is made of them when an iterator begins, and is handed to every part. Worker
-processes get the part of it that is about batches (``FetchConfig``) and the part that is about
-memory (``MemoryConfig``).
+Users may set the attributes of a loader between epochs. So each iterator makes a
+:class:`LoaderConfig` of them when it begins, and passes it on. Worker processes get the settings
+about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
-from shmloader.insight.epochs import Statistics
+from shmloader.insight.record import Statistics
+from shmloader.loader.arguments import LOOP_HOLDS, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
-from shmloader.options import LEND_LIMIT, LOOP_HOLDS, slot_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +29,10 @@ class LoaderConfig:
     """The arguments of a loader, checked, in the form in which its parts use them.
 
     Attributes:
-        fetch: How a batch is fetched and collated; this part travels to the workers.
+        fetch: How a batch is fetched and collated; sent to the workers.
         dataset: The dataset.
         collate_fn: Makes a batch of samples.
-        on_error: What is done about a sample that fails.
+        on_error: What to do about a sample that fails.
         max_failures: How many samples may fail in an epoch; None for any number.
         saves_dataset: Whether states of the loader contain states of the dataset.
         num_workers: Number of workers to begin with.
@@ -42,18 +41,18 @@ class LoaderConfig:
         fixed_window: Batches in flight, if that does not depend on the workers; otherwise None.
         in_order: Whether batches are delivered in the sampler's order.
         is_dynamic: Whether a batch may come from any worker (dynamic dispatch).
-        timeout_s: Seconds to wait for a batch; 0 for ever.
-        worker_init_fn: Called in each worker.
+        timeout_s: Seconds to wait for a batch; 0 waits forever.
+        worker_init_fn: Called in each worker with its number.
         worker_restarts: Number of dead workers that are replaced in an epoch.
         multiprocessing_context: A multiprocessing context; None for the default one.
         is_threaded: Whether workers are threads.
         shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
-        devices: Where each batch of a step arrives; None for the CPU. Of one, unless
+        devices: Where each batch of a step arrives; None for the CPU. Only one, unless
             ``has_steps``.
         has_steps: Whether each step is a list of batches, one for each device.
-        device_prefetch: Batches that may be ready on the device.
-        transform: Called with each batch on the device; None for nothing.
-        root: Directory in which ``proc`` and ``sys`` are.
+        device_prefetch: Number of batches that may be ready on the device.
+        transform: Called with each batch on the device; None for no call.
+        root: Directory that contains ``proc`` and ``sys``.
     """
 
     fetch: FetchConfig
@@ -124,7 +123,7 @@ class LoaderConfig:
         )
 
     def watch_failures(self, failures: FailureList[FailedSample]) -> FailureWatch | None:
-        """Return what notes the samples that fail, in ``failures``; None if the first raises."""
+        """Return the watch that records failures in ``failures``; None if the first raises."""
         if self.on_error == "raise" or self.fetch.is_iterable:
             return None
         return FailureWatch(
@@ -135,22 +134,17 @@ class LoaderConfig:
         )
 
 
-def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
-    """Return how many batches may be lent at once: on a device, the copied ones and the next."""
-    return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
-
-
 @dataclass(slots=True)
 class LoaderParts:
-    """What all iterators of a loader share. A copy of the loader, or a pickle, has its own.
+    """What all iterators of a loader share. A copy or a pickle of the loader has its own.
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         failures: The samples that failed.
         statistics: The records of all epochs.
-        destination: The devices, as the first iterator has opened them.
-        streams: Where the datasets of the newest epoch are.
-        resume_streams: Where they go on in the next iterator that is made.
+        destination: The devices, as the first iterator opened them.
+        streams: Positions or states of the workers' datasets in the newest epoch.
+        resume_streams: The ones from which the next new iterator resumes; None to begin anew.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
@@ -163,7 +157,7 @@ class LoaderParts:
     has_counted_objects: bool = False
 
     def take_resumed(self) -> IterableCheckpoints | None:
-        """Return where the datasets of an iterator that begins go on; None for the beginning."""
+        """Return what a new iterator's datasets resume from, once; None for the beginning."""
         resumed = self.resume_streams
         self.streams = self.resume_streams = None
         return resumed

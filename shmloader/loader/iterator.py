@@ -110,7 +110,7 @@ class EngineIterator(CountingIterator):
             self._iterate_again(loader)
             self._begin_draws()
             self._source.start(self._sampler_iter)
-            self._record.begun()
+            self._record.note_begun()
         except BaseException:
             if hasattr(self, "_finalizer"):
                 self.close()
@@ -184,7 +184,7 @@ class EngineIterator(CountingIterator):
         begun = self._engine.stream_beginnings
         if begun is not None:
             self._streams = self._parts.streams = begun.copy()
-        self._record.begun()
+        self._record.note_begun()
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
         self._record = self._make_record(worker_count, begin_ns)
@@ -257,12 +257,12 @@ class EngineIterator(CountingIterator):
         source = self._source
         delivery = source.delivery
         if delivery is not None and delivery.times is not None:
-            self._record.handed(delivery.times, began_ns, ended_ns, source.staged)
+            self._record.note_batch(delivery.times, began_ns, ended_ns, source.staged)
             if self._adapter is not None:
                 busy_ns = sum(delivery.times.work[1:4])
                 self._adapt(self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns))
         else:
-            self._record.waited(began_ns, ended_ns)
+            self._record.note_wait(began_ns, ended_ns)
 
     def _adapt(self, wanted: int) -> None:
         """Have so many workers, and say how many there are (``num_workers="auto"``)."""
@@ -272,7 +272,7 @@ class EngineIterator(CountingIterator):
 
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
         record, source = self._record, self._source
-        record.waited(began_ns, time.monotonic_ns())
+        record.note_wait(began_ns, time.monotonic_ns())
         if isinstance(error, StopIteration):
             record.end()
         elif source.told == id(error) and source.delivery is not None:

@@ -1,34 +1,52 @@
-"""The part of a loader that counts epochs, and saves and loads its state."""
+"""The part of a loader that knows its epochs: their order, the position, saved states, copies."""
 
 import contextlib
 import copy
 import logging
+import os
+import threading
 import warnings
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar, cast
 
 import torch.utils.data
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import ClosedLoaderError
+from shmloader.loader.arguments import LastBatch, is_data_pipe
+from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import check_state, sealed
-from shmloader.memory.slot import is_supported, why_unsupported
+from shmloader.memory.slot import is_supported
 from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.positions import PositionedStreams
+from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_checkpoint import has_own_state
+from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.seeded_order import SeededOrder, SeededRandomSampler
+from shmloader.sampling.steps import Cut, Tail
 
 _T_co = TypeVar("_T_co", covariant=True)
 
 _log = logging.getLogger("shmloader")
 
 
-def describe_unsupported() -> str:
-    """Return why a loader runs on torch's own workers."""
-    return (
-        f"shmloader cannot have worker processes of its own here, since {why_unsupported()}; this "
-        "loader runs on torch's own workers instead."
-    )
+class _BeginLock:
+    """Lock of the thread that begins an epoch. In a forked child it is free again."""
+
+    def __init__(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock inside the block."""
+        if self._pid != os.getpid():  # a thread may have held it that the child does not have
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        with self._lock:
+            yield
 
 
 class _NextEpoch:
@@ -41,27 +59,39 @@ class _NextEpoch:
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     """A loader whose state can be saved and loaded. Used on the user's thread.
 
-    The order of the samples and the position in it belong to the :class:`EpochPlan`; what is added
-    here are the states of the dataset, and whether a state fits the loader.
+    The order of the samples and the position in it belong to the :class:`EpochPlan`. This class
+    makes the plan, and adds the states of the dataset and the check whether a state fits.
     """
 
     thread_pool: bool
+    last_batch: LastBatch | None
     snapshot_every_n_steps: int | None
-    _adapter: Adapter | None
+
+    #: Decides how many workers there are, with ``num_workers="auto"``.
+    _adapter: Adapter | None = None
+    #: The seed that samples and order depend on. Users may set ``seed``, which changes nothing.
+    _sample_seed: int | None
+    #: Set at the end of the constructor.
+    _plan: EpochPlan | None = None
     _is_closed = False
 
-    # Set at the end of the constructor.
-    _plan: EpochPlan | None = None
-
+    # Not shared or copied: a copy or a pickle of the loader gets new ones.
     _parts: LoaderParts
+    _open_iterators: weakref.WeakSet[Any]
+    _begin_lock: _BeginLock
+
+    def _make_own_parts(self) -> None:
+        self._open_iterators = weakref.WeakSet()
+        self._begin_lock = _BeginLock()
+        self._parts = LoaderParts(self._adapter)
+
+    # The order -----------------------------------------------------------------------------
 
     @property
     def _index_sampler(self) -> Any:
         """The sampler that torch's iterators iterate."""
         plan = self._plan
         return super()._index_sampler if plan is None else plan.order.index_sampler
-
-    epoch = _NextEpoch()
 
     @property
     def _present_plan(self) -> EpochPlan:
@@ -71,26 +101,106 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan.generator = self.generator
         return plan
 
+    def _make_plan(
+        self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
+    ) -> None:
+        """Set the plan; called by the constructor with the user's samplers, or None."""
+        seed = self._sample_seed
+        if seed is not None and sampler is None and batch_sampler is None:
+            self._use_seeded_sampler(seed)
+        if self.last_batch == "rollover":
+            assert self.batch_size is not None
+            # Set past torch's guard, which is there for users.
+            self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
+        self._set_plan(EpochPlan(self._make_order(sampler, batch_sampler)))
+
+    def _make_order(
+        self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
+    ) -> SeededOrder | SamplerOrder:
+        seed, index_sampler = self._sample_seed, super()._index_sampler
+        is_iterable = isinstance(self.dataset, IterableDataset)
+        if seed is None or is_iterable:
+            return SamplerOrder(
+                index_sampler if seed is None else PositionedStreams(index_sampler),
+                is_iterable=is_iterable,
+                batch_size=self.batch_size,
+                tail="drop" if self.drop_last else self.last_batch or "keep",
+                seed=seed,
+            )
+        tail: Tail = "drop" if self.drop_last else "uneven"
+        items = sampler if batch_sampler is None else batch_sampler
+        return SeededOrder(
+            self.batch_size,
+            0,
+            Cut(self.batch_size or 1),
+            "rollover" if self.last_batch == "rollover" else tail,
+            seed,
+            length=cast("Sized", self.dataset) if items is None else None,
+            shuffle=isinstance(self.sampler, RandomSampler),
+            items=items,
+            own_sampler=self._own_sampler(items),
+            may_shard=False,
+            is_positioned=True,
+        )
+
+    def _set_plan(self, plan: EpochPlan) -> None:
+        """Set the plan; the batch sampler begins with what the plan's order carries over."""
+        self._plan = plan
+        carry_over = plan.order.carry_over
+        if carry_over is not None and isinstance(self.batch_sampler, RolloverBatchSampler):
+            self.batch_sampler.carry_over = carry_over
+
+    def _use_seeded_sampler(self, seed: int) -> None:
+        """Replace torch's RandomSampler by the order that is delivered."""
+        if type(self.sampler) is RandomSampler:
+            self._set_own_sampler(SeededRandomSampler(self.sampler.data_source, seed))
+
+    def _own_sampler(self, items: Iterable[Any] | None) -> SeededRandomSampler | None:
+        """Return the loader's own seeded sampler; None if the user's ``items`` are the order."""
+        sampler = self.sampler
+        return sampler if items is None and isinstance(sampler, SeededRandomSampler) else None
+
+    def _set_own_sampler(self, sampler: SeededRandomSampler) -> None:
+        """Set ``sampler``, and the batch sampler over it, past torch's guard."""
+        own = self.__dict__
+        own["sampler"] = sampler
+        batches = own["batch_sampler"]
+        if type(batches) is BatchSampler:
+            own["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        elif isinstance(batches, RolloverBatchSampler):
+            batches.sampler = sampler
+
+    # Epochs --------------------------------------------------------------------------------
+
+    epoch = _NextEpoch()
+
     def set_epoch(self, epoch: int) -> None:
-        """Name the next epoch; without it, each ``iter()`` counts one, from 0.
+        """Name the next epoch; without this call, each ``iter()`` begins the next number, from 0.
 
-        With a ``seed``, order and random numbers are those of that epoch. A sampler, or batch
-        sampler, that has ``set_epoch`` is told: with a seed at each epoch, otherwise now. A state
-        that was loaded goes on if it is of that epoch, and is given up if not.
+        With a ``seed``, order and random numbers are those of that epoch. A sampler or batch
+        sampler that has ``set_epoch`` is told the number: with a seed at each epoch, otherwise
+        now. A loaded state of that epoch is kept, and one of another epoch is discarded.
 
-        With a ``seed``, calling the ``set_epoch`` of the sampler itself names the next epoch as
-        well, if the sampler has an attribute ``epoch`` with what it was told.
+        With a ``seed``, calling ``set_epoch`` of the sampler itself names the next epoch as well,
+        if the sampler has an attribute ``epoch`` with the number that it was told.
         """
         self._present_plan.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of batches of the running epoch, or of the next one if none runs."""
+        plan = self._present_plan
+        if plan.progress.is_ended:
+            plan.commit()
+        return super().__len__()
 
     def _begin_epoch(self) -> None:
         plan = self._present_plan
         if plan.resumed is not None:
-            self._begin_streams(plan.resumed)
+            self._resume_streams(plan.resumed)
         plan.begin(draws_seed=self._iterator is None)
 
-    def _begin_streams(self, state: dict[str, Any]) -> None:
-        """Have a new iterator go on with the workers' datasets, if the state has theirs."""
+    def _resume_streams(self, state: dict[str, Any]) -> None:
+        """Make a new iterator resume the workers' datasets, if the state contains theirs."""
         if not self._saves_dataset:
             return
         iterator, self._iterator = self._iterator, None
@@ -102,8 +212,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
             if again and isinstance(self.dataset, IterableDataset):
                 _log.info(
-                    "epoch %d goes on at batch %d: %d batches that were delivered before are read "
-                    "again and discarded",
+                    "epoch %d resumes at batch %d: %d batches that were delivered before are "
+                    "re-read and discarded",
                     state["epoch"],
                     state["position"],
                     again,
@@ -111,7 +221,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     @property
     def _saves_dataset(self) -> bool:
-        """Whether a state has the position of each worker's dataset, or its own state."""
+        """Whether a state contains the position of each worker's dataset, or its own state."""
         if isinstance(self.dataset, IterableDataset):
             return True
         return has_own_state(self.dataset) and self._can_save_dataset
@@ -122,22 +232,22 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         wants = bool(self.snapshot_every_n_steps)
         return wants and not self.thread_pool and self._adapter is None
 
-    # States ------------------------------------------------------------------------------
+    # States --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest epoch is: what was handed over, and nothing that is prefetched.
+        """Return the position in the newest epoch: of delivered batches, not of prefetched ones.
 
-        May be called between any two batches, on the thread that takes them. After the last
-        batch's StopIteration it is the beginning of the next epoch.
+        May be called between any two batches, on the thread that takes them. Once the epoch has
+        ended with StopIteration, the state is that of the beginning of the next epoch.
 
         Returns:
-            Plain values, a few hundred bytes and the states of generators, that go through
-            ``json``, ``pickle`` and ``torch.save``, and never change. Of a dataset that has
-            ``state_dict`` and ``load_state_dict``, with what these gave.
+            Plain values, of a few hundred bytes plus the states of generators, which can go
+            through ``json``, ``pickle`` and ``torch.save`` and never change. If the dataset has
+            ``state_dict`` and ``load_state_dict``, also what its ``state_dict`` returned.
 
         Raises:
-            RuntimeError: If torch's own iterator loads: a data pipe, or where there are no
-                workers of ours.
+            RuntimeError: If torch's own iterator loads: for a data pipe, or where worker
+                processes of shmloader cannot be had.
         """
         self._check_has_state()
         plan = self._present_plan
@@ -152,7 +262,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return sealed(self._with_streams(copy.deepcopy(state)))
 
     def _with_streams(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with where the workers' datasets are."""
+        """Return the state with the positions or states of the workers' datasets."""
         plan, streams = self._present_plan, self._parts.streams
         is_iterable = isinstance(self.dataset, IterableDataset)
         if has_own_state(self.dataset) and not (is_iterable or self._can_save_dataset):
@@ -171,10 +281,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return state
 
     def _warn_of_dataset(self) -> None:
-        """Say that a state lacks the map-style dataset's own, unless that is what the user wants.
+        """Warn that a state lacks the map-style dataset's own, unless the user wants that.
 
-        Threads share one dataset, which is ahead of what was delivered; with "auto", a state of
-        each worker would ask for as many of them again.
+        Threads share one dataset, which is ahead of what was delivered. With "auto", resuming from
+        the states of all workers would need the same number of workers again.
         """
         if self.snapshot_every_n_steps:
             how = "thread_pool=True" if self.thread_pool else 'num_workers="auto"'
@@ -186,15 +296,15 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next ``iter()`` go on from a state: with the very next batch.
+        """Resume from a state: the next ``iter()`` delivers the batch that followed it.
 
         Args:
             state: What ``state_dict()`` of such a loader returned, in this process or another.
 
         Raises:
-            ValueError: If it does not fit this loader, and says what was found and what
-                expected; or if it is damaged.
-            TypeError: If it is no dict.
+            ValueError: If the state is damaged or does not fit this loader; the message says what
+                was found and what was expected.
+            TypeError: If it is not a dict.
             ClosedLoaderError: After ``close()``.
         """
         self._check_has_state()
@@ -205,24 +315,25 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._present_plan.load_state_dict(loaded)
 
     def _check_streams(self, loaded: dict[str, Any]) -> None:
-        """Raise ValueError where what it says of the workers' datasets does not fit."""
+        """Raise ValueError if what a state contains of the workers' datasets does not fit."""
         if "streams" in loaded:
             if not self._saves_dataset:
                 raise ValueError(
                     "the state contains states of the dataset, which this loader cannot load: its "
-                    "dataset needs state_dict() and load_state_dict(), and the loader worker "
-                    "processes of a fixed number, or none, and snapshot_every_n_steps of 1 or more"
+                    "dataset needs state_dict() and load_state_dict(), and the loader a fixed "
+                    "number of worker processes, or none, and snapshot_every_n_steps of 1 or more"
                 )
-            IterableCheckpoints.load(loaded["streams"], self.num_workers)  # whether it fits
+            IterableCheckpoints.load(loaded["streams"], self.num_workers)  # raises if it does not
         elif self._saves_dataset and loaded["position"]:
             raise ValueError(
-                f"the state is of batch {loaded['position']}, and lacks the place or the state "
-                "of the dataset; it was saved by a loader whose dataset had no state_dict(), or "
-                'with snapshot_every_n_steps=0, thread_pool=True or num_workers="auto"'
+                f"the state is of batch {loaded['position']}, but does not contain the position "
+                "or the state of the dataset: it was saved by a loader whose dataset had no "
+                "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True or "
+                'num_workers="auto"'
             )
 
     def _check_has_state(self) -> None:
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+        if is_data_pipe(self.dataset):
             raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
         if self.num_workers and not self.thread_pool and not is_supported():
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
@@ -231,13 +342,44 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Return what a state and its loader must have in common."""
         length: int | None = None
         if not isinstance(self.dataset, IterableDataset):
-            with contextlib.suppress(TypeError, NotImplementedError):  # it need not have one
+            with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
                 length = len(self.dataset)  # type: ignore[arg-type]
         return {"length": length, **self._present_plan.order.facts()}
 
-    def __len__(self) -> int:
-        """Batches of the epoch that runs, or of the next one if none does; see torch's."""
+    # Copies --------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes but iterators and failures: a copy or a pickle has no workers."""
         plan = self._present_plan
         if plan.progress.is_ended:
-            plan.commit()
-        return super().__len__()
+            plan.commit()  # a copy begins with what was left over
+        state = self.__dict__.copy()
+        state["_iterator"] = None
+        for name in ("_parts", "_open_iterators", "_begin_lock"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes that :meth:`__getstate__` returned."""
+        self.__dict__.update(state)
+        if self._adapter is not None:
+            self._adapter = Adapter(self.num_workers, self._adapter.most)
+        self._make_own_parts()
+        self._unshare_plan()
+
+    def _unshare_plan(self) -> None:
+        """Copy the plan and the samplers: copy.copy() passes on the objects of the original."""
+        plan = self._present_plan
+        old = plan.order
+        if isinstance(self.batch_sampler, RolloverBatchSampler):
+            self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
+        if isinstance(old, SamplerOrder):
+            order: SeededOrder | SamplerOrder = copy.copy(old)
+            if isinstance(order.index_sampler, RolloverBatchSampler):
+                order.index_sampler = self.batch_sampler
+        else:
+            sampler = copy.copy(old.own_sampler)
+            if sampler is not None:
+                self._set_own_sampler(sampler)
+            order = old.copy(sampler)
+        self._set_plan(plan.copy(order))

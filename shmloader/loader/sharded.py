@@ -1,13 +1,13 @@
-"""``shmloader.ShardedDataLoader``: one global order, cut for the shards of a step and for ranks."""
+"""``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe, Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
+from shmloader.loader.arguments import LastBatch, check_last_batch, is_map_style
 from shmloader.loader.dataloader import DataLoader
-from shmloader.options import LastBatch, check_last_batch
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import EpochPlan
@@ -21,60 +21,77 @@ _TAILS: dict[str, Tail] = {"keep": "uneven", "discard": "drop", "rollover": "rol
 
 
 class ShardedDataLoader(DataLoader[_T_co]):
-    """A loader for several GPUs: in one process, in many, or both.
+    """A loader for several GPUs: in one process, in several, or both.
 
     All ranks follow one global order of the samples, which depends on ``seed`` and the epoch
-    alone. Global batch b is its run of ``batch_size * shards * world_size`` samples; rank r takes
-    the r-th part of that, and shard i of a rank the i-th part of this. So the batches of all ranks
-    and shards, one after the other, are the same sequence on any number of ranks, as long as the
-    global batch is as large.
+    alone. Global batch b is the b-th run of ``batch_size * shards * world_size`` samples in it.
+    Rank r takes the r-th part of each global batch, and shard i of a rank the i-th part of that.
+    So the batches of all ranks and shards, one after the other, are the same sequence for any
+    number of ranks, as long as the global batch has the same size.
 
     Args:
         dataset: Map-style; a NumPy array, a tensor or a sequence will do.
-        batch_size: Samples of each batch: of a rank, or of each shard of a rank.
-        shuffle: Whether each epoch has a random order of its own. It takes no memory.
-        sampler: Gives the order in place of these. Each rank draws all of it, under random
-            streams (``random``, ``numpy.random``, torch) that depend on ``seed`` and the epoch. If
-            it has ``set_epoch``, that is called with the epoch. With ``thread_pool=True``, samples
-            that draw from these streams meanwhile change its order: give it a generator then.
-        last_batch: ``tail`` in other words: "keep" is "uneven", "discard" is "drop"; "rollover"
-            puts what the last global batch lacks to be full first in the next epoch.
-        batch_sampler: Gives index lists; or lists of index lists, each of which makes a batch of
-            its own: such a step is a **list** of batches, all in one slot. Both kinds may mix.
-            They are dealt whole: step s of rank r is what it gives at ``s * world_size + r``.
-        collate_fn: Makes a batch of samples.
-        num_workers: Worker processes; 0 loads in this process; "auto" as with :class:`DataLoader`.
-        pin_memory: Whether tensors are copied into page-locked memory.
-        prefetch: Steps in flight; ``2 * num_workers`` if None.
-        thread_pool: Whether workers are threads.
-        devices: Each step is a list of batches, one for each of these devices, where it arrives;
-            "cpu" leaves it on the CPU. With ``batch_sampler``, whose steps must be lists then,
-            only where they arrive.
-        num_shards: Each step is a list of so many batches. Not with ``batch_sampler``, which says
-            itself what a step is.
-        rank: This process's number, from 0. With ``world_size`` None: that of the default group of
-            ``torch.distributed``, else of torchrun's ``RANK`` and ``WORLD_SIZE``, else 0 of 1.
-        world_size: How many ranks there are.
-        tail: What becomes of samples that do not fill the last global batch. "pad" (the default)
-            repeats as many from the epoch's start, so that all batches of all ranks are full;
-            "drop" leaves them out; "uneven" gives them as they are, so that a rank may have a
-            shorter last batch, fewer shards in it, or one step fewer.
-        seed: Orders the epoch, and sets the random streams of each sample by its position in the
-            global order, as ``seed`` of :class:`shmloader.DataLoader` does: so a run is the same
-            on any number of ranks, as long as the global batch is as large. Samples are fetched
-            one by one, whatever ``__getitems__`` there is; the streams of ``random``,
-            ``numpy.random`` and torch are not set with ``thread_pool=True``, where
-            :func:`shmloader.sample_rng` is.
-        generator: Shuffles as with torch; only for one rank, since ranks could not agree.
+
+        **Batches**
+
+        batch_size: Number of samples in each batch: of a rank, or of each shard of a rank.
+        collate_fn: Makes a batch of a list of samples.
         batchify_fn: Another name for ``collate_fn``.
-        options: Keyword arguments of :class:`shmloader.DataLoader`.
+        tail: What happens to samples that do not fill the last global batch. "pad" (the default)
+            adds samples from the start of the epoch, so that all batches of all ranks are full.
+            "drop" leaves them out. "uneven" delivers them as they are, so that a rank may have a
+            shorter last batch, fewer shards in it, or one step fewer.
+        last_batch: The same as ``tail`` in other words: "keep" is "uneven", and "discard" is
+            "drop". "rollover" puts the samples first in the next epoch.
+
+        **Order and seed**
+
+        shuffle: Whether each epoch has a random order of its own. It takes no memory.
+        sampler: Yields the order instead. Each rank draws all of it, with random generators
+            (``random``, ``numpy.random``, torch) that depend on ``seed`` and the epoch. If it has
+            ``set_epoch``, that is called with the epoch. With ``thread_pool=True``, samples that
+            draw from these generators at the same time change the order: give the sampler a
+            generator of its own then.
+        batch_sampler: Yields lists of indices, or lists of index lists. A step of the second kind
+            is a **list** of batches, one for each index list, all in one slot. The two kinds may
+            be mixed. Steps are distributed whole: step s of rank r is number
+            ``s * world_size + r``.
+        seed: Orders the epoch, and sets the random generators for each sample by its position in
+            the global order, as ``seed`` of :class:`shmloader.DataLoader` does. So a run is the
+            same on any number of ranks, as long as the global batch has the same size. Samples are
+            fetched one by one, even if the dataset has ``__getitems__``. With
+            ``thread_pool=True``, only :func:`shmloader.sample_rng` is set, not the generators of
+            ``random``, ``numpy.random`` and torch.
+        generator: Random generator for shuffling, as with torch; for one rank only, since several
+            could not agree on an order.
+
+        **Ranks, shards and devices**
+
+        rank: Number of this process, from 0. If ``world_size`` is None, rank and world size are
+            those of the default group of ``torch.distributed``, or else of torchrun's ``RANK`` and
+            ``WORLD_SIZE``, or else 0 of 1.
+        world_size: Number of ranks.
+        num_shards: Number of batches in a step, which is a list then. Cannot be combined with
+            ``batch_sampler``, which makes the steps itself.
+        devices: Each step is a list of batches, one for each of these devices, where it arrives;
+            "cpu" leaves a batch on the CPU. With ``batch_sampler``, whose steps have to be lists
+            then, this says only where they arrive.
+
+        **Workers**
+
+        num_workers: Number of worker processes; 0 loads in this process; "auto" as for
+            :class:`DataLoader`.
+        thread_pool: Whether workers are threads.
+        pin_memory: Whether tensors are copied into page-locked memory.
+        prefetch: Number of steps in flight; ``2 * num_workers`` if None.
+        options: Further keyword arguments of :class:`shmloader.DataLoader`.
 
     Attributes:
-        rank: Resolved.
-        world_size: Resolved.
+        rank: The rank as it was found out.
+        world_size: The number of ranks as it was found out.
 
     Raises:
-        ValueError, TypeError: For arguments that do not fit.
+        ValueError, TypeError: If an argument does not fit.
     """
 
     _may_shard = True
@@ -108,20 +125,20 @@ class ShardedDataLoader(DataLoader[_T_co]):
         _check_dataset(dataset)
         _check_samplers(sampler, batch_sampler)
         if batch_sampler is None and batch_size is None:
-            raise ValueError("batch_size option is needed unless there is a batch_sampler")
+            raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and options.get("device") is not None:
-            raise ValueError("devices option is mutually exclusive with device")
+            raise ValueError("devices is mutually exclusive with device")
         _check_prefetch(prefetch, num_workers, options)
         if "drop_last" in options:
-            raise TypeError("ShardedDataLoader has no drop_last option: tail='drop' is the same")
+            raise TypeError("ShardedDataLoader has no drop_last: tail='drop' is the same")
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         tail_rule = _choose_tail(tail, last_batch, batch_size, batch_sampler is not None)
         seed = whole_number(seed, "seed", minimum=0)
         ranks = resolve_ranks(rank, world_size)
         if generator is not None and ranks[1] > 1:
             raise ValueError(
-                "generator option can not be given for more than one rank, since their orders "
-                f"could not agree (world_size={ranks[1]}); seed= chooses the order"
+                "generator cannot be given for more than one rank, since ranks could not agree on "
+                f"an order (world_size={ranks[1]}); seed= chooses the order"
             )
         self.devices = devices
         self.prefetch = prefetch
@@ -164,8 +181,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             device_count=len(devices or ()),
             is_positioned=True,
         )
-        self._plan = EpochPlan(order)
-        self._share_carry_over()
+        self._set_plan(EpochPlan(order))
 
     @property
     def _order(self) -> SeededOrder:
@@ -174,16 +190,16 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def _auto_collation(self) -> bool:
-        """Whether an index is a list; torch's name."""
+        """Whether samples are collated into batches; torch's name."""
         return True
 
     @property
     def _is_in_ranks(self) -> bool:
-        """Whether other ranks or shards have to have as many samples."""
+        """Whether other ranks or shards have to deliver as many samples as this one."""
         return self.world_size > 1 or self._order.is_sharded or self.devices is not None
 
-    def _wanted_devices(self, device: object) -> list[Any]:
-        return [device] if self.devices is None else list(self.devices)
+    def _wanted_devices(self) -> list[Any]:
+        return super()._wanted_devices() if self.devices is None else list(self.devices)
 
     def _window_wanted(self) -> int | None:
         return self.prefetch
@@ -194,9 +210,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def padding(self) -> int:
-        """Samples of the current batch, or of all batches of the current step, that are repeats.
+        """Number of samples that are repeats in the batch or step that ``next()`` returned last.
 
-        They come last in it. Of the batch that ``next()`` gave last; 0 before the first.
+        They are the last ones in it. 0 before the first batch.
 
         Raises:
             RuntimeError: With ``in_order=False``, where it is not known which batch that is.
@@ -207,20 +223,20 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
 
 def _check_dataset(dataset: object) -> None:
-    if isinstance(dataset, IterableDataset | IterDataPipe | MapDataPipe):
+    if not is_map_style(dataset):
         raise ValueError(
-            "ShardedDataLoader cuts an order of indices, which an IterableDataset or a data pipe "
-            "does not have: let the dataset choose its part by rank, in a DataLoader"
+            "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
+            "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
         )
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:
-    for found in (sampler, batch_sampler, probe(batch_sampler, "sampler")):
-        if isinstance(found, DistributedSampler) or is_cut_for_ranks(found):
+    for given in (sampler, batch_sampler, probe(batch_sampler, "sampler")):
+        if isinstance(given, DistributedSampler) or is_cut_for_ranks(given):
             raise ValueError(
-                f"{type(found).__name__} gives a part of the samples to each rank, and "
-                "ShardedDataLoader would cut that part again: give it shuffle=True, or a sampler "
-                "of all samples; or use DataLoader with yours"
+                f"{type(given).__name__} gives a part of the samples to each rank, and "
+                "ShardedDataLoader would divide that part again: use shuffle=True, or a sampler of "
+                "all samples; or use DataLoader with this sampler"
             )
 
 
@@ -229,31 +245,32 @@ def _check_prefetch(prefetch: object, num_workers: int | str, options: dict[str,
         return
     whole_number(prefetch, "prefetch", minimum=1)
     if num_workers == 0:
-        raise ValueError(
-            "prefetch option could only be specified with num_workers > 0, but got "
-            f"prefetch={prefetch!r}"
-        )
+        raise ValueError(f"prefetch needs num_workers > 0, but got prefetch={prefetch!r}")
     if options.get("prefetch_factor") is not None:
-        raise ValueError("prefetch option is mutually exclusive with prefetch_factor")
+        raise ValueError("prefetch is mutually exclusive with prefetch_factor")
 
 
 def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler: bool) -> int:
-    """Batches of a step, where the loader cuts it; 0 where it is no list, or cut already."""
+    """Return how many batches the loader makes of a step.
+
+    Returns:
+        0 if a step is a single batch, or if the batch sampler makes its batches.
+    """
     if num_shards is not None:
         if has_batch_sampler:
             raise ValueError(
-                "num_shards option is mutually exclusive with batch_sampler, whose steps are lists "
-                "of as many index lists as there are shards"
+                "num_shards is mutually exclusive with batch_sampler, whose steps are lists of as "
+                "many index lists as there are shards"
             )
         num_shards = whole_number(num_shards, "num_shards", minimum=1)
     if devices is None:
         return 0 if num_shards is None else num_shards
     if not isinstance(devices, list | tuple) or not devices:
-        raise ValueError(f"devices option should be a list of devices, but got devices={devices!r}")
+        raise ValueError(f"devices should be a list of devices, but got devices={devices!r}")
     if num_shards not in (None, len(devices)):
         raise ValueError(
-            f"num_shards option should be the number of devices, {len(devices)}, where these are "
-            f"given, but got num_shards={num_shards}"
+            f"num_shards should be the number of devices, {len(devices)}, if devices are given, "
+            f"but got num_shards={num_shards}"
         )
     return 0 if has_batch_sampler else len(devices)
 
@@ -262,7 +279,7 @@ def _choose_tail(
     tail: Tail | None, last_batch: LastBatch | None, batch_size: int | None, has_batch_sampler: bool
 ) -> Tail:
     if tail is not None and tail not in ("pad", "drop", "uneven"):
-        raise ValueError(f"tail option should be 'pad', 'drop' or 'uneven', but got tail={tail!r}")
+        raise ValueError(f"tail should be 'pad', 'drop' or 'uneven', but got tail={tail!r}")
     if last_batch is None:
         return tail or "pad"
     if tail is not None:

@@ -1,4 +1,4 @@
-"""The form of a loader's state, and whether a state fits a loader."""
+"""The format of a loader's state, and the check whether a state fits a loader."""
 
 import json
 import reprlib
@@ -7,17 +7,17 @@ from typing import Any
 
 from shmloader.batch.fingerprint import fingerprint
 
-#: Version of the form. Version 1 had no checksum, and is read as well.
+#: Version of the format. Version 1, which had no checksum, can be read as well.
 VERSION = 2
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200
 _short = _shortener.repr
 
-# Most batches that may have been delivered ahead of one that is late.
+# Maximum number of batches that may have been delivered ahead of one that is late.
 _MOST_AHEAD = 100_000_000
 
-# Longest epoch number, position and so on: what is larger is no count of batches.
+# Maximum of epoch number, position and so on: a larger number is not a count of batches.
 _LARGEST = 1 << 53
 
 # What a state and the loader that takes it must have in common.
@@ -33,19 +33,25 @@ _OTHERS = {"epoch", "position", "origin", "persistent"}
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with its version, and a checksum by which damage is found when it is loaded."""
+    """Return the state with a version, and a checksum that tells damage when it is loaded."""
     state = {"version": VERSION, **state}
     return {**state, "checksum": _checksum(state)}
 
 
 def _checksum(state: dict[str, Any]) -> int:
-    """Of all that JSON can write; of the rest, in what users' ``state_dict()`` gave, the types."""
+    """Return a checksum over all values that JSON can write, and the types of all others.
+
+    Only what a dataset's or sampler's own ``state_dict()`` returned has values of other types.
+    """
     plain = {key: value for key, value in state.items() if key != "checksum"}
     return zlib.crc32(_text_of(plain).encode())
 
 
 def _text_of(value: Any) -> str:
-    """The same text before and after JSON, in which tuples are lists and all keys are texts."""
+    """Return a text that is the same before and after JSON.
+
+    In JSON, tuples become lists and all keys become strings.
+    """
     if isinstance(value, dict):
         items = sorted((str(key), _text_of(inner)) for key, inner in value.items())
         return str(items)
@@ -60,15 +66,16 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
     """Check a state before a loader takes it.
 
     Args:
-        state: What the user gave.
-        facts: Of the loader: ``length`` and so on.
+        state: What the user passed.
+        facts: ``length`` and so on, of the loader.
 
     Returns:
-        The same.
+        The state as it was passed.
 
     Raises:
-        TypeError: If it is no dict.
-        ValueError: If it is no loader's state, of another version, damaged, or does not fit.
+        TypeError: If the state is not a dict.
+        ValueError: If it was not saved by a loader, has another version, is damaged or does not
+            fit.
     """
     if not isinstance(state, dict):
         raise TypeError(
@@ -77,18 +84,18 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
     version = state.get("version")
     if version is None or not (_FACTS.keys() | _OTHERS) <= state.keys():
         raise ValueError(
-            "the state is not one of a shmloader loader: it has "
-            f"{', '.join(map(repr, state)) or 'nothing'}"
+            "the state was not saved by a loader of shmloader; its keys: "
+            f"{', '.join(map(repr, state)) or 'none'}"
         )
     if version not in (1, VERSION):
         raise ValueError(
-            f"the state is of version {_short(version)}, and this release of shmloader reads "
+            f"the state has version {_short(version)}, but this release of shmloader reads "
             f"versions up to {VERSION}"
         )
     if version == 1 and "streams" in state:
         raise ValueError(
-            "the state of an iterable dataset is of version 1, which did not save what its workers "
-            "were seeded from, so that samples would be lost: begin the epoch anew"
+            "the state of an iterable dataset has version 1, which did not save what its workers "
+            "were seeded from, so samples would be lost: begin the epoch anew"
         )
     if version != 1 and not _is_whole(state):
         raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")

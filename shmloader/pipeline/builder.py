@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 
 from shmloader.device.target import parse_device
+from shmloader.loader.arguments import check_max_failures
 from shmloader.memory.slot import is_supported, why_unsupported
-from shmloader.options import check_max_failures
 from shmloader.pipeline.ops import OpKind, kind_of, name_of
 from shmloader.pipeline.pipeline import Pipeline
 from shmloader.pipeline.plan import (

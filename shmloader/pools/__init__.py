@@ -42,8 +42,7 @@ from collections.abc import Iterable, Sequence, Sized
 from typing import Any, Protocol
 
 from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
-from shmloader.insight.readings import Readings
-from shmloader.insight.record import Counts
+from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools.answers import Answer, Batch, Death, StreamEnd
 from shmloader.pools.status_page import AtWork
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from shmloader.errors import SharedMemoryError
-from shmloader.insight.record import Counts
+from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.debug import poison
 from shmloader.memory.lease import LeaseBook

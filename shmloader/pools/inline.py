@@ -15,8 +15,7 @@ from shmloader.batch.bad_samples import SampleReport
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.timer import Timer
-from shmloader.insight.readings import Readings
-from shmloader.insight.record import Counts
+from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import is_interruption
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Empty, Failure, LocalError, StreamEnd

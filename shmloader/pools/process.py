@@ -7,7 +7,7 @@ from shmloader.batch.bad_samples import SampleReport
 from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
 from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
-from shmloader.insight.record import Counts
+from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.debug import checksum
 from shmloader.messages import (

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from shmloader.insight.readings import Usage
+from shmloader.insight.measurements import Usage
 from shmloader.memory.slot import MEMFD_NAME
 
 # phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works

@@ -44,8 +44,7 @@ from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import ClosedLoaderError
-from shmloader.insight.readings import Readings, Usage
-from shmloader.insight.record import Counts
+from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.status_page import AtWork, Phase, stalled_here, stalled_thread

@@ -44,7 +44,7 @@ from shmloader.batch.payload import (
 )
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.insight.readings import Readings, Usage
+from shmloader.insight.measurements import Readings, Usage
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.debug import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills

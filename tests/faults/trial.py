@@ -156,7 +156,7 @@ def simulate_pinning() -> None:
 def simulate_device() -> None:
     """A device in this process's memory, whose copies are done one step late."""
     from shmloader.device import backend, target
-    from shmloader.loader import dataloader, iterator
+    from shmloader.loader import arguments, dataloader
 
     class Event:
         def __init__(self) -> None:
@@ -179,7 +179,7 @@ def simulate_device() -> None:
     def parse(value: object) -> torch.device | None:
         return None if value is None else torch.device("meta")
 
-    dataloader.parse_device = iterator.parse_device = parse
+    arguments.parse_device = dataloader.parse_device = parse
     target.open_backend = Device
 
 

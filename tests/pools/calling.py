@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.batch.remote_error import RemoteError
-from shmloader.insight.readings import Readings
-from shmloader.insight.record import Counts
+from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.status_page import AtWork, Phase

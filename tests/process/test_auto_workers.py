@@ -141,7 +141,7 @@ def test_it_goes_down_where_workers_are_idle(monkeypatch) -> None:
 
 
 def test_a_warning_where_content_may_depend_on_the_worker() -> None:
-    with pytest.warns(UserWarning, match="depends on who loads them") as found:
+    with pytest.warns(UserWarning, match="num_workers='auto' lets any idle worker") as found:
         DataLoader(Calls(drawn, 4), num_workers="auto")
     assert found[0].filename == __file__
     with warnings.catch_warnings():

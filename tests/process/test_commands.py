@@ -153,7 +153,7 @@ def test_bench_measures_loaders_of_others(capsys) -> None:
     assert run("bench", "loaders_of_mine:make_in_process", "--batches", "3") == 0
     said = capsys.readouterr().out
     assert "3 batches, 12 samples" in said
-    assert "none of shmloader's" in said
+    assert "not one of shmloader's" in said
 
 
 def test_bench_tells_of_what_can_be_iterated_but_once(capsys) -> None:

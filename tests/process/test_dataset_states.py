@@ -144,7 +144,7 @@ def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() ->
     with make(2) as loader, make(2, Plain()) as plain:
         next(iter(loader))
         next(iter(plain))
-        with pytest.raises(ValueError, match="lacks the place or the state of the dataset"):
+        with pytest.raises(ValueError, match="does not contain the position or the state of"):
             loader.load_state_dict(plain.state_dict())
         with pytest.raises(ValueError, match="contains states of the dataset"):
             plain.load_state_dict(loader.state_dict())

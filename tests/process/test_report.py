@@ -18,7 +18,7 @@ import torch
 from shmloader import DataLoader
 from shmloader.cli.main import main
 from shmloader.cli.report.data import read_trace
-from shmloader.insight.times import STAGES
+from shmloader.insight.measurements import STAGES
 from tests.late import switched_on
 from tests.process.support import Calls
 

@@ -973,16 +973,18 @@ def test_twenty_replacements_leave_nothing_behind() -> None:
     loader.close()
 
 
-# ---------------------------------------------------------------- the option
+# ---------------------------------------------------------------- the argument
 
 
-def test_the_option_needs_workers_and_a_number() -> None:
-    with pytest.raises(ValueError, match=r"worker_restarts option needs num_workers > 0"):
+def test_the_argument_needs_workers_and_a_number() -> None:
+    with pytest.raises(ValueError, match=r"worker_restarts needs num_workers > 0"):
         DataLoader(Calls(row, 4), worker_restarts=1)
     for value in (True, 1.0, "1", None):
         with pytest.raises(TypeError, match=f"but got worker_restarts={value!r}"):
             DataLoader(Calls(row, 4), num_workers=1, worker_restarts=value)
-    with pytest.raises(ValueError, match=r"non-negative, but got worker_restarts=-1"):
+    with pytest.raises(
+        ValueError, match=r"non-negative number of workers, but got worker_restarts=-1"
+    ):
         DataLoader(Calls(row, 4), num_workers=1, worker_restarts=-1)
     loader = DataLoader(Calls(row, 4), worker_restarts=0)
     assert loader.worker_restarts == 0

@@ -775,7 +775,7 @@ def test_a_sharded_loader_has_a_seed_always() -> None:
 
 
 def test_what_does_not_go_with_a_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match="seed option is mutually exclusive with generator"):
+    with pytest.raises(ValueError, match="seed is mutually exclusive with generator"):
         DataLoader(range(4), seed=1, generator=torch.Generator())
     with pytest.raises(ValueError, match=r"for a data pipe.*seed=1"):
         DataLoader(IterableWrapper([1, 2]), seed=1)

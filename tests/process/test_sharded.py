@@ -334,7 +334,7 @@ def test_a_generator_shuffles_as_with_torch_on_one_rank() -> None:
     )  # fmt: skip
     for _ in range(2):
         assert values(ours) == values(theirs)
-    with pytest.raises(ValueError, match="generator option can not be given for more than one"):
+    with pytest.raises(ValueError, match="generator cannot be given for more than one"):
         ShardedDataLoader(torch.arange(9), 2, generator=torch.Generator(), rank=0, world_size=2)
 
 
@@ -699,7 +699,7 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({}, ValueError, "batch_size option is needed"),
+        ({}, ValueError, "batch_size is needed"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": 2, "shuffle": True, "sampler": [1]}, ValueError, "shuffle"),
         ({"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
@@ -712,10 +712,10 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         (
             {"batch_size": 2, "devices": ["cpu"], "device": "cpu"},
             ValueError,
-            "devices option is mut",
+            "devices is mutually",
         ),
         ({"batch_size": 2, "devices": ["nowhere"]}, ValueError, "nowhere"),
-        ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards option is mutually"),
+        ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards is mutually"),
         ({"batch_size": 2, "rank": 1}, ValueError, "rank"),
         ({"batch_size": 2, "rank": 2, "world_size": 2}, ValueError, "rank=2"),
         ({"batch_size": 2, "tail": "keep"}, ValueError, "tail='keep'"),
@@ -799,7 +799,7 @@ def test_where_torchs_workers_have_to_do_our_own_options_are_refused(
 ) -> None:
     monkeypatch.setattr(dataloader, "is_supported", lambda: False)
     loader = kind(torch.arange(8), 2, num_workers=1, **options)
-    with pytest.raises(RuntimeError, match=f"It has no use for {named}"):
+    with pytest.raises(RuntimeError, match=f"cannot be combined with {named}"):
         iter(loader)
     plain = DataLoader(torch.arange(8), 2, num_workers=1)
     with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):

@@ -362,7 +362,7 @@ def test_a_copy_of_a_loader_has_statistics_of_its_own() -> None:
 
 def test_the_table_tells_the_figures() -> None:
     with loader_of(num_workers=2) as loader:
-        assert "No batch has been handed over yet" in str(loader.stats())
+        assert "No batch has been delivered yet" in str(loader.stats())
         for _ in loader:
             pass
     text = str(loader.stats())

@@ -1357,18 +1357,18 @@ def test_with_a_stage_closing_from_another_thread_ends_a_next_that_waits(
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"thread_pool": 1}, TypeError, "thread_pool option should be a bool, but got"),
+        ({"thread_pool": 1}, TypeError, "thread_pool should be a bool, but got"),
         ({"thread_pool": None}, TypeError, "should be a bool"),
         ({"thread_pool": "yes"}, TypeError, "should be a bool, but got thread_pool='yes'"),
-        ({"num_workers": 0}, ValueError, "thread_pool option needs num_workers > 0"),
+        ({"num_workers": 0}, ValueError, "thread_pool needs num_workers > 0"),
         ({"dataset": Streams(iter)}, ValueError, "needs a map-style dataset"),
-        ({"shm_size": "1GiB"}, ValueError, "thread_pool=True has no use for shm_size"),
-        ({"worker_restarts": 1}, ValueError, "has no use for worker_restarts"),
-        ({"multiprocessing_context": "fork"}, ValueError, "no use for multiprocessing_context"),
+        ({"shm_size": "1GiB"}, ValueError, "thread_pool=True cannot be combined with shm_size"),
+        ({"worker_restarts": 1}, ValueError, "cannot be combined with worker_restarts"),
+        ({"multiprocessing_context": "fork"}, ValueError, "combined with multiprocessing_context"),
         (
             {"multiprocessing_context": "spawn", "shm_size": 1 << 30, "worker_restarts": 2},
             ValueError,
-            "no use for multiprocessing_context, shm_size, worker_restarts: workers are threads",
+            "combined with multiprocessing_context, shm_size, worker_restarts: workers are threads",
         ),
     ],
 )  # fmt: skip
@@ -1403,7 +1403,7 @@ def test_the_option_is_an_attribute_that_copies_keep() -> None:
 def test_an_attribute_that_was_set_since_is_checked_when_an_epoch_begins() -> None:
     loader = make(4)
     loader.worker_restarts = 3
-    with pytest.raises(ValueError, match="no use for worker_restarts"):
+    with pytest.raises(ValueError, match="cannot be combined with worker_restarts"):
         iter(loader)
     loader.worker_restarts = 0
     assert list(loader) == [0, 1, 2, 3]

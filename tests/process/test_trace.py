@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.insight.times import BatchTimes
+from shmloader.insight.measurements import BatchTimes
 from shmloader.insight.trace import Trace, Traced
 from tests.process.support import Bad, Calls, Numbers
 

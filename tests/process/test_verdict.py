@@ -94,7 +94,7 @@ def test_too_few_workers() -> None:
     # These workers sleep, and leave the cores alone.
     fewer = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=1))
     assert fewer.verdict.endswith(
-        "wait more than they compute: add workers, also more than the 1 core."
+        "wait more than they compute: add workers, even more than the 1 core."
     )
 
 
@@ -128,7 +128,7 @@ def test_too_many_workers() -> None:
         stats = second_epoch(
             DataLoader(Calls(burn, 120), batch_size=2, num_workers=4, persistent_workers=True)
         )
-    check(stats, Finding.TOO_MANY_WORKERS, "4 workers fight for 1 core", "lower num_workers")
+    check(stats, Finding.TOO_MANY_WORKERS, "4 workers compete for 1 core", "lower num_workers")
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_cores_that_others_take() -> None:
             for other in others:
                 other.kill()
                 other.wait()
-    check(stats, Finding.CORES_TAKEN, "something else runs there (1 core)")
+    check(stats, Finding.CORES_TAKEN, "other programs use them (1 core)")
 
 
 def slow_collate(samples: list[int]) -> torch.Tensor:
@@ -319,7 +319,7 @@ def test_handing_over() -> None:
             Calls(lambda _: Rebuilt(), 40), batch_size=None, num_workers=2, persistent_workers=True
         )
     )
-    check(stats, Finding.HANDING_OVER, "raise batch_size")
+    check(stats, Finding.DELIVERY, "raise batch_size")
 
 
 def test_handing_over_what_is_drawn_slowly() -> None:
@@ -331,7 +331,7 @@ def test_handing_over_what_is_drawn_slowly() -> None:
     stats = second_epoch(
         DataLoader(Calls(quick, 16), sampler=Drawn(draw), num_workers=2, persistent_workers=True)
     )
-    check(stats, Finding.HANDING_OVER, "make the sampler")
+    check(stats, Finding.DELIVERY, "make the sampler")
 
 
 class Drawn(Sampler[int]):

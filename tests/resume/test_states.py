@@ -720,11 +720,11 @@ def test_what_is_no_state_is_refused():
     loader = shmloader.DataLoader(Squares(), 4)
     with pytest.raises(TypeError, match="should be a dict that state_dict"):
         loader.load_state_dict([1])
-    with pytest.raises(ValueError, match="not one of a shmloader loader: it has '_snapshot'"):
+    with pytest.raises(ValueError, match="loader of shmloader; its keys: '_snapshot'"):
         loader.load_state_dict({"_snapshot": {}})
-    with pytest.raises(ValueError, match="it has nothing"):
+    with pytest.raises(ValueError, match="its keys: none"):
         loader.load_state_dict({})
-    with pytest.raises(ValueError, match="of version 99"):
+    with pytest.raises(ValueError, match="has version 99"):
         loader.load_state_dict({**state_of(), "version": 99})
 
 
@@ -961,7 +961,7 @@ def test_a_state_with_one_wrong_bit_is_refused_at_once(kind, workers):
     count = 0
     for wrong in damaged(state):
         count += 1
-        with pytest.raises(ValueError, match=r"the state (is|does|was)"):
+        with pytest.raises(ValueError, match=r"the state (is|does|was|has)"):
             other.load_state_dict(wrong)
     assert count > 20
 
@@ -1002,7 +1002,7 @@ def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
 
 
 def test_a_state_of_torchdata_is_refused():
-    with pytest.raises(ValueError, match="not one of a shmloader loader"):
+    with pytest.raises(ValueError, match="not saved by a loader of shmloader"):
         shmloader.DataLoader(Squares(), 4).load_state_dict(
             {"_sampler_iter_state": None, "_num_yielded": 3, "_iterator_finished": False}
         )

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.times import STAGES
-from shmloader.insight.units import seconds
+from shmloader.insight.measurements import STAGES
+from shmloader.insight.text import seconds
 
 _TAKEN = re.compile(r"next\(\) → batch (\d{1,15})")
 _LOADED = re.compile(r"batch (\d{1,15})")
@@ -43,7 +43,7 @@ class BatchOfTrace:
         stage_began: When the thread of a stage began with it.
         samples: In it.
         nbytes: In it.
-        parts: How long each of :data:`~shmloader.insight.times.STAGES` took.
+        parts: How long each of :data:`~shmloader.insight.measurements.STAGES` took.
         lent: Slots that were lent when it was handed over.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.cli.report.data import BatchOfTrace, RunOfTrace
-from shmloader.insight.times import STAGES
+from shmloader.insight.measurements import STAGES
 
 # A screen has some thousand columns: of more batches, each bar is a mean anyway, and the page
 # stays quick.

@@ -7,7 +7,7 @@ from typing import Any
 
 from shmloader.cli.report.data import RunOfTrace
 from shmloader.cli.target import UsageError
-from shmloader.insight.times import STAGES
+from shmloader.insight.measurements import STAGES
 
 _COLOURS = {
     "slot": "#c3c9d2",

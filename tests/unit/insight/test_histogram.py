@@ -1,4 +1,4 @@
-"""Percentiles out of fixed memory."""
+"""Percentiles in fixed memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_added_histograms_are_those_of_all_durations(some, others) -> None:
         assert both.percentile(percent) == together.percentile(percent)
 
 
-def test_it_does_not_grow() -> None:
+def test_a_histogram_does_not_grow() -> None:
     histogram = noted([5])
     before = sys.getsizeof(histogram._counts)
     for duration in range(0, 10**9, 10**5):
@@ -49,7 +49,7 @@ def test_it_does_not_grow() -> None:
     assert sys.getsizeof(histogram._counts) == before
 
 
-def test_nothing_noted_is_nothing() -> None:
+def test_an_empty_histogram_has_a_percentile_of_zero() -> None:
     assert Histogram().percentile(99) == 0
 
 

@@ -1,4 +1,4 @@
-"""What an iterator knows of its loader."""
+"""The arguments of a loader as its iterators see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader import by_torch, calls, common, config, in_process, iterator, threaded
-from shmloader.options import LEND_LIMIT, MINIMUM_SLOT_BYTES
+from shmloader.loader.arguments import LEND_LIMIT, MINIMUM_SLOT_BYTES
 
 DATA = torch.arange(12)
 
@@ -21,7 +21,7 @@ def config_of(kind=DataLoader, **options):
     return kind(DATA, 2, **options)._config()
 
 
-def test_it_cannot_be_changed() -> None:
+def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config_of().num_workers = 3
 
@@ -33,7 +33,7 @@ def test_iterators_read_no_private_attribute_of_the_loader(module) -> None:
     assert re.findall(r"\bloader\._\w+", inspect.getsource(module)) == []
 
 
-def test_what_failed_is_no_attribute_that_frameworks_would_pass_to_a_constructor() -> None:
+def test_failures_are_no_attribute_that_frameworks_would_pass_to_a_constructor() -> None:
     assert "failures" not in vars(DataLoader(DATA))
     assert list(DataLoader(DATA).failures) == []
 
@@ -78,7 +78,7 @@ def test_all_slots_together_stay_below_shm_size(num_workers) -> None:
     assert found.slot_bytes * (found.most_window + found.lend_limit) <= 512 << 20
 
 
-def test_a_cap_too_small_for_all_workers_that_there_may_be_is_told_of_at_once() -> None:
+def test_an_shm_size_too_small_for_the_maximum_of_workers_raises_in_the_constructor() -> None:
     most = config_of(num_workers="auto", seed=0).most_window + LEND_LIMIT
     with pytest.raises(ValueError, match=f"each of {most} slots"):
         DataLoader(DATA, num_workers="auto", seed=0, shm_size=most * MINIMUM_SLOT_BYTES - 1)
@@ -100,7 +100,7 @@ def test_a_batch_keeps_its_size_where_other_ranks_count_on_it() -> None:
     ],
     ids=str,
 )
-def test_arrays_are_gathered_only_where_nothing_of_the_users_would_run(options, takes) -> None:
+def test_arrays_are_gathered_only_if_no_code_of_the_user_would_run(options, takes) -> None:
     assert DataLoader(DATA, **options)._config().takes_arrays is takes
 
 

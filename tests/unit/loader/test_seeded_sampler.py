@@ -1,4 +1,4 @@
-"""A seeded loader's sampler is the order it delivers, for whoever reads, wraps or iterates it."""
+"""A seeded loader's sampler is the order it delivers, however it is read, wrapped or iterated."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_sampler_and_batch_sampler_are_the_order_that_is_delivered(last_batch) -
     loader = make(last_batch=last_batch)
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
-        rest = loader._plan.order.carry_over.rest
+        carried = loader._plan.order.carry_over.rest
         indices, batches = list(loader.sampler), list(loader.batch_sampler)
         assert sorted(indices) == list(range(LENGTH))
-        assert [*itertools.chain(*batches)] == (rest + indices)[: sum(map(len, batches))]
+        assert [*itertools.chain(*batches)] == (carried + indices)[: sum(map(len, batches))]
         assert read(loader) == batches
         assert loader.sampler.epoch == epoch
-        loader.state_dict()  # takes over what rolls over
+        loader.state_dict()  # commits what rolls over
 
 
 def test_frameworks_know_its_kind() -> None:
@@ -90,12 +90,12 @@ def test_a_copy_has_an_order_of_its_own(kind, last_batch, way) -> None:
     epochs = [read(expected) for _ in range(3)]
     loader = make(kind, last_batch=last_batch)
     assert read(loader) == epochs[0]
-    twin = way(loader)
-    assert twin.sampler is not loader.sampler
-    assert twin.batch_sampler.sampler is twin.sampler
+    copied = way(loader)
+    assert copied.sampler is not loader.sampler
+    assert copied.batch_sampler.sampler is copied.sampler
     begun = iter(loader)  # epoch 1, while the copy has its own
     first = next(begun).tolist()
-    assert [read(twin), read(twin)] == epochs[1:]
+    assert [read(copied), read(copied)] == epochs[1:]
     assert [first, *read(begun)] == epochs[1]
     assert loader.sampler.epoch == 1
     assert read(loader) == epochs[2]
@@ -111,8 +111,8 @@ def test_a_copy_without_a_seed_carries_over_by_itself(way) -> None:
     epochs = [read(expected) for _ in range(3)]
     first = loader()
     assert read(first) == epochs[0]
-    twin = way(first)
-    assert [read(twin), read(first), read(first), read(twin)] == [
+    copied = way(first)
+    assert [read(copied), read(first), read(first), read(copied)] == [
         epochs[1], epochs[1], epochs[2], epochs[2],
     ]  # fmt: skip
 

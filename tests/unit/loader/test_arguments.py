@@ -1,13 +1,16 @@
-"""Sizes as users write them, and the share of a slot."""
+"""Arguments that torch's loader does not have: sizes as users write them, bad samples, threads."""
 
 import mmap
+import re
+import types
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
-from shmloader.options import (
+from shmloader.loader.arguments import (
     MINIMUM_SLOT_BYTES,
     check_max_failures,
     check_on_error,
@@ -48,8 +51,8 @@ def test_a_size_is_read(value, nbytes):
 
 
 @pytest.mark.parametrize("value", [None, True, False, 1.5, b"1MiB", [1], object()])
-def test_what_is_neither_a_number_of_bytes_nor_text_is_a_type_error(value):
-    with pytest.raises(TypeError, match="shm_size option should be a number of bytes") as caught:
+def test_a_size_that_is_neither_an_int_nor_text_is_a_type_error(value):
+    with pytest.raises(TypeError, match="shm_size should be a number of bytes") as caught:
         parse_size(value, "shm_size")
     assert repr(value) in str(caught.value)
 
@@ -61,8 +64,8 @@ def test_what_is_neither_a_number_of_bytes_nor_text_is_a_type_error(value):
         *("1.", "1PB", "nan", "inf", "1i", "1bB", "1ibB"),
     ],
 )
-def test_text_that_is_no_size_is_a_value_error(value):
-    with pytest.raises(ValueError, match="shm_size option should be a number of bytes") as caught:
+def test_text_that_is_not_a_size_is_a_value_error(value):
+    with pytest.raises(ValueError, match="shm_size should be a number of bytes") as caught:
         parse_size(value, "shm_size")
     assert repr(value) in str(caught.value)
 
@@ -112,16 +115,14 @@ def test_what_to_do_about_bad_samples_is_a_word_or_a_function(on_error):
 
 @pytest.mark.parametrize("on_error", ["", "Skip", "ignore", "raise "])
 def test_another_word_for_bad_samples_is_a_value_error(on_error):
-    with pytest.raises(
-        ValueError, match="on_error option should be 'raise', 'skip' or a"
-    ) as caught:
+    with pytest.raises(ValueError, match="on_error should be 'raise', 'skip' or a") as caught:
         check_on_error(on_error)
     assert f"on_error={on_error!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("on_error", [None, True, 0, b"skip", ["skip"]])
-def test_what_is_neither_a_word_nor_a_function_is_a_type_error(on_error):
-    with pytest.raises(TypeError, match="on_error option should be 'raise', 'skip' or a") as caught:
+def test_an_on_error_that_is_neither_a_word_nor_a_function_is_a_type_error(on_error):
+    with pytest.raises(TypeError, match="on_error should be 'raise', 'skip' or a") as caught:
         check_on_error(on_error)
     assert f"on_error={on_error!r}" in str(caught.value)
 
@@ -148,8 +149,8 @@ def test_failures_are_limited_by_a_number_or_a_share(most, on_error):
         (Fraction(3, 2), ValueError, "above 0 and at most 1"),
     ],
 )
-def test_a_limit_of_failures_that_is_none_is_refused(most, kind, text):
-    with pytest.raises(kind, match=f"max_failures option should.*{text}") as caught:
+def test_a_wrong_limit_of_failures_is_refused(most, kind, text):
+    with pytest.raises(kind, match=f"max_failures should.*{text}") as caught:
         check_max_failures(most, "skip")
     assert f"max_failures={most!r}" in str(caught.value)
 
@@ -161,23 +162,42 @@ def test_a_limit_of_failures_makes_no_sense_where_the_first_one_raises(most):
         check_max_failures(most, "raise")
 
 
+def loader(thread_pool, num_workers=1, dataset=(1, 2), **given):
+    """What is checked of a loader."""
+    for_processes = {"multiprocessing_context": None, "shm_size": None, "worker_restarts": 0}
+    return types.SimpleNamespace(
+        thread_pool=thread_pool, num_workers=num_workers, dataset=dataset, **for_processes | given
+    )
+
+
+class Stream(IterableDataset):
+    """A dataset without indices."""
+
+    def __iter__(self):
+        return iter(())
+
+
 @pytest.mark.parametrize("num_workers", [0, 3])
-@pytest.mark.parametrize("is_iterable", [False, True])
-def test_without_threads_nothing_is_asked_of_the_other_options(num_workers, is_iterable):
-    check_thread_pool(False, num_workers, is_iterable=is_iterable, given={"shm_size": True})
+@pytest.mark.parametrize("dataset", [(1, 2), Stream()])
+def test_without_threads_nothing_is_asked_of_the_other_arguments(num_workers, dataset):
+    check_thread_pool(loader(False, num_workers, dataset, shm_size=1))
 
 
-def test_what_threads_have_no_use_for_is_named():
-    given = {"multiprocessing_context": True, "shm_size": False, "worker_restarts": True}
-    text = "thread_pool=True has no use for multiprocessing_context, worker_restarts: workers are"
-    with pytest.raises(ValueError, match=text):
-        check_thread_pool(True, 1, is_iterable=False, given=given)
-    check_thread_pool(True, 1, is_iterable=False, given=dict.fromkeys(given, False))
+def test_what_cannot_be_combined_with_threads_is_named():
+    text = (
+        "thread_pool=True cannot be combined with multiprocessing_context, worker_restarts: "
+        "workers are threads of this process, and share its memory"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        check_thread_pool(loader(True, multiprocessing_context="fork", worker_restarts=1))
+    with pytest.raises(ValueError, match="needs a map-style dataset"):
+        check_thread_pool(loader(True, dataset=Stream()))
+    check_thread_pool(loader(True))
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "yes", "", [], 1.0])
 def test_whether_workers_are_threads_is_a_bool(value):
-    text = f"thread_pool option should be a bool, but got thread_pool={value!r}"
+    text = f"thread_pool should be a bool, but got thread_pool={value!r}"
     with pytest.raises(TypeError) as caught:
-        check_thread_pool(value, 1, is_iterable=False, given={})
+        check_thread_pool(loader(value))
     assert str(caught.value) == text

@@ -1,10 +1,10 @@
-"""Durations, sizes and numbers, as a person writes them."""
+"""Durations, sizes and numbers as text."""
 
 from __future__ import annotations
 
 import pytest
 
-from shmloader.insight.units import counted, seconds, size
+from shmloader.insight.text import counted, seconds, size
 
 
 @pytest.mark.parametrize(

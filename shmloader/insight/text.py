@@ -1,19 +1,25 @@
-"""How statistics print."""
+"""Statistics as text: a table, and durations, sizes and numbers in words."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from shmloader.insight.units import counted, seconds, size
+if TYPE_CHECKING:
+    from shmloader.insight.snapshot import LoaderStats
 
-# Of the longest bar, in characters.
+_TIMES = (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9))
+# A smaller number that three digits round up to 1.
+_ROUNDED_UP = 0.9995
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+# Length of the longest bar, in characters.
 _BAR = 20
 
-_EXPLAINED = {
+_STAGES = {
     "slot": "waiting for a slot and a worker",
     "queue": "behind earlier batches of its worker",
     "fetch": "in the dataset",
     "collate": "in collate_fn",
     "encode": "describing the batch",
-    "transport": "the answer under way",
+    "transport": "sending the answer",
     "reorder": "waiting for an earlier batch",
     "ready": "waiting for the consumer",
     "build": "making tensors of it, drawing and sending the next task",
@@ -22,30 +28,47 @@ _EXPLAINED = {
 }
 
 
-def write_table(stats: Any) -> str:
-    """Lines of a :class:`~shmloader.insight.LoaderStats`."""
+def seconds(duration_s: float) -> str:
+    """Return a duration with a fitting unit, in two or three digits."""
+    for unit, factor in _TIMES:
+        if duration_s * factor >= _ROUNDED_UP:
+            return f"{duration_s:.2f} s" if unit == "s" else f"{duration_s * factor:.3g} {unit}"
+    return "0 s"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return a number of things; ``many`` is their plural, if it is not ``one`` and an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes with a fitting unit."""
+    for factor, unit in _SIZES:
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def write_table(stats: "LoaderStats") -> str:
+    """Return the lines of a :class:`~shmloader.insight.LoaderStats`."""
     if not stats.kind:
         return f"shmloader: {stats.verdict}"
     lines = [_headline(stats), ""]
-    lines += _rows(_overview(stats))
+    lines += [f"  {name:<10}{text}" for name, text in _overview(stats)]
     longest = max((stage.mean_s for stage in stats.stages), default=0.0)
     if longest:
-        lines += ["", "a batch's way (mean of a batch)"]
+        lines += ["", "stages (mean time per batch)"]
     for name, stage in stats.stages._asdict().items():
         if stage.total_s:
             bar = "█" * round(_BAR * stage.mean_s / longest)
-            lines.append(
-                f"  {name:<10}{seconds(stage.mean_s):>9}  {bar:<{_BAR}}  {_EXPLAINED[name]}"
-            )
+            lines.append(f"  {name:<10}{seconds(stage.mean_s):>9}  {bar:<{_BAR}}  {_STAGES[name]}")
     if stats.workers:
         lines += ["", _row("worker", "batches", "busy", "CPU", "no core", "memory")]
-        for one in stats.workers:
-            stalled = "–" if one.stalled_s is None else seconds(one.stalled_s)
-            memory = "–" if one.pss_bytes is None else size(one.pss_bytes)
-            busy = f"{one.busy_share:.0%}"
-            lines.append(
-                _row(one.worker_id, one.batches, busy, seconds(one.cpu_s), stalled, memory)
-            )
+        for worker in stats.workers:
+            stalled = "–" if worker.stalled_s is None else seconds(worker.stalled_s)
+            memory = "–" if worker.pss_bytes is None else size(worker.pss_bytes)
+            busy, cpu = f"{worker.busy_share:.0%}", seconds(worker.cpu_s)
+            lines.append(_row(worker.worker_id, worker.batches, busy, cpu, stalled, memory))
     lines += ["", stats.verdict]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -54,7 +77,7 @@ def _row(first: object, *others: object) -> str:
     return f"  {first:<8}" + "".join(f"{other:>10}" for other in others)
 
 
-def _headline(stats: Any) -> str:
+def _headline(stats: "LoaderStats") -> str:
     many = "one epoch" if stats.epochs == 1 else f"all of {stats.epochs} epochs"
     what = many if stats.epoch is None else f"epoch {stats.epoch}"
     state = "" if stats.is_over or stats.epoch is None else ", running"
@@ -69,20 +92,19 @@ def _headline(stats: Any) -> str:
     return f"shmloader: {what}{state}, {how}{cores}"
 
 
-def _overview(stats: Any) -> list[tuple[str, str]]:
+def _overview(stats: "LoaderStats") -> list[tuple[str, str]]:
     wait, slots = stats.wait, stats.slots
     nbytes = f", {size(stats.nbytes)}" if stats.nbytes else ""
-    given = (
+    delivered = (
         f"{counted(stats.batches, 'batch', 'batches')}, {counted(stats.samples, 'sample')}"
-        f"{nbytes} in "
-        f"{seconds(stats.elapsed_s)}: {stats.samples_per_s:,.0f} samples/s"
+        f"{nbytes} in {seconds(stats.elapsed_s)}: {stats.samples_per_s:,.0f} samples/s"
     )
     waited = (
         f"{seconds(wait.total_s)} ({wait.share:.0%}), start-up {seconds(wait.startup_s)}; "
         f"next(): median {seconds(wait.p50_s)}, 90 % {seconds(wait.p90_s)}, "
         f"99 % {seconds(wait.p99_s)}, most {seconds(wait.max_s)}"
     )
-    rows = [("given", given), ("waited", waited)]
+    rows = [("delivered", delivered), ("waited", waited)]
     if slots.count:
         used = (
             f"{slots.count}, {size(slots.nbytes)}; lent {slots.lent:,}, copied out "
@@ -90,14 +112,6 @@ def _overview(stats: Any) -> list[tuple[str, str]]:
         )
         rows.append(("slots", used))
     if stats.restarts or stats.failures:
-        rows.append(
-            (
-                "trouble",
-                f"{counted(stats.restarts, 'restart')}, {counted(stats.failures, 'failure')}",
-            )
-        )
+        restarts, failures = counted(stats.restarts, "restart"), counted(stats.failures, "failure")
+        rows.append(("trouble", f"{restarts}, {failures}"))
     return rows
-
-
-def _rows(pairs: list[tuple[str, str]]) -> list[str]:
-    return [f"  {name:<10}{text}" for name, text in pairs]

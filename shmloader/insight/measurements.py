@@ -1,0 +1,181 @@
+"""What is measured: a batch's times, an engine's counts, and what workers use.
+
+The times of a batch; all clocks are ``time.monotonic_ns()``, one for all processes::
+
+    offered ── sent ─── began ─ fetch ─ collate ─ encode ─ … seen ──── handed ─ (stage) ─ taken
+       └ slot ┘ └ queue ┘                                 └ transport ┘└ reorder, ready ┘
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+#: The stages of a batch, in order; the fields of :class:`~shmloader.insight.Stages`.
+STAGES = (
+    "slot",
+    "queue",
+    "fetch",
+    "collate",
+    "encode",
+    "transport",
+    "reorder",
+    "ready",
+    "build",
+    "pin",
+    "device",
+)
+
+
+class WorkTimes(NamedTuple):
+    """What a worker has measured of a batch, sent with the batch's answer.
+
+    Attributes:
+        began_ns: When the worker began the task.
+        fetch_ns: Time in the dataset and in the rest of the fetcher.
+        collate_ns: Time in ``collate_fn``.
+        encode_ns: Time until the answer was ready to be sent.
+        sample_count: Number of samples collated.
+    """
+
+    began_ns: int
+    fetch_ns: int
+    collate_ns: int
+    encode_ns: int
+    sample_count: int
+
+
+class BatchTimes(NamedTuple):
+    """What an engine knows of a batch that it delivers.
+
+    Attributes:
+        worker_id: The worker that loaded the batch.
+        offered_ns: When its indices were drawn.
+        sent_ns: When it had a slot and a worker, and its task was sent.
+        work: What the worker measured: the fields of :class:`WorkTimes`.
+        looked_ns: Since when the engine had been looking for answers when it saw this one. The
+            time from the end of the work to this is no delay, since no batch was asked for.
+        seen_ns: When the engine saw the answer.
+        handed_ns: When the batch was next in order and asked for.
+        nbytes: Bytes that the batch takes: of its slot, or of its tensors and arrays.
+        lent_count: Number of slots lent at that moment.
+    """
+
+    worker_id: int
+    offered_ns: int
+    sent_ns: int
+    work: tuple[int, int, int, int, int]
+    looked_ns: int
+    seen_ns: int
+    handed_ns: int
+    nbytes: int
+    lent_count: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """What an engine has counted since its start. Only the engine writes it.
+
+    Attributes:
+        lent: Batches that were lent.
+        copied: Batches that could have been lent, but were copied out.
+        grown: How often a slot took more memory than it had.
+        restarts: Workers that were replaced.
+        slot_count: Maximum number of slots.
+        slot_bytes: Bytes of memory that all slots take now.
+        most_bytes: Maximum number of bytes that they took together.
+        largest_bytes: Bytes of a slot that the largest batch took.
+        share_bytes: Maximum number of bytes that a slot may take; 0 for no maximum.
+    """
+
+    lent: int = 0
+    copied: int = 0
+    grown: int = 0
+    restarts: int = 0
+    slot_count: int = 0
+    slot_bytes: int = 0
+    most_bytes: int = 0
+    largest_bytes: int = 0
+    share_bytes: int = 0
+
+    def since(self, begun: "Counts") -> "Counts":
+        """Return what was counted since ``begun``, a copy of this object, was made."""
+        return dataclasses.replace(
+            self,
+            lent=self.lent - begun.lent,
+            copied=self.copied - begun.copied,
+            grown=self.grown - begun.grown,
+            restarts=self.restarts - begun.restarts,
+        )
+
+    def and_then(self, other: "Counts") -> "Counts":
+        """Return the sum of these counts and later ones."""
+        return dataclasses.replace(
+            other,
+            lent=self.lent + other.lent,
+            copied=self.copied + other.copied,
+            grown=self.grown + other.grown,
+            restarts=self.restarts + other.restarts,
+            largest_bytes=max(self.largest_bytes, other.largest_bytes),
+            most_bytes=max(self.most_bytes, other.most_bytes),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """What a worker and its predecessors with the same number have used.
+
+    Attributes:
+        pid: Process id; None for a thread.
+        cpu_ns: CPU time.
+        stalled_ns: Time in which it could have run but no core was free; None if not known.
+        pss_bytes: Its memory, with its share of the shared pages; None if not known.
+    """
+
+    pid: int | None = None
+    cpu_ns: int = 0
+    stalled_ns: int | None = None
+    pss_bytes: int | None = None
+
+
+class Readings:
+    """The usage of an iterator's workers: read while they live, remembered afterwards."""
+
+    def __init__(self) -> None:
+        self._latest: Sequence[Usage] = ()
+        self._ask: Callable[[bool], Sequence[Usage] | None] | None = None
+
+    def open(self, ask: Callable[[bool], Sequence[Usage] | None]) -> None:
+        """Read the usage by ``ask`` from now on: the workers live.
+
+        Args:
+            ask: Returns the usage of each worker, or None if it is not known any more. Given True,
+                it takes longer and measures memory as well.
+        """
+        self._ask = ask
+
+    def close(self) -> None:
+        """Read the usage a last time, before the workers end. May be called again."""
+        ask, self._ask = self._ask, None
+        if ask is not None:
+            self._note(ask(False))
+
+    def read(self, *, thoroughly: bool) -> Sequence[Usage]:
+        """Return the newest usage of each worker; ``thoroughly`` measures memory as well."""
+        ask = self._ask
+        if ask is not None:
+            latest = ask(thoroughly)
+            if self._ask is not None:
+                self._note(latest)
+        return self._latest
+
+    def _note(self, latest: Sequence[Usage] | None) -> None:
+        if latest is None:
+            return
+        # Memory that was measured holds until it is measured again.
+        known = [old.pss_bytes for old in self._latest]
+        self._latest = [
+            now
+            if now.pss_bytes is not None or worker_id >= len(known)
+            else dataclasses.replace(now, pss_bytes=known[worker_id])
+            for worker_id, now in enumerate(latest)
+        ]

@@ -1,0 +1,333 @@
+"""Checks of the arguments that torch's loader does not have, and the reasons for their defaults.
+
+Torch's own arguments are checked by torch's constructor.
+"""
+
+import mmap
+import re
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+
+from shmloader.batch.plain_data import only_hands_out
+from shmloader.device.target import parse_device
+from shmloader.sampling.checks import whole_number
+
+#: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
+LOOP_HOLDS = 2
+
+#: Batches that may be lent to the user, uncopied, at the same time. Two more than a plain loop
+#: holds leave some for a prefetcher of the user's own. Batches kept beyond the limit are copied
+#: out, so the limit decides how much shared memory may be used, never whether the loader goes on.
+LEND_LIMIT = LOOP_HOLDS + 2
+
+#: Batches that may be ready on the device before the user asks: the one that the GPU will need
+#: next, and the one that is being copied meanwhile.
+DEVICE_PREFETCH = 2
+
+#: What happens to samples that do not fill the last batch of an epoch.
+LastBatch = Literal["keep", "discard", "rollover"]
+
+#: With a smaller share, not even the message about a failure would fit in a slot.
+MINIMUM_SLOT_BYTES = 64 * 1024
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+def is_map_style(dataset: object) -> bool:
+    """Return whether samples are loaded by index: neither an iterable dataset nor a data pipe."""
+    return not isinstance(dataset, IterableDataset | MapDataPipe)
+
+
+def is_data_pipe(dataset: object) -> bool:
+    """Return whether torch's own iterator has to load the dataset, for its graph of data pipes."""
+    return isinstance(dataset, IterDataPipe | MapDataPipe)
+
+
+def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
+    """Return how many batches may be lent at once: on a device, the copied ones and the next."""
+    return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
+
+
+# Before torch's constructor ------------------------------------------------------------------
+
+
+def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
+    """Check what goes with ``num_workers="auto"``; called by a loader's constructor.
+
+    Raises:
+        ValueError: If the dataset is not map-style, or workers are threads.
+    """
+    if not is_map_style(dataset):
+        raise ValueError(
+            "num_workers cannot be 'auto' for an IterableDataset or a data pipe: each worker "
+            "iterates a stream of its own there, so the batches depend on the number of workers"
+        )
+    if thread_pool:
+        raise ValueError(
+            "num_workers cannot be 'auto' with thread_pool=True: give the number of threads"
+        )
+    if not (is_seeded or only_hands_out(dataset)):
+        warnings.warn(
+            "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
+            "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
+            "independent of that; safe to ignore if your samples use no random numbers.",
+            stacklevel=3,
+        )
+
+
+def check_seed(seed: object, dataset: object, *, has_generator: bool) -> int | None:
+    """Check ``seed``, and return it as an int.
+
+    Raises:
+        TypeError: If it is not a whole number.
+        ValueError: If it is negative, there is a generator as well, or the dataset is a data pipe.
+    """
+    if seed is None:
+        return None
+    number = whole_number(seed, "seed", minimum=0)
+    if has_generator:
+        raise ValueError(
+            "seed is mutually exclusive with generator: seed= orders the epoch and sets the random "
+            "generators for each sample, from the seed and the epoch; generator= is what torch's "
+            "own shuffling and the workers' base seed are drawn from, one epoch after the other"
+        )
+    if is_data_pipe(dataset):
+        raise ValueError(
+            "seed cannot be given for a data pipe, which torch's own iterator loads, "
+            f"but got seed={number}"
+        )
+    return number
+
+
+def check_last_batch(
+    last_batch: object,
+    batch_size: int | None,
+    *,
+    drop_last: bool = False,
+    has_batch_sampler: bool = False,
+    is_map_style: bool = True,
+) -> None:
+    """Check ``last_batch``: what happens to samples that do not fill the last batch.
+
+    Raises:
+        ValueError: If it is none of the three, or cannot be combined with the other arguments.
+    """
+    if last_batch is None:
+        return
+    got = f"but got last_batch={last_batch!r}"
+    if last_batch not in ("keep", "discard", "rollover"):
+        raise ValueError(f"last_batch should be 'keep', 'discard' or 'rollover', {got}")
+    if drop_last:
+        raise ValueError(f"last_batch is mutually exclusive with drop_last, {got}")
+    if has_batch_sampler or batch_size is None:
+        raise ValueError(
+            f"last_batch needs batch_size: without it, the loader makes no batches, {got}"
+        )
+    if not is_map_style and last_batch == "rollover":
+        raise ValueError(
+            "last_batch cannot be 'rollover' for an IterableDataset or a data pipe, which make "
+            f"their own batches, {got}"
+        )
+
+
+# After torch's constructor -------------------------------------------------------------------
+
+
+def check_arguments(loader: Any, devices: Sequence[object], most_window: int) -> None:
+    """Check the arguments of a loader that torch's loader does not have.
+
+    Args:
+        loader: The loader, which has its arguments as attributes; torch has checked its own.
+        devices: The devices as the user gave them, one for each batch of a step.
+        most_window: Maximum number of batches in flight.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument has a wrong value, or cannot be combined with another one.
+    """
+    restarts = loader.worker_restarts
+    _check_count(restarts, "worker_restarts", "a non-negative number of workers", minimum=0)
+    if restarts and loader.num_workers == 0:
+        raise ValueError("worker_restarts needs num_workers > 0")
+    parsed = [parse_device(device) for device in devices]
+    _check_transform(loader.transform, has_device=any(device is not None for device in devices))
+    prefetch = loader.device_prefetch
+    _check_count(prefetch, "device_prefetch", "a positive number of batches", minimum=1)
+    if loader.shm_size is not None:
+        has_device = any(device is not None for device in parsed)
+        lent = lend_limit(has_device=has_device, device_prefetch=prefetch)
+        slot_share(parse_size(loader.shm_size, "shm_size"), most_window + lent)
+    check_on_error(loader.on_error)
+    check_max_failures(loader.max_failures, loader.on_error)
+    if loader.on_error != "raise" and isinstance(loader.dataset, MapDataPipe):
+        raise ValueError(
+            "on_error should be 'raise' for a MapDataPipe, which torch's own iterator loads, "
+            f"but got on_error={loader.on_error!r}"
+        )
+    check_thread_pool(loader)
+    interval = loader.snapshot_every_n_steps
+    if interval is not None:
+        what = "a number of batches, or 0 or None for never"
+        _check_count(interval, "snapshot_every_n_steps", what, minimum=0)
+    concurrency = loader.fetch_concurrency
+    if concurrency is not None:
+        _check_count(concurrency, "fetch_concurrency", "a positive number of samples", minimum=1)
+        if not is_map_style(loader.dataset):
+            raise ValueError(
+                "fetch_concurrency needs a map-style dataset: an iterable one, or a data pipe, "
+                f"yields one sample after the other, but got fetch_concurrency={concurrency!r}"
+            )
+
+
+def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
+    text = f"{name} should be {what}, but got {name}={value!r}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(text)
+    if value < minimum:
+        raise ValueError(text)
+
+
+def _check_transform(transform: object, *, has_device: bool) -> None:
+    if transform is None:
+        return
+    if not callable(transform):
+        raise TypeError(f"transform should be callable, but got transform={transform!r}")
+    if not has_device:
+        raise ValueError(
+            "transform is called with the batch on the device and needs device=; on the CPU, "
+            "transform in the dataset or collate_fn, where workers do it"
+        )
+
+
+def check_thread_pool(loader: Any) -> None:
+    """Check ``thread_pool``: whether workers are threads.
+
+    Raises:
+        TypeError: If it is not a bool.
+        ValueError: If there are no workers, threads cannot load the dataset, or an argument is
+            given that is for processes only.
+    """
+    thread_pool = loader.thread_pool
+    if not isinstance(thread_pool, bool):
+        raise TypeError(f"thread_pool should be a bool, but got thread_pool={thread_pool!r}")
+    if not thread_pool:
+        return
+    if loader.num_workers == 0:
+        raise ValueError("thread_pool needs num_workers > 0: the number of threads")
+    if not is_map_style(loader.dataset):
+        raise ValueError(
+            "thread_pool needs a map-style dataset: threads would share the iterator of an "
+            "iterable one, or of a data pipe"
+        )
+    given = {
+        "multiprocessing_context": loader.multiprocessing_context is not None,
+        "shm_size": loader.shm_size is not None,
+        "worker_restarts": bool(loader.worker_restarts),
+    }
+    for_processes = [name for name, is_given in given.items() if is_given]
+    if for_processes:
+        raise ValueError(
+            f"thread_pool=True cannot be combined with {', '.join(for_processes)}: workers are "
+            "threads of this process, and share its memory"
+        )
+
+
+def check_on_error(on_error: object) -> None:
+    """Check ``on_error``: what to do about a sample that fails.
+
+    Raises:
+        TypeError: If it is neither a str nor callable.
+        ValueError: If it is a str other than "raise" and "skip".
+    """
+    text = (
+        "on_error should be 'raise', 'skip' or a function (index, exception) -> sample, "
+        f"but got on_error={on_error!r}"
+    )
+    if isinstance(on_error, str):
+        if on_error not in ("raise", "skip"):
+            raise ValueError(text)
+    elif not callable(on_error):
+        raise TypeError(text)
+
+
+def check_max_failures(max_failures: object, on_error: object) -> None:
+    """Check ``max_failures``: how many samples may fail.
+
+    Raises:
+        TypeError: If it is neither None, an int nor a Fraction.
+        ValueError: If it is negative, a share outside (0, 1], or ``on_error`` is "raise".
+    """
+    if max_failures is None:
+        return
+    got = f"but got max_failures={max_failures!r}"
+    if isinstance(max_failures, float):
+        raise TypeError(
+            "max_failures should be an int, or for a share a fractions.Fraction such as "
+            f"Fraction(1, 100), which is exact, {got}"
+        )
+    if isinstance(max_failures, bool) or not isinstance(max_failures, int | Fraction):
+        raise TypeError(f"max_failures should be an int or a fractions.Fraction, {got}")
+    if isinstance(max_failures, int):
+        if max_failures < 0:
+            raise ValueError(f"max_failures should not be negative, {got}")
+    elif not 0 < max_failures <= 1:
+        raise ValueError(f"max_failures should be above 0 and at most 1 as a Fraction, {got}")
+    if on_error == "raise":
+        raise ValueError(
+            "max_failures counts samples that on_error='skip' leaves out or a function replaces; "
+            "with on_error='raise' the first one raises"
+        )
+
+
+# Sizes ---------------------------------------------------------------------------------------
+
+
+def parse_size(value: int | str, name: str) -> int:
+    """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
+
+    Args:
+        value: What the user wrote.
+        name: The argument's name, for the message.
+
+    Raises:
+        TypeError: If it is neither an int nor a str.
+        ValueError: If the text is not a size, or the size is not positive.
+    """
+    got = f"but got {name}={value!r}"
+    text = f"{name} should be a number of bytes or a text such as '512MiB' or '8GiB', {got}"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(text)
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None:
+            raise ValueError(text)
+        unit = (match[2] or "").lower()
+        size = int(float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit]))
+    if size <= 0:
+        raise ValueError(f"{name} should be positive, {got}")
+    return size
+
+
+def slot_share(shm_bytes: int, slot_count: int) -> int:
+    """Return each slot's share of ``shm_bytes``, in bytes: a multiple of the page size.
+
+    Raises:
+        ValueError: If the share would be under :data:`MINIMUM_SLOT_BYTES`.
+    """
+    share = shm_bytes // slot_count // mmap.PAGESIZE * mmap.PAGESIZE
+    if share < MINIMUM_SLOT_BYTES:
+        raise ValueError(
+            f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "
+            f"(prefetch_factor * num_workers + {LEND_LIMIT}, or + device_prefetch + 2 if that is "
+            f"more); a slot needs at least {MINIMUM_SLOT_BYTES}. Raise shm_size to "
+            f"{slot_count * MINIMUM_SLOT_BYTES} or more, or lower num_workers or prefetch_factor."
+        )
+    return share
