@@ -39,7 +39,7 @@ from shmloader.errors import (
 from shmloader.faults import FAULTS
 from shmloader.insight.times import BatchTimes
 from shmloader.interruptions import is_interruption
-from shmloader.memory.debug import is_debugging
+from shmloader.memory.lease import is_debugging
 from shmloader.pools import Pool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.status_page import AtWork, Phase

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.memory.buffer_table import address_of, storage_at
-from shmloader.memory.codec import Part, rebuild_tensor
+from shmloader.memory.bulk import address_of, storage_at
+from shmloader.memory.codec import PartialStorage, rebuild_tensor
 from shmloader.memory.encoder import is_plain
 from shmloader.memory.segment import Segment, find_segment
 
@@ -145,7 +145,7 @@ def array_over(
 def open_tensor(segment: Segment, start: int, nbytes: int, fields: tuple[Any, ...]) -> torch.Tensor:
     """The tensor whose storage is these bytes of a segment. Called by pickle."""
     enable_tensor_handles()  # it may go on from here
-    return rebuild_tensor(Part(storage_at(segment, start, nbytes), 0), *fields)
+    return rebuild_tensor(PartialStorage(storage_at(segment, start, nbytes), 0), *fields)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.memory.buffer_table import (
+from shmloader.memory.bulk import (
     BULK_BYTES,
     BufferTable,
-    read_with_parts,
-    stays_inside,
-    write_parts,
+    load_with_buffers,
+    stays_in_band,
+    write_buffers,
 )
-from shmloader.memory.encoder import Parts, batch_dispatch_table, reduce_data
+from shmloader.memory.encoder import OutOfBand, batch_dispatch_table, reduce_data
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.shared.arrays import array_over, reduce_tensor
 
@@ -84,8 +84,8 @@ class _ItemPickler(pickle.Pickler):
         others: The segments that it comes upon, by their ids.
     """
 
-    def __init__(self, file: io.BytesIO, parts: Parts, *, writable: bool) -> None:
-        stays = functools.partial(stays_inside, parts=parts)
+    def __init__(self, file: io.BytesIO, parts: OutOfBand, *, writable: bool) -> None:
+        stays = functools.partial(stays_in_band, out_of_band=parts)
         super().__init__(file, protocol=5, buffer_callback=stays)
         self.dispatch_table = batch_dispatch_table()
         self._parts = parts
@@ -168,7 +168,7 @@ class RecordWriter:
             return _FLOAT.pack(item), Kind.FLOAT
         if kind is tuple and _SIMPLE.issuperset(map(type, item)):
             return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), Kind.PICKLE
-        file, parts = io.BytesIO(), Parts()
+        file, parts = io.BytesIO(), OutOfBand()
         pickler = _ItemPickler(file, parts, writable=self._writable)
         pickler.dump(item)
         self._others |= pickler.others
@@ -176,7 +176,7 @@ class RecordWriter:
             return file.getvalue(), Kind.PICKLE
         self._flush()
         self._is_dense = False
-        table = write_parts(parts, self._writer)
+        table = write_buffers(parts, self._writer)
         self._base = self._writer.used_bytes
         body = (file.getvalue(), table.spans, table.order)
         return pickle.dumps(body, pickle.HIGHEST_PROTOCOL), Kind.PARTS
@@ -234,7 +234,7 @@ class Records:
             return _FLOAT.unpack(data)[0]
         if kind == _PARTS:
             body, spans, order = pickle.loads(data)
-            return read_with_parts(body, BufferTable(spans, order), self._segment)
+            return load_with_buffers(body, BufferTable(spans, order), self._segment)
         return _CONSTANTS[Kind(kind)]
 
     def __iter__(self) -> Iterator[Any]:

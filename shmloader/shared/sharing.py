@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shmloader.memory.buffer_table import BufferTable, storage_at, write_parts
-from shmloader.memory.codec import Part, rebuild_tensor
-from shmloader.memory.encoder import Parts, is_plain
+from shmloader.memory.bulk import BufferTable, storage_at, write_buffers
+from shmloader.memory.codec import PartialStorage, rebuild_tensor
+from shmloader.memory.encoder import OutOfBand, is_plain
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.probing import probe
@@ -186,14 +186,14 @@ def _write(
     walk: _Walk, writer: SegmentWriter, *, writable: bool
 ) -> Callable[[Segment], dict[int, Any]]:
     """Write all bulk; gives what then opens it: each piece's shared copy, by the piece's id."""
-    parts = Parts()
+    parts = OutOfBand()
     storages = {}
     for key, tensor in walk.tensors.items():
         storage = storages[key] = parts.storage(tensor.untyped_storage())
         item, first = tensor.element_size(), tensor.storage_offset()
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         storage.add(first * item, (last + 1) * item, item)
-    table = write_parts(parts, writer)
+    table = write_buffers(parts, writer)
     arrays = {key: _write_array(array, writer) for key, array in walk.arrays.items()}
     lists = {
         key: _write_items(items, writer, "item", writable=writable)
@@ -229,9 +229,9 @@ def _write(
     return build
 
 
-def _open_storages(table: BufferTable, segment: Segment) -> list[Part]:
+def _open_storages(table: BufferTable, segment: Segment) -> list[PartialStorage]:
     return [
-        Part(storage_at(segment, offset, nbytes), first_byte)
+        PartialStorage(storage_at(segment, offset, nbytes), first_byte)
         for offset, nbytes, first_byte in table.spans
     ]
 

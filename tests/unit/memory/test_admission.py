@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, s
     with pytest.raises(SharedMemoryError) as caught:
         admission.grow(slot, 20 * 10**6, 97 * 10**6)
     assert str(caught.value) == (
-        "a batch needs 97.0 MB or more of shared memory, 77.0 MB more than its slot has, but "
+        "a batch needs at least 97.0 MB of shared memory, 77.0 MB more than its slot has, but "
         "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs "
         "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 97.0 MB = 582.0 MB of shared "
         "memory: lower prefetch_factor, num_workers or batch_size, or set shm_size."

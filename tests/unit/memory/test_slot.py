@@ -319,7 +319,7 @@ def test_where_files_may_not_be_long_a_slot_is_as_long_as_they_may_be():
         return f"{slot.most_bytes} {describe_most(slot.most_bytes)}"
 
     assert in_a_child(work) == (
-        f"{MIB} as long as a file may be here (`ulimit -f`): raise that limit"
+        f"{MIB} the longest file allowed here (`ulimit -f`): raise that limit"
     )
 
 

@@ -171,7 +171,7 @@ def test_a_rewound_writer_begins_at_the_front(writer):
 
 def test_without_a_task_there_is_no_slot():
     writer = SlotWriter()
-    with pytest.raises(RuntimeError, match="no task is in work"):
+    with pytest.raises(RuntimeError, match=r"^there is no current task$"):
         writer.allocate(1)
 
 
@@ -252,9 +252,9 @@ def test_what_was_touched_counts_what_was_rewound(writer):
 def test_place_is_where_a_tensor_fits_to_the_last_byte(writer, used):
     writer.allocate(used)
     left = (MIB - writer.used_bytes) // 4
-    assert writer.has_place((left,), torch.float32)
-    assert not writer.has_place((left + 1,), torch.float32)
-    assert writer.has_place((0, 10**9), torch.float32)
+    assert writer.fits((left,), torch.float32)
+    assert not writer.fits((left + 1,), torch.float32)
+    assert writer.fits((0, 10**9), torch.float32)
 
 
 # A slot that is mapped further in the midst of a task ---------------------------------------------

@@ -460,5 +460,5 @@ def test_the_memory_can_be_changed_by_nobody_not_even_by_its_maker():
 
 def test_a_handle_of_memory_that_is_gone_says_so():
     data = pickle.dumps(shmloader.share(np.arange(1_000)))
-    with pytest.raises(shmloader.SharedMemoryError, match="has dropped it, or ended"):
+    with pytest.raises(shmloader.SharedMemoryError, match="has dropped it, or has ended"):
         pickle.loads(data)
