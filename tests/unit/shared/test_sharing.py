@@ -21,8 +21,7 @@ from shmloader.memory.encoder import batch_dispatch_table
 from shmloader.memory.limits import Free
 from shmloader.memory.segment import find_segment
 from shmloader.shared.arrays import SharedArray
-from shmloader.shared.mappings import SharedDict
-from shmloader.shared.sequences import SharedList
+from shmloader.shared.containers import SharedDict, SharedList
 
 LONG = 1_000
 
