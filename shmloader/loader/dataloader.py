@@ -62,8 +62,8 @@ from shmloader.options import (
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
+from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.positions import PositionedStreams
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_order import SamplerOrder
