@@ -659,7 +659,7 @@ def test_devices_that_are_all_the_cpu_need_no_thread() -> None:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        ([1, 2], "step 1 .* should be a list of index lists, one for each of 2 devices"),
+        ([1, 2], "step 1 .* should be a list of index lists, one for each of the 2 devices"),
         ([[1], [2], [3]], "step 1 .* has 3 index lists, and there are 2 devices"),
     ],
 )
