@@ -47,7 +47,7 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     writer = _Worker.writer
-    if writer is None or not writer.may_be_asked:
+    if writer is None or not writer.may_allocate:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
 
@@ -73,7 +73,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     out: torch.Tensor | None = None
     # What does not fit goes to private memory, since it may only be an intermediate result. But
     # where there is no memory, the writer raises: there would be none elsewhere either.
-    if writer is not None and writer.may_be_asked and writer.fits(shape, first.dtype):
+    if writer is not None and writer.may_allocate and writer.fits(shape, first.dtype):
         out = writer.empty(shape, first.dtype)
     if out is None:
         out = torch.empty(shape, dtype=first.dtype, device="cpu")

@@ -41,10 +41,9 @@ def hold(storage: Any, memory: object) -> None:
 
     Sharing a tensor with other processes (``share_memory_()``, a queue of
     ``torch.multiprocessing``) copies its storage and replaces the storage's pointer, which drops
-    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made
-    before that still point there. All of them keep the storage alive, so the storage has to
-    keep the memory alive. torch preserves a storage's Python object, attributes included, for as
-    long as the storage itself lives.
+    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made before
+    still point there. They keep the storage alive, so the storage has to keep the memory alive.
+    torch preserves a storage's Python object and its attributes as long as the storage itself.
 
     Args:
         storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.

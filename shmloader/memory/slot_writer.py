@@ -81,7 +81,7 @@ class SlotWriter:
         return self._slot
 
     @property
-    def may_be_asked(self) -> bool:
+    def may_allocate(self) -> bool:
         """Whether this thread may have memory: not one of the user's, which outlives the task."""
         return self.is_offered and threading.get_ident() == self._thread
 

@@ -79,7 +79,7 @@ def _is_all(count: int, batches: Sized) -> bool:
 
 
 class RolloverEpoch(Iterator[list[Any]]):
-    """The batches of one epoch, and what it leaves over.
+    """Draws the full batches of one epoch, and keeps what it leaves over.
 
     Attributes:
         drawn: Number of batches drawn so far.

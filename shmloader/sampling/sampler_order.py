@@ -168,7 +168,7 @@ class SamplerOrder:
 
 
 class ResumableSampler(Iterator[Any]):
-    """The index batches of one epoch. Used on the user's thread.
+    """Draws the index batches of one epoch, from any batch on. Used on the user's thread.
 
     Args:
         index_sampler: The sampler that the loader draws from.
@@ -209,7 +209,6 @@ class ResumableSampler(Iterator[Any]):
         self._last_checksum: int | None = None
 
     def __next__(self) -> Any:
-        """Return the next index batch."""
         if self._items is None:
             self._items = self._begin()
         item = next(self._items)

@@ -110,7 +110,6 @@ class IntervalSampler(Sampler[int]):
         self.rollover = flag(rollover, "rollover")
 
     def __iter__(self) -> Iterator[int]:
-        """Yield an epoch."""
         run_count = min(self.interval, self.length) if self.rollover else 1
         for begin in range(run_count):
             yield from range(begin, self.length, self.interval)
@@ -155,7 +154,6 @@ class FilterSampler(Sampler[int]):
         self._selected_count: int | None = None
 
     def __iter__(self) -> Iterator[int]:
-        """Yield an epoch."""
         count = 0
         for index in range(len(self.dataset)):
             if self.fn(self.dataset[index]):

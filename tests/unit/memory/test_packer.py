@@ -391,7 +391,7 @@ def test_each_slot_gets_the_batch_that_was_packed_into_it(bench, packer):
     assert mapping.closed, "a packer or reader still holds the slot"
 
 
-def test_a_packed_batch_is_held_by_nobody(bench, packer):
+def test_a_packed_batch_is_not_held(bench, packer):
     packer.pack([torch.zeros(LARGE)])
     assert not bench.writer.is_kept()
 
