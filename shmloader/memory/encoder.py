@@ -48,7 +48,7 @@ class _Storage:
 
     def __init__(self, index: int, keep: torch.UntypedStorage) -> None:
         self.index = index
-        self.keep = keep  # its address must not be used again meanwhile
+        self.keep = keep  # alive, so that its address is not reused
         self.start: int | None = None
         self.end = 0
         self.itemsizes: set[int] = set()

@@ -121,8 +121,7 @@ class SamplerOrder:
         """
         checkpoint = self.checkpoint(generator)
         if self._is_iterable:
-            # The base seed of these workers was drawn by now. The resumed run's one is used
-            # instead.
+            # The base seed drawn for these workers does not count, so restore the generators.
             checkpoint.restore_generators(self._state or {})
             return drawing
         if as_arrays:

@@ -169,8 +169,8 @@ class FilterSampler(Sampler[int]):
         """
         if self._selected_count is None:
             raise TypeError(
-                "the length of a FilterSampler is known only after a first full pass: fn has to "
-                f"look at each of the {len(self.dataset)} samples"
+                "the length of a FilterSampler is known only after a first full pass, since fn has "
+                f"to be called with each of the {len(self.dataset)} samples"
             )
         return self._selected_count
 

@@ -31,8 +31,8 @@ class SharedList(Sequence[_T]):
     It reads like the list, with two differences: an item is built whenever it is accessed, a new
     object each time, so that changing an item does not change the list; and the list itself cannot
     be changed. It equals a list, tuple or ``SharedList`` with equal items. A slice is a view
-    without memory of its own. It is pickled as a handle. Reading a str of 100 bytes takes
-    0.3 µs.
+    without memory of its own. It is pickled as a handle. Reading a str of 100
+    characters takes 0.3 µs.
 
     Args:
         records: The items.

@@ -52,7 +52,7 @@ def test_samples_are_looked_at_only_as_they_are_drawn():
 
 def test_the_length_is_unknown_before_a_full_pass():
     sampler = FilterSampler(is_even, [1, 2, 3, 4, 5])
-    unknown = "known only after a first full pass: fn has to look at each of the 5 samples"
+    unknown = "first full pass, since fn has to be called with each of the 5 samples"
     with pytest.raises(TypeError, match=unknown):
         len(sampler)
     assert list(itertools.islice(sampler, 2)) == [1, 3]  # all that there are, but not to the end
