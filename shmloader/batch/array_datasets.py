@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import StackDataset, Subset, TensorDataset
 
-from shmloader.memory.buffer_table import address_of
+from shmloader.memory.bulk import address_of
 from shmloader.memory.flat import BARE, DICT, LIST
 from shmloader.memory.gather import Column, Columns
 from shmloader.shared.arrays import SharedArray
-from shmloader.shared.sequences import SharedList
+from shmloader.shared.containers import SharedList
 
 _ARRAYS = (np.ndarray, np.memmap, SharedArray)
 _DATASETS = (TensorDataset, StackDataset, Subset)

@@ -10,7 +10,7 @@ import torch
 from shmloader.batch.array_datasets import find_columns, form_of, parts_of
 from shmloader.memory.gather import Column, RowGatherer, SlotGatherer
 from shmloader.memory.slot_writer import SlotWriter
-from shmloader.sampling.index_arrays import IndexArray, as_list
+from shmloader.sampling.indices import IndexArray, as_list
 from shmloader.sampling.steps import is_sharded
 
 

@@ -32,9 +32,14 @@ import cloudpickle
 import numpy as np
 import torch
 
-from shmloader.memory.buffer_table import BufferTable, read_with_parts, stays_inside, write_parts
-from shmloader.memory.encoder import Parts, reduce_data
-from shmloader.memory.mapped_file import reduce_memory_map
+from shmloader.memory.bulk import (
+    BufferTable,
+    load_with_buffers,
+    reduce_memory_map,
+    stays_in_band,
+    write_buffers,
+)
+from shmloader.memory.encoder import OutOfBand, reduce_data
 from shmloader.memory.segment import SealedSegment, SegmentWriter
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
@@ -89,7 +94,7 @@ def _spawning(popen: Any) -> Iterator[None]:
         multiprocessing.context.set_spawning_popen(before)
 
 
-def _reduce_bulk(value: Any, parts: Parts) -> Any:
+def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
     """The reduction of an array or tensor whose data leave the stream; NotImplemented of others.
 
     A tensor that its user has moved to shared memory stays there, as with torch's loader: all see
@@ -112,8 +117,8 @@ def _reduce_bulk(value: Any, parts: Parts) -> Any:
 class _PlainPickler(ForkingPickler):
     """Standard pickle with multiprocessing's reducers; bulk leaves the stream."""
 
-    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
-        stays = functools.partial(stays_inside, parts=parts)
+    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
+        stays = functools.partial(stays_in_band, out_of_band=parts)
         super().__init__(file, pickle.HIGHEST_PROTOCOL, True, stays)
         self._parts = parts
 
@@ -130,8 +135,8 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
         cloudpickle.Pickler.dispatch_table,
     )
 
-    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
-        stays = functools.partial(stays_inside, parts=parts)
+    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
+        stays = functools.partial(stays_in_band, out_of_band=parts)
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=stays)
         self._parts = parts
 
@@ -189,17 +194,17 @@ class Payload:
         with _spawning(recorder):
             body, parts = self._dump(objects, recorder)
         with SegmentWriter() as writer:
-            outside = writer.append(pickle.dumps(write_parts(parts, writer)))
+            outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
             places = (outside, writer.append(body), body.nbytes)
             self._segment: SealedSegment = writer.seal()
         with _spawning(recorder):
             self._handle = pickle.dumps((self._segment, places, self.by_value))
         self._descriptors = recorder.descriptors
 
-    def _dump(self, objects: object, recorder: _Recorder) -> tuple[memoryview, Parts]:
+    def _dump(self, objects: object, recorder: _Recorder) -> tuple[memoryview, OutOfBand]:
         first_error: Exception | None = None
         if main_is_importable():
-            file, parts = io.BytesIO(), Parts()
+            file, parts = io.BytesIO(), OutOfBand()
             try:
                 _PlainPickler(file, parts).dump(objects)
             except PICKLE_ERRORS as error:
@@ -208,7 +213,7 @@ class Payload:
             else:
                 return file.getbuffer(), parts
         self.by_value = True
-        file, parts = io.BytesIO(), Parts()
+        file, parts = io.BytesIO(), OutOfBand()
         try:
             _ClosurePickler(file, parts).dump(objects)
         except PICKLE_ERRORS as error:
@@ -312,4 +317,4 @@ class ReceivedPayload:
         segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)
         outside: BufferTable = pickle.loads(whole[outside_at:body_at])
-        return read_with_parts(whole[body_at : body_at + nbytes], outside, segment)
+        return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)

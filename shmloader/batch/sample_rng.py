@@ -43,7 +43,7 @@ from torch.utils.data import Dataset
 
 from shmloader.batch.plain_data import only_hands_out
 from shmloader.probing import probe
-from shmloader.sampling.positions import PositionedIndices
+from shmloader.sampling.indices import PositionedIndices
 
 _DIGEST_BYTES = 64
 

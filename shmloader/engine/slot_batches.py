@@ -4,7 +4,7 @@ from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import FREE, LENT, RETIRED
 from shmloader.engine.wording import describe_change
 from shmloader.errors import InternalError, SharedMemoryError
-from shmloader.memory.debug import is_debugging
+from shmloader.memory.lease import is_debugging
 from shmloader.pools import SlotPool
 from shmloader.pools.answers import Batch
 

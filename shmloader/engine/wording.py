@@ -12,7 +12,7 @@ from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import Death
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.sampling.positions import without_position
+from shmloader.sampling.indices import without_position
 
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "

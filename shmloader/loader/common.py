@@ -21,7 +21,7 @@ def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
     The seed of an epoch that goes on was drawn where the epoch began. So torch's global generator
     is put back: a user who has restored it finds it as it was.
     """
-    before = torch.get_rng_state() if plan.goes_on and plan.generator is None else None
+    before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
     _BaseDataLoaderIter.__init__(iterator, loader)
     if before is not None:
         torch.set_rng_state(before)

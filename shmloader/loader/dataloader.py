@@ -323,7 +323,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             ours = {
                 "shm_size": bool(self.shm_size),
                 "worker_restarts": bool(self.worker_restarts),
-                "device": bool(self.device),
+                "device": any(map(parse_device, self._wanted_devices())),
                 "on_error": self.on_error != "raise",
                 "last_batch": self.last_batch == "rollover",
                 "steps of several batches": self._may_shard,

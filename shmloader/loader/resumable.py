@@ -21,8 +21,8 @@ from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import check_state, sealed
 from shmloader.memory.slot import is_supported
+from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.positions import PositionedStreams
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_checkpoint import has_own_state
 from shmloader.sampling.sampler_order import SamplerOrder

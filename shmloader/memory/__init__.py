@@ -1,15 +1,18 @@
 """Shared memory: slots, what is written into them, and what is read out of them.
 
 ``slot`` owns the OS resource; ``slot_writer`` hands out its bytes in the worker; ``lease``
-notices when the user has dropped a batch. Two ways lead from samples to a batch:
+notices when the user has dropped a batch, and has the checks of ``SHMLOADER_DEBUG``. Samples become
+a batch in one of two ways:
 
 =============  ==============================================  ======================
 way            in the worker                                   in the main process
 =============  ==============================================  ======================
-short          ``packer``: default collate of plain samples    ``flat``
-general        ``collate``, then ``encoder``: anything         ``codec``
+flat           ``packer``: default collate of plain samples    ``flat``
+flat           ``gather``: rows of a dataset that is arrays    ``flat``
+pickled        ``collate``, then ``encoder``: anything         ``codec``
 =============  ==============================================  ======================
 
-``stacking`` writes tensors side by side for both. ``admission`` says whether a slot may grow, by
-what ``limits`` reads of the system; ``debug`` has the checks of ``SHMLOADER_DEBUG``.
+``admission`` decides whether a slot may grow, from what ``limits`` reads of the system.
+``segment`` is memory that is written once and then shared; ``bulk`` puts the large buffers of a
+pickle there.
 """

@@ -1,20 +1,19 @@
-"""Memory, looked at before it is touched.
+"""Checks that there is memory before it is touched.
 
-A slot's pages come to exist when they are first written, and where there is no memory for them
-the kernel kills somebody (or a write ends in SIGBUS). So whoever is about to write beyond what was
-ever touched in a slot asks here first. That is rare: a slot keeps its pages.
+A slot's pages come to exist when they are first written. Where there is no memory for them, the
+kernel kills a process, or the write ends in SIGBUS. So before a worker writes to bytes of a slot
+that were never touched, it asks here. That is rare, because a slot keeps its pages.
 
-Two things are asked at a growth:
+Two things are checked when a slot grows:
 
-* Do the bytes by which this slot grows fit what is free now? They are touched here and at once,
-  in steps, with a look before each step. Others may grow at the same time, workers of this loader
-  or of another: a step takes but this worker's part of what is free. So nothing is refused only
-  because others might have grown, too, and what all of them take together is there.
-* Do all slots that a plain loop needs fit, if they become as large? That needs to know what a
-  batch usually takes, so it is asked from a worker's second batch on, of the smallest so far: a
-  first batch ten times as large as the others raises no alarm. And it is asked only where it is
-  known that so many batches will come. Slots for batches that are kept for longer are not counted:
-  whether there is memory for one is asked when it is needed.
+* The bytes by which it grows fit what is free now. They are touched here at once, in steps, and
+  free memory is read before each step. Other workers, of this loader or another, may grow their
+  slots at the same time, so a step takes only this worker's share of what is free. Thus nothing is
+  refused just because others might have grown too, and what all of them take together exists.
+* All slots that a plain loop needs would fit if they became as large. This is checked from a
+  worker's second batch on, with the size of its smallest batch, so that a first batch ten times as
+  large as the others raises no alarm; and only where that many batches are known to come. Slots for
+  batches that the user keeps for longer are not counted: they are checked when they are needed.
 """
 
 import math
@@ -31,30 +30,31 @@ from shmloader.memory.limits import (
 )
 from shmloader.memory.slot import Slot
 
-#: Never taken for slots: what others may touch between our look and our pages. Page tables, for
-#: one: those of 8 GiB of slots in one process take so much. And all workers' least steps: of 64.
+#: Never taken for slots, since others may touch memory between our check and our write. The page
+#: tables of 8 GiB of slots in one process take as much, and so do the smallest steps of 64 workers.
 RESERVE_BYTES = 16 << 20
 
-# Most and least bytes touched between two looks. To touch 8 MiB takes some 3 ms, a look 0.1 ms.
+# The most and the least bytes touched between two checks. Touching 8 MiB takes some 3 ms, a check
+# 0.1 ms.
 _STEP_BYTES = 8 << 20
 _LEAST_STEP_BYTES = 256 << 10
 
-# Where there is plenty, a look holds up to the next multiple of this.
+# Where there is plenty of memory, a check is good up to the next multiple of this.
 _GRAIN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """What one iterator may come to ask for. Crosses to the workers.
+    """How much memory one iterator may come to need. Sent to the workers.
 
     Attributes:
-        worker_count: Its workers.
-        prefetch_factor: Batches in flight for each.
-        loop_holds: Batches lent at once in a plain loop. More may be lent, if there is memory.
-        batch_count: Batches of an epoch, where that is known for sure.
-        free_at_start: What was free before it touched anything.
-        root: Where ``proc`` and ``sys`` are.
-        window: Batches in flight, where that is no multiple of the workers; else None.
+        worker_count: Number of workers.
+        prefetch_factor: Batches in flight for each worker.
+        loop_holds: Batches lent at once in a plain loop. More may be lent if there is memory.
+        batch_count: Batches of an epoch; None unless that is known for sure.
+        free_at_start: What was free before the iterator touched anything.
+        root: Directory that holds ``proc`` and ``sys``.
+        window: Batches in flight where that is not a multiple of the workers; else None.
     """
 
     worker_count: int
@@ -67,7 +67,7 @@ class MemoryConfig:
 
     @property
     def slot_count(self) -> int:
-        """Slots that a plain loop uses at once."""
+        """Number of slots that a plain loop uses at once."""
         if self.batch_count is None:
             return self._most_slots
         return min(self._most_slots, self.batch_count)
@@ -77,7 +77,7 @@ class MemoryConfig:
         return (self.window or self.prefetch_factor * self.worker_count) + self.loop_holds
 
     def describe(self, slot_bytes: int) -> str:
-        """The arithmetic, for slots of so many bytes."""
+        """Return the arithmetic as text, for slots of ``slot_bytes``."""
         if self.slot_count < self._most_slots:
             why = "one for each batch of an epoch"
         else:
@@ -92,57 +92,57 @@ class MemoryConfig:
 
 
 class MemoryAdmission:
-    """Says whether there is room for a slot to grow. One in each process of an iterator."""
+    """Decides whether a slot may grow. Each process of an iterator has one."""
 
-    def __init__(self, demand: MemoryConfig) -> None:
-        self._demand = demand
-        self._root = Path(demand.root)
+    def __init__(self, config: MemoryConfig) -> None:
+        self._config = config
+        self._root = Path(config.root)
         self._groups: tuple[ControlGroup, ...] | None = None
         self._smallest_batch = math.inf
-        self._most_free = _less_reserve(demand.free_at_start)
-        #: Whether, as a slot grew last, less was free than all workers may come to take.
+        self._most_free = _less_reserve(config.free_at_start)
+        #: Whether less was free than all workers may come to take when a slot last grew.
         self.is_tight = False
 
     def note_batch(self, used_bytes: int) -> None:
-        """A batch of this process is complete."""
+        """Note the size of a batch that this process has completed."""
         self._smallest_batch = min(self._smallest_batch, used_bytes)
 
     def is_short(self, present_bytes: int, slot_bytes: int) -> bool:
-        """Whether slots had better not keep their pages while they wait for a batch.
+        """Whether memory is too short for slots to keep their pages while they wait for a batch.
 
         Args:
             present_bytes: What all slots have now.
-            slot_bytes: What each may come to need. A worker needs as much besides, for samples.
+            slot_bytes: What each may come to need. Each worker needs as much again for samples.
         """
-        demand = self._demand
-        more = (demand.slot_count + demand.worker_count) * slot_bytes - present_bytes
+        config = self._config
+        more = (config.slot_count + config.worker_count) * slot_bytes - present_bytes
         if more <= RESERVE_BYTES:
             return False
-        free = self._look()
+        free = self._read_free()
         return free is not None and more > free.nbytes
 
     def grow(self, slot: Slot, backed: int, end: int) -> int:
-        """Get a slot the pages up to ``end``, or say that there is no memory for them.
+        """Give a slot the pages up to ``end``, or raise if there is no memory for them.
 
         Args:
-            slot: The slot, this process's to fill.
-            backed: Bytes from its start that have pages, or for which was asked already.
+            slot: A slot that this process is filling.
+            backed: Bytes from its start that have pages, or were admitted before.
             end: Bytes from its start that are about to be written.
 
         Returns:
-            Up to where need not be asked again; ``end`` or more.
+            Bytes from its start that are admitted now; ``end`` or more.
 
         Raises:
             SharedMemoryError: With the arithmetic. The slot is as large as it was.
         """
-        free = self._look()
+        free = self._read_free()
         if free is None:
             return end
-        self.is_tight = free.nbytes < self._demand.worker_count * end
+        self.is_tight = free.nbytes < self._config.worker_count * end
         self._check_all_slots(free, end)
         position = backed
         while end - position <= free.nbytes:
-            step = max(_LEAST_STEP_BYTES, free.nbytes // self._demand.worker_count)
+            step = max(_LEAST_STEP_BYTES, free.nbytes // self._config.worker_count)
             step_end = min(position + min(step, _STEP_BYTES), end)
             try:
                 slot.populate(position, step_end)
@@ -151,43 +151,43 @@ class MemoryAdmission:
             position = step_end
             if position == end:
                 return self._round_up(free, end)
-            free = self._look() or free
+            free = self._read_free() or free
         if slot.give_back(backed):
             free = Free(free.nbytes + position - backed, free.limit)
         raise SharedMemoryError(self._describe_growth(free, backed, end))
 
-    def _look(self) -> Free | None:
-        """What is free now, less the reserve."""
+    def _read_free(self) -> Free | None:
+        """Return what is free now, less the reserve."""
         if self._groups is None:
             self._groups = control_groups(self._root)
         return _less_reserve(free_memory(self._root, self._groups))
 
     def _check_all_slots(self, now: Free, end: int) -> None:
-        # The most that was ever free: siblings have touched slots since the start, and an iterator
-        # before this one may have gone since.
+        # Compare with the most that was ever free: since the start, other workers have touched
+        # slots, and an earlier iterator may have been closed.
         free = self._most_free
         if free is None or free.nbytes < now.nbytes:
             free = self._most_free = now
-        demand = self._demand
-        if demand.batch_count is None or self._smallest_batch == math.inf:
+        config = self._config
+        if config.batch_count is None or self._smallest_batch == math.inf:
             return
         batch_bytes = min(int(self._smallest_batch), end)
-        if demand.slot_count * batch_bytes > free.nbytes:
+        if config.slot_count * batch_bytes > free.nbytes:
             raise SharedMemoryError(
-                f"{demand.describe(batch_bytes)}, but {_describe_free(free)}: {_REMEDY}"
+                f"{config.describe(batch_bytes)}, but {_describe_free(free)}: {_REMEDY}"
             )
 
     def _round_up(self, free: Free, end: int) -> int:
-        """Where it does not matter, small parts of a batch need not ask one by one."""
-        if free.nbytes < (2 * self._demand.slot_count) * _GRAIN_BYTES + _STEP_BYTES:
+        """Admit more where there is plenty of memory, so that small fields are not checked each."""
+        if free.nbytes < (2 * self._config.slot_count) * _GRAIN_BYTES + _STEP_BYTES:
             return end
         return -(-end // _GRAIN_BYTES) * _GRAIN_BYTES
 
     def _describe_growth(self, free: Free, backed: int, end: int) -> str:
         return (
-            f"a batch needs {format_bytes(end)} or more of shared memory, "
+            f"a batch needs at least {format_bytes(end)} of shared memory, "
             f"{format_bytes(end - backed)} more than its slot has, but {_describe_free(free)}. "
-            f"The loader needs {self._demand.describe(end)}: {_REMEDY}"
+            f"The loader needs {self._config.describe(end)}: {_REMEDY}"
         )
 
 

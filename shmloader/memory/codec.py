@@ -1,8 +1,8 @@
-"""Any picklable batch: its layout, and how it is built again in the main process.
+"""The layout of any picklable batch, and how the main process builds the batch from it.
 
-Pickle protocol 5 does the walking. Tensors and arrays leave the stream by its out-of-band
-buffers and lie in the slot; the body keeps the structure, with the n-th buffer's place in it.
-The worker's half is :mod:`shmloader.memory.encoder`.
+Pickle protocol 5 walks through the batch. Tensors and arrays leave the pickle as out-of-band
+buffers and lie in the slot; the body keeps the structure and refers to the buffers in order. The
+worker's half is :mod:`shmloader.memory.encoder`.
 """
 
 import pickle
@@ -20,9 +20,9 @@ class Span(NamedTuple):
     """One buffer in the slot.
 
     Attributes:
-        offset: From the slot's start, in bytes, a multiple of 64 (but for parts of an array
-            that a collate function put into the slot).
-        nbytes: Its length.
+        offset: Bytes from the slot's start; a multiple of 64, except for pieces of an array that
+            a collate function put into the slot.
+        nbytes: Length of the span.
         first_byte: For a tensor's storage, which of its bytes is the span's first; -1 for a
             plain buffer.
     """
@@ -33,12 +33,12 @@ class Span(NamedTuple):
 
 
 class PickledLayout(NamedTuple):
-    """Where the parts of a batch lie.
+    """Where a pickled batch lies.
 
     Attributes:
-        body: The pickle; or (offset, nbytes), where it lies in the slot itself.
+        body: The pickle; or its (offset, nbytes) if it lies in the slot as well.
         spans: The buffers.
-        order: For each out-of-band buffer of the body, in turn, its span.
+        order: For each out-of-band buffer of the body, in turn, the index of its span.
     """
 
     body: "bytes | tuple[int, int]"
@@ -46,15 +46,20 @@ class PickledLayout(NamedTuple):
     order: tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """A storage as the body's tensors need it."""
+class PartialStorage(NamedTuple):
+    """A storage without the bytes that no tensor of the batch needs.
+
+    Attributes:
+        storage: The bytes that are needed.
+        first_byte: Which byte of the original storage is the first of these.
+    """
 
     storage: torch.UntypedStorage
     first_byte: int
 
 
 def rebuild_tensor(
-    part: Part,
+    partial: PartialStorage,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -62,10 +67,10 @@ def rebuild_tensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> torch.Tensor:
-    """Make a tensor from its storage's span. Called by pickle, in the main process."""
-    is_empty = 0 in shape or part.storage.nbytes() == 0
-    offset = 0 if is_empty else storage_offset - part.first_byte // dtype.itemsize
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(part.storage, offset, shape, stride)
+    """Make a tensor over a partial storage. Called by pickle, in the main process."""
+    is_empty = 0 in shape or partial.storage.nbytes() == 0
+    offset = 0 if is_empty else storage_offset - partial.first_byte // dtype.itemsize
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(partial.storage, offset, shape, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     if requires_grad:
@@ -80,7 +85,7 @@ def rebuild_coo(
     is_coalesced: bool,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Called by pickle, in the main process."""
+    """Make a sparse tensor. Called by pickle, in the main process, as are the following."""
     return torch.sparse_coo_tensor(
         indices,
         values,
@@ -99,7 +104,7 @@ def rebuild_compressed(
     layout: torch.layout,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Called by pickle, in the main process."""
+    """Make a compressed sparse tensor."""
     return torch.sparse_compressed_tensor(
         outer,
         inner,
@@ -112,22 +117,22 @@ def rebuild_compressed(
 
 
 def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Called by pickle, in the main process."""
+    """Return the array, which pickle has built already."""
     return array
 
 
-def rebuild_storage(part: Part) -> torch.UntypedStorage:
-    """Called by pickle, in the main process."""
-    return part.storage
+def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
+    """Return a storage all of whose bytes were needed."""
+    return partial.storage
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Called by pickle, in the main process."""
+    """Make a typed storage."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def lends(layout: PickledLayout) -> bool:
-    """Whether a batch has a part that is large enough to be lent."""
+    """Whether a batch has a buffer that is large enough to be lent."""
     return any(span.nbytes > COPY_OUT_BYTES for span in layout.spans)
 
 
@@ -135,26 +140,26 @@ def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
     """Build the batch.
 
     Args:
-        layout: From the worker.
+        layout: The layout, from the worker.
         slot: The slot that it lies in.
-        lease: Large parts are made views of it; None copies them out as well.
+        lease: Large buffers become views of it; None copies them out as well.
 
     Raises:
         Exception: Whatever the user's objects raise when they are unpickled.
     """
-    parts = _open_parts(layout.spans, slot, lease)
+    buffers = _open_spans(layout.spans, slot, lease)
     body = layout.body
     if not isinstance(body, bytes):
         body = slot.mapping[body[0] : body[0] + body[1]]
-    return pickle.loads(body, buffers=[parts[index] for index in layout.order])
+    return pickle.loads(body, buffers=[buffers[index] for index in layout.order])
 
 
-def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
-    """Each span as the body wants it: a :class:`Part`, or a writable memoryview."""
-    # One block for all small ones; a large one that is not lent has a block of its own.
+def _open_spans(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
+    """Return each span as pickle needs it: a :class:`PartialStorage` or a writable memoryview."""
+    # One block for all small spans; a large one that is not lent has a block of its own.
     total = sum(align(span.nbytes) for span in spans if span.nbytes <= COPY_OUT_BYTES)
     block = private_memory(total).data
-    parts: list[object] = []
+    buffers: list[object] = []
     position = 0
     for span in spans:
         nbytes = span.nbytes
@@ -166,17 +171,18 @@ def _open_parts(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
         elif lease is None:
             home, offset = private_memory(nbytes).data, 0
         if home is not lease and nbytes:
-            # By way of memoryviews: the slot's lives for this statement only.
+            # A memoryview of the slot that lives for this statement only.
             home[offset : offset + nbytes] = memoryview(slot.mapping)[
                 span.offset : span.offset + nbytes
             ]
         if nbytes == 0:
-            parts.append(bytearray() if span.first_byte < 0 else Part(torch.UntypedStorage(0), 0))
+            is_plain = span.first_byte < 0
+            buffers.append(bytearray() if is_plain else PartialStorage(torch.UntypedStorage(0), 0))
         elif span.first_byte < 0:
-            parts.append(memoryview(home).cast("B")[offset : offset + nbytes])
+            buffers.append(memoryview(home).cast("B")[offset : offset + nbytes])
         else:
             flat = torch.frombuffer(home, dtype=torch.uint8, count=nbytes, offset=offset)
             storage = flat.untyped_storage()
             hold(storage, home)
-            parts.append(Part(storage, span.first_byte))
-    return parts
+            buffers.append(PartialStorage(storage, span.first_byte))
+    return buffers

@@ -1,8 +1,8 @@
-"""Collating straight into the slot.
+"""Collates straight into the slot.
 
-In a worker the function for tensors in torch's own ``default_collate_fn_map`` is replaced by
-one that takes its output from the slot. So ``default_collate`` gains wherever it is called from,
-a user's own collate function included; a collate written by hand asks for its output by
+In a worker, the function for tensors in torch's own ``default_collate_fn_map`` is replaced by one
+that allocates its output in the slot. So every call of ``default_collate`` gains, also one in a
+user's own collate function. A collate function written by hand allocates its output with
 :func:`empty`.
 """
 
@@ -15,13 +15,12 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.memory.flat import FlatLayout
-from shmloader.memory.packer import FlatPacker
+from shmloader.memory.packer import FlatPacker, stack_into
 from shmloader.memory.slot_writer import SlotWriter
-from shmloader.memory.stacking import stack_into
 
 
 class _Worker:
-    """The writer of this process; None outside a worker. A process has one at the most."""
+    """Holds the writer of this process; None outside a worker."""
 
     writer: SlotWriter | None = None
 
@@ -30,32 +29,31 @@ _torch_collate_tensor_fn = torch_collate.collate_tensor_fn
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor for a collate function to write its result into.
+    """Return an uninitialized tensor for a collate function to write its result into.
 
-    Called by a collate function in a worker (or, with ``batch_size=None``, by a dataset whose
-    items are batches), it lies in the shared memory that the batch travels in, so that nothing
-    is copied again when the batch is handed over. Anywhere else it is ``torch.empty(shape,
-    dtype=dtype)``.
+    In a collate function in a worker process (or, with ``batch_size=None``, in a dataset whose
+    items are batches), the tensor lies in the shared memory that the batch travels in, so that the
+    data is not copied again. Anywhere else this is ``torch.empty(shape, dtype=dtype)``.
 
     Args:
-        shape: Size of each dimension, or the one size.
-        dtype: Of the elements; torch's default dtype if None.
+        shape: Size of each dimension; an int for one dimension.
+        dtype: Dtype of the elements; None for torch's default dtype.
 
     Returns:
-        A contiguous CPU tensor with a storage of its own. Its values are not set.
+        A contiguous CPU tensor with a storage of its own.
 
     Raises:
-        SharedMemoryError: If it does not fit the slot, or there is no memory for it.
+        SharedMemoryError: If it does not fit the slot, or there is not enough memory.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     writer = _Worker.writer
-    if writer is None or not writer.may_be_asked:
+    if writer is None or not writer.may_allocate:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
 
 
 def _collate_by_torch(batch: Any, collate_fn_map: Any) -> torch.Tensor:
-    """By torch's own function, but not into a file in /dev/shm, as it does in a worker."""
+    """Collate with torch's function, but not into a file in /dev/shm, as it does in a worker."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
@@ -73,16 +71,16 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     shape = (len(batch), *first.shape)
     writer = _Worker.writer
     out: torch.Tensor | None = None
-    # What does not fit may be but a step on the way to a smaller batch. What there is no memory
-    # for is told by the writer: there would be none for it elsewhere.
-    if writer is not None and writer.may_be_asked and writer.has_place(shape, first.dtype):
+    # What does not fit goes to private memory, since it may only be an intermediate result. But
+    # where there is no memory, the writer raises: there would be none elsewhere either.
+    if writer is not None and writer.may_allocate and writer.fits(shape, first.dtype):
         out = writer.empty(shape, first.dtype)
     if out is None:
         out = torch.empty(shape, dtype=first.dtype, device="cpu")
     try:
         stack_into(batch, out)
     except RuntimeError as error:
-        # An output that cannot be resized hides what torch.stack says of unequal shapes.
+        # With an output that cannot be resized, torch.stack does not name the unequal shapes.
         if "resize" in str(error):
             return torch.stack(batch, 0)
         raise
@@ -90,7 +88,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
 
 
 def install(writer: SlotWriter) -> None:
-    """Make ``writer`` this process's own, and torch's collate use it. Once, in a worker."""
+    """Make torch's collate functions in this worker process write to the slot of ``writer``."""
     _Worker.writer = writer
     collate_map = torch_collate.default_collate_fn_map
     if collate_map.get(torch.Tensor) is _torch_collate_tensor_fn:
@@ -98,18 +96,18 @@ def install(writer: SlotWriter) -> None:
 
 
 class SlotCollate:
-    """A collate function wrapped for the fetcher of a worker.
+    """A collate function, wrapped for the fetcher of a worker process.
+
+    Calling it returns what the function returns, or the :class:`FlatLayout` of a batch that was
+    packed into the slot instead.
 
     Args:
-        collate_fn: The function.
-        writer: Of the slot.
-
-    Returns:
-        What the wrapped function returned; or the :class:`FlatLayout` of a batch that is in
-        the slot already.
+        collate_fn: The function to wrap.
+        writer: The writer of the worker's slots.
 
     Attributes:
-        before: Called before the function is, and so not for a batch that was packed in its place.
+        packer: Packs batches in place of torch's own ``default_collate``; None with any other.
+        before: Called before the function is; not for a batch that was packed.
     """
 
     def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
@@ -134,9 +132,9 @@ class SlotCollate:
 
 
 def is_plain(collate_fn: object) -> bool:
-    """Whether a function makes of tensors, arrays and numbers what torch's own collate makes.
+    """Whether a function collates tensors, arrays and numbers as torch's own does.
 
-    A user who changed torch's map, which says what becomes of which, means to be asked.
+    It does not if the user has changed ``default_collate_fn_map``.
     """
     collate_map = dict(torch_collate.default_collate_fn_map)
     if collate_map.get(torch.Tensor) is _collate_tensor_fn:
@@ -146,7 +144,7 @@ def is_plain(collate_fn: object) -> bool:
 
 
 def _plain_map() -> dict[object, object]:
-    """torch's map as it is with nothing added by the user."""
+    """Return torch's map without any changes by the user."""
     return {
         torch.Tensor: _torch_collate_tensor_fn,
         np.ndarray: torch_collate.collate_numpy_array_fn,

@@ -1,6 +1,6 @@
-"""Places any picklable batch in its slot: the worker's half of the general way.
+"""Places any picklable batch in its slot: the worker's half of :mod:`shmloader.memory.codec`.
 
-What lies in the slot already is only named, everything else is copied in.
+What lies in the slot already is only referred to; everything else is copied into it.
 """
 
 import copyreg
@@ -33,21 +33,22 @@ _SPARSE = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
 
-# Writable: for a read-only buffer pickle would want a memoryview of what we put in its place.
+# Writable, since for a read-only buffer pickle would make a read-only view of what replaces it.
 _EMPTY = bytearray()
 
-# Start of a storage's span is rounded down to this where views of several dtypes share it.
+# The start of a storage's span is rounded down to a multiple of this many bytes where views of
+# several dtypes share the storage.
 _WIDEST_ITEM = 16
 
 
 class _Storage:
-    """What is known of one storage while a batch is encoded."""
+    """The bytes of one storage that the tensors of a batch need."""
 
     __slots__ = ("end", "index", "itemsizes", "keep", "start")
 
     def __init__(self, index: int, keep: torch.UntypedStorage) -> None:
         self.index = index
-        self.keep = keep  # its address must not be used again meanwhile
+        self.keep = keep  # alive, so that its address is not reused
         self.start: int | None = None
         self.end = 0
         self.itemsizes: set[int] = set()
@@ -58,19 +59,33 @@ class _Storage:
         self.end = max(self.end, end)
         self.itemsizes.add(itemsize)
 
+    def add_tensor(self, tensor: torch.Tensor) -> None:
+        """Note that the bytes of a tensor's elements are needed."""
+        if tensor.numel():
+            item, first = tensor.element_size(), tensor.storage_offset()
+            last = first + sum(
+                (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            self.add(first * item, (last + 1) * item, item)
+
     def span(self) -> tuple[int, int]:
-        """First byte that is needed, and how many from there on; maybe none."""
+        """Return the first byte that is needed, and the number of bytes, which may be 0."""
         start = self.start or 0
         if len(self.itemsizes) > 1:
             start -= start % _WIDEST_ITEM
         return start, max(0, self.end - start)
 
 
-class Parts:
-    """What was taken out of a pickle's stream.
+class OutOfBand:
+    """The buffers and storages that were taken out of a pickle.
 
-    The pickler refers to it, never the other way round: a cycle would hold the slot's memory
-    until the garbage collector finds it.
+    The pickler refers to this object, never the other way round: a cycle would hold the slot's
+    memory until the garbage collector finds it.
+
+    Attributes:
+        storages: The storages, by their C address.
+        buffers: Other buffers, each with its index.
+        order: For each out-of-band buffer of the pickle, in turn, the index of what it stands for.
     """
 
     def __init__(self) -> None:
@@ -81,7 +96,7 @@ class Parts:
         self._count = 0
 
     def storage(self, storage: torch.UntypedStorage) -> _Storage:
-        """The one entry of a storage."""
+        """Return the one entry of a storage."""
         key = storage._cdata
         known = self.storages.get(key)
         if known is None:
@@ -90,7 +105,7 @@ class Parts:
         return known
 
     def mark(self, storage: _Storage) -> pickle.PickleBuffer:
-        """A buffer that stands for a storage in the stream."""
+        """Return a buffer that stands for a storage in the pickle."""
         mark = pickle.PickleBuffer(_EMPTY)
         self._marks[id(mark)] = (mark, storage.index)
         return mark
@@ -99,8 +114,8 @@ class Parts:
         """Whether a buffer stands for a storage."""
         return id(buffer) in self._marks
 
-    def out_of_band(self, buffer: pickle.PickleBuffer) -> None:
-        """Pickle's callback for each buffer, in the order of the stream."""
+    def take(self, buffer: pickle.PickleBuffer) -> None:
+        """Take a buffer out of the pickle: its ``buffer_callback``, called in order."""
         mark = self._marks.get(id(buffer))
         if mark is not None:
             self.order.append(mark[1])
@@ -110,21 +125,21 @@ class Parts:
             self._count += 1
 
 
-def reduce_data(value: Any, parts: Parts) -> Any:
-    """The reduction of a CPU tensor, storage or array; NotImplemented for the rest."""
+def reduce_data(value: Any, out_of_band: OutOfBand) -> Any:
+    """Return the reduction of a CPU tensor, storage or array; NotImplemented for anything else."""
     kind = type(value)
     if kind in _TENSOR_TYPES:
         if is_plain(value):
-            return _reduce_tensor(value, parts)
+            return _reduce_tensor(value, out_of_band)
         if value.layout in _SPARSE and value.device.type == "cpu":
             return _reduce_sparse(value)
     elif kind is np.ndarray:
         return _reduce_array(value)
     elif kind is torch.UntypedStorage:
         if value.device.type == "cpu":
-            storage = parts.storage(value)
+            storage = out_of_band.storage(value)
             storage.add(0, value.nbytes(), 1)
-            return rebuild_storage, (parts.mark(storage),)
+            return rebuild_storage, (out_of_band.mark(storage),)
     elif kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
         return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
@@ -133,28 +148,30 @@ def reduce_data(value: Any, parts: Parts) -> Any:
 def _check_leaf(tensor: torch.Tensor) -> None:
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
-            "a tensor that requires_grad and is not a leaf cannot leave its process, since "
-            "autograd does not cross processes: detach() it in the dataset or collate_fn"
+            "a tensor that requires_grad and is not a leaf cannot be sent to another process, "
+            "since autograd does not cross processes: detach() it in the dataset or collate_fn"
         )
 
 
-def _reduce_tensor(tensor: torch.Tensor, parts: Parts) -> tuple[Callable[..., object], Any]:
+def _reduce_tensor(
+    tensor: torch.Tensor, out_of_band: OutOfBand
+) -> tuple[Callable[..., object], Any]:
     _check_leaf(tensor)
-    storage = parts.storage(tensor.untyped_storage())
-    item = tensor.element_size()
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    first = tensor.storage_offset()
-    if tensor.numel():
-        last = first + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        storage.add(first * item, (last + 1) * item, item)
-    return rebuild_tensor, (
-        parts.mark(storage), tensor.dtype, shape, stride, first,
+    storage = out_of_band.storage(tensor.untyped_storage())
+    storage.add_tensor(tensor)
+    return rebuild_tensor, (out_of_band.mark(storage), *tensor_fields(tensor))
+
+
+def tensor_fields(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments of :func:`rebuild_tensor` after the storage."""
+    return (
+        tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(),
         tensor.requires_grad, type(tensor) is torch.nn.Parameter,
     )  # fmt: skip
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
-    """As its dense parts. torch's own unpickling keeps each sparse tensor in a list for ever."""
+    """Reduce to dense tensors. torch's own unpickling keeps sparse tensors in a list forever."""
     _check_leaf(tensor)
     grad, tensor = tensor.requires_grad, tensor.detach()
     shape = tuple(tensor.shape)
@@ -169,10 +186,11 @@ def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
-    """Out of band only what then looks as torch's loader gives it.
+    """Return the reduction of an array, such that the user gets what torch's loader gives.
 
-    That pickles in-band, by an older protocol: arrays become writable, of native byte order,
-    and in C order unless they are contiguous in Fortran's.
+    torch's loader pickles in-band, with an older protocol: arrays become writable, of native byte
+    order, and C-ordered unless they are Fortran-contiguous. NotImplemented if pickle does the same
+    by itself.
     """
     kind, flags = array.dtype, array.flags
     if kind.hasobject or not array.size:
@@ -186,7 +204,7 @@ def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dtype, shape and strides over memory of the CPU, and nothing else."""
+    """Whether a tensor is nothing but a dtype, a shape and strides over CPU memory."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu
@@ -199,7 +217,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def batch_dispatch_table() -> dict[type, Any]:
-    """multiprocessing's reducers, without torch's: these share a descriptor for each storage."""
+    """Return multiprocessing's reducers without torch's, which share a descriptor per storage."""
     extra = {
         kind: reducer
         for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
@@ -209,102 +227,103 @@ def batch_dispatch_table() -> dict[type, Any]:
 
 
 class _StandardPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
-        super().__init__(file, protocol=5, buffer_callback=parts.out_of_band)
-        self._parts = parts
+    def __init__(self, file: io.BytesIO, out_of_band: OutOfBand) -> None:
+        super().__init__(file, protocol=5, buffer_callback=out_of_band.take)
+        self._out_of_band = out_of_band
         self.dispatch_table = batch_dispatch_table()
 
     def reducer_override(self, value: object) -> Any:
-        return reduce_data(value, self._parts)
+        return reduce_data(value, self._out_of_band)
 
 
 class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
-        super().__init__(file, protocol=5, buffer_callback=parts.out_of_band)
-        self._parts = parts
+    def __init__(self, file: io.BytesIO, out_of_band: OutOfBand) -> None:
+        super().__init__(file, protocol=5, buffer_callback=out_of_band.take)
+        self._out_of_band = out_of_band
 
     def reducer_override(self, value: object) -> Any:
-        reduced = reduce_data(value, self._parts)
+        reduced = reduce_data(value, self._out_of_band)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 def encode(batch: object, writer: SlotWriter, *, by_value: bool, spill_bytes: int) -> PickledLayout:
-    """Place a batch in the slot of the task in work, and say where each part lies.
+    """Place a batch in the slot of the current task, and return where each buffer lies.
 
-    Runs in the worker, once a task. What collate already put into the slot is not copied again.
+    Runs in the worker, once per task. What collate already put into the slot is not copied again.
 
     Args:
         batch: Any picklable value.
-        writer: After collate has used it.
-        by_value: Whether cloudpickle may help where pickle cannot name a class or function.
-        spill_bytes: A body longer than this goes into the slot, too.
+        writer: Writer of the task's slot, after collate has used it.
+        by_value: Whether to fall back to cloudpickle, for classes and functions that pickle cannot
+            import.
+        spill_bytes: A body longer than this goes into the slot as well.
 
     Raises:
         TypeError: If part of the batch cannot be pickled; names that part.
-        SharedMemoryError: If it does not fit the slot.
+        SharedMemoryError: If the batch does not fit the slot.
     """
     try:
-        body, parts = _dump(_StandardPickler, batch)
+        body, out_of_band = _dump(_StandardPickler, batch)
     except Exception as error:
         if not by_value:
             raise _explain(batch, error) from error
         try:
-            body, parts = _dump(_ClosurePickler, batch)
+            body, out_of_band = _dump(_ClosurePickler, batch)
         except Exception as second:
             raise _explain(batch, second) from second
     spans: dict[int, Span] = {}
-    named: list[tuple[int, int]] = []
-    for storage in parts.storages.values():
-        spans[storage.index] = _place_storage(storage, writer, named)
-    for index, buffer in parts.buffers:
-        spans[index] = _place_buffer(buffer, writer, named)
+    taken: list[tuple[int, int]] = []
+    for storage in out_of_band.storages.values():
+        spans[storage.index] = _place_storage(storage, writer, taken)
+    for index, buffer in out_of_band.buffers:
+        spans[index] = _place_buffer(buffer, writer, taken)
     return PickledLayout(
         body if len(body) <= spill_bytes else writer.put(body),
         tuple(spans[index] for index in range(len(spans))),
-        tuple(parts.order),
+        tuple(out_of_band.order),
     )
 
 
 def _dump(
     pickler: "type[_StandardPickler | _ClosurePickler]", value: object
-) -> tuple[bytes, Parts]:
-    file, parts = io.BytesIO(), Parts()
-    pickler(file, parts).dump(value)
-    return file.getvalue(), parts
+) -> tuple[bytes, OutOfBand]:
+    file, out_of_band = io.BytesIO(), OutOfBand()
+    pickler(file, out_of_band).dump(value)
+    return file.getvalue(), out_of_band
 
 
-def _place_storage(storage: _Storage, writer: SlotWriter, named: list[tuple[int, int]]) -> Span:
+def _place_storage(storage: _Storage, writer: SlotWriter, taken: list[tuple[int, int]]) -> Span:
     start, nbytes = storage.span()
     if nbytes == 0:
         return Span(0, 0, start)
-    return Span(_place(storage.keep.data_ptr() + start, nbytes, writer, named), nbytes, start)
+    return Span(_place(storage.keep.data_ptr() + start, nbytes, writer, taken), nbytes, start)
 
 
 def _place_buffer(
-    buffer: pickle.PickleBuffer, writer: SlotWriter, named: list[tuple[int, int]]
+    buffer: pickle.PickleBuffer, writer: SlotWriter, taken: list[tuple[int, int]]
 ) -> Span:
     raw = buffer.raw()
     if raw.nbytes == 0:
         return Span(0, 0, -1)
     address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
-    return Span(_place(address, raw.nbytes, writer, named), raw.nbytes, -1)
+    return Span(_place(address, raw.nbytes, writer, taken), raw.nbytes, -1)
 
 
-def _place(address: int, nbytes: int, writer: SlotWriter, named: list[tuple[int, int]]) -> int:
-    """Offset of these bytes: where they lie, or where they are copied to.
+def _place(address: int, nbytes: int, writer: SlotWriter, taken: list[tuple[int, int]]) -> int:
+    """Return the offset of these bytes in the slot, after copying them there if need be.
 
-    What lies in the slot is named once. Another part that shares its bytes by other means than
-    a storage of torch's (an array and its tensor) is copied, as it is by torch's loader.
+    Bytes in the slot are used for one span only; ``taken`` lists them. Another buffer that shares
+    them, but not a torch storage (an array and its tensor), is copied, as with torch's loader.
     """
     offset = writer.offset_of(address, nbytes)
-    if offset is None or any(offset < end and start < offset + nbytes for start, end in named):
+    if offset is None or any(offset < end and start < offset + nbytes for start, end in taken):
         return writer.put_memory(address, nbytes)
-    named.append((offset, offset + nbytes))
+    taken.append((offset, offset + nbytes))
     return offset
 
 
 def _explain(batch: object, error: Exception) -> Exception:
-    """The error for a batch that cannot be pickled, naming the part."""
+    """Return the error for a batch that cannot be pickled; it names the part."""
     if isinstance(error, MemoryError):
         return error
     path, part = _find_unpicklable(batch)
@@ -317,9 +336,9 @@ def _explain(batch: object, error: Exception) -> Exception:
 
 
 def _find_unpicklable(batch: object) -> tuple[str, object]:
-    """Walk down to the innermost part that fails by itself."""
+    """Return the path and the value of the innermost part that cannot be pickled by itself."""
     path, part = "batch", batch
-    for _ in range(20):  # deep enough for any batch; ends a structure that holds itself
+    for _ in range(20):  # deep enough for any batch; stops in a structure that contains itself
         for name, child in _children(part):
             try:
                 _dump(_StandardPickler, child)

@@ -1,13 +1,13 @@
-"""The short way for what most datasets give: samples of tensors, arrays and numbers.
+"""Flat batches: the layout of batches of tensors, arrays and numbers, and their reader.
 
 Where the collate function is torch's own ``default_collate`` and a sample is a tensor, an
-array, a number, or a tuple, list or dict of these, the batch need not be built at all in the
-worker: :mod:`shmloader.memory.packer` stacks the fields straight into the slot and describes
-them by a :class:`FlatLayout`; :class:`FlatReader` builds the batch from it in the main process.
-Fields of like dtype and shape are stacked by one call and copied out by one copy, since with
-many small fields the calls cost more than the bytes.
+array, a number, or a tuple, list or dict of these, the worker does not build the batch:
+:mod:`shmloader.memory.packer` stacks the fields straight into the slot and describes them by a
+:class:`FlatLayout`, from which :class:`FlatReader` builds the batch in the main process. Small
+fields of the same dtype and shape are stacked by one call and copied out by one copy, since with
+many of them the calls cost more than the bytes.
 
-Everything else goes the general way (:mod:`shmloader.memory.codec`).
+All other batches are pickled (:mod:`shmloader.memory.codec`).
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from shmloader.memory.slot import ALIGNMENT, Slot, align
 #: hold a slot of megabytes.
 COPY_OUT_BYTES = 64 * 1024
 
-#: Containers of a flat batch.
+#: Containers of a flat batch: a bare tensor, a list, a dict.
 BARE, LIST, DICT = 0, 1, 2
 
 
@@ -35,10 +35,10 @@ class Group(NamedTuple):
     """Fields of one dtype and shape, one after the other in the slot.
 
     Attributes:
-        offset: Where the first begins, in bytes from the slot's start.
-        dtype: Of each field.
-        shape: Of each field, batch dimension included.
-        positions: Which fields of the batch they are.
+        offset: Start of the first field, in bytes from the slot's start.
+        dtype: Dtype of each field.
+        shape: Shape of each field, batch dimension included.
+        positions: The positions of the fields in the batch.
     """
 
     offset: int
@@ -51,10 +51,10 @@ class FlatLayout(NamedTuple):
     """Where the fields of a flat batch lie in its slot.
 
     Attributes:
-        container: 0 for a bare tensor, 1 for a list, 2 for a dict.
+        container: One of ``BARE``, ``LIST`` and ``DICT``.
         keys: The dict's keys, in order; else empty.
-        groups: The fields; of all batches, one batch after the other, where there are several.
-        shards: How many batches there are, as a list; 0: the one, by itself.
+        groups: The fields. With several shards, the fields of one shard after those of another.
+        shards: Number of batches in a step that is a list of batches; 0 for a single batch.
     """
 
     container: int
@@ -68,10 +68,14 @@ def _field_count(layout: FlatLayout) -> int:
 
 
 def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False) -> torch.Tensor:
-    """A tensor over a whole group in the slot, which must not leave this package.
+    """Return a tensor over a whole group in the slot. It must not leave this package.
 
-    Its rows are the samples of one field after the other; with ``by_field``, it has a first
-    dimension for the fields.
+    Args:
+        slot: The slot.
+        group: The group.
+        rows: Number of fields in the group.
+        by_field: Whether the tensor has a first dimension for the fields. Otherwise its first
+            dimension is the samples of one field after those of another.
     """
     shape = (rows, *group.shape) if by_field else (rows * group.shape[0], *group.shape[1:])
     count = math.prod(shape)
@@ -83,15 +87,14 @@ def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One group as the reader needs it.
+    """A group, with what the reader needs to build its fields.
 
     Attributes:
         group: The group.
-        is_lendable: Whether it is one field that is large enough to be lent.
-        strides: Of a field, in elements.
-        numpy_dtype: NumPy's name for the dtype; None if it has none.
-        memory_type: The ctypes array type of memory for a copy of a small field; None for a
-            large one.
+        is_lendable: Whether it is a single field that is large enough to be lent.
+        strides: Strides of a field, in elements.
+        numpy_dtype: NumPy's dtype; None if NumPy does not have it.
+        memory_type: ctypes array type for a copy of a small field; None for a large one.
     """
 
     group: Group
@@ -102,7 +105,7 @@ class _Piece:
 
 
 class FlatReader:
-    """Builds batches of one layout from their slots. One for each worker's present layout.
+    """Builds batches of one layout from their slots. Each worker's current layout has one.
 
     Attributes:
         layout: The layout.
@@ -123,7 +126,7 @@ class FlatReader:
 
         Args:
             slot: The slot that it lies in.
-            lease: Large fields are made views of it; None copies them out as well.
+            lease: Large fields become views of it; None copies them out as well.
         """
         owner, sources = slot.views
         if owner is not self:
@@ -140,16 +143,16 @@ class FlatReader:
                 for position, tensor in zip(positions, _take_all(piece, source), strict=True):
                     fields[position] = tensor
         if not self._shards:
-            return self._contain(fields)
+            return contain(self._container, self._keys, fields)
         length = self._count // self._shards
-        return [self._contain(fields[at : at + length]) for at in range(0, self._count, length)]
-
-    def _contain(self, fields: list[Any]) -> object:
-        return contain(self._container, self._keys, fields)
+        return [
+            contain(self._container, self._keys, fields[at : at + length])
+            for at in range(0, self._count, length)
+        ]
 
 
 def contain(container: int, keys: tuple[object, ...], fields: list[Any]) -> object:
-    """A batch of these fields: one of them, the list, or a dict."""
+    """Return the batch that these fields make up."""
     if container == LIST:
         return fields
     if container == BARE:
@@ -158,9 +161,9 @@ def contain(container: int, keys: tuple[object, ...], fields: list[Any]) -> obje
 
 
 def private_memory(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Aligned memory of this process's own, and no more of it than that.
+    """Allocate aligned memory of this process's own.
 
-    NumPy has the kernel give large memory in huge pages, which costs half the time of torch's.
+    NumPy asks the kernel for huge pages, so this takes half the time of torch's allocator.
     """
     whole = np.empty(nbytes + ALIGNMENT, np.uint8)
     first = -whole.__array_interface__["data"][0] % ALIGNMENT
@@ -168,15 +171,15 @@ def private_memory(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 
 
 def _make_source(slot: Slot, piece: _Piece) -> Any:
-    """A field of a group by itself; with several, a first dimension for them.
+    """Return the data of a group in the slot; several fields get a first dimension.
 
-    An array where NumPy has the dtype, since it copies small ones in less time; else a tensor.
+    It is an array where NumPy has the dtype, since NumPy copies small data faster; else a tensor.
     """
     group = piece.group
     source = group_tensor(slot, group, len(group.positions), by_field=True)
     if len(group.positions) == 1:
         source = source[0]
-    # NumPy's strides are other than torch's where there are no elements.
+    # NumPy's strides differ from torch's where there are no elements.
     return source if piece.numpy_dtype is None or source.numel() == 0 else source.numpy()
 
 
@@ -189,7 +192,7 @@ def _make_piece(group: Group) -> _Piece:
         step *= max(length, 1)
     try:
         numpy_dtype = torch.empty(0, dtype=group.dtype, device="cpu").numpy().dtype
-    except TypeError:  # bfloat16 and its like
+    except TypeError:  # such as bfloat16
         numpy_dtype = None
     return _Piece(
         group,
@@ -201,28 +204,28 @@ def _make_piece(group: Group) -> _Piece:
 
 
 def _memory_type(nbytes: int) -> Any:
-    """A ctypes array type of at least so many bytes, and hardly more."""
+    """Return a ctypes array type of at least ``nbytes``, rounded up to one of few sizes."""
     step = 1 << max(6, nbytes.bit_length() - 3)
     return _array_type(-(-nbytes // step) * step)
 
 
 @functools.cache
 def _array_type(nbytes: int) -> Any:
-    """One for each of some hundred sizes: ctypes takes long to make a type."""
+    """Return an array type; cached, since ctypes takes long to make a type."""
     return ctypes.c_char * nbytes
 
 
 def _take(piece: _Piece, source: Any, lease: Any) -> torch.Tensor:
-    """A field as the user gets it: a view of the lease, or a copy."""
+    """Return a field as the user gets it: a view of the lease, or a copy."""
     if lease is not None and piece.is_lendable:
         return _make_view(piece, lease, piece.group.offset)
     return _copy_out(piece, source)
 
 
 def _copy_out(piece: _Piece, source: Any) -> torch.Tensor:
-    """A copy of a field in aligned memory of its own."""
+    """Return a copy of a field in aligned memory of its own."""
     if not piece.is_lendable and type(source) is np.ndarray:
-        # Most fields are labels and their like: half of the time that the general way takes.
+        # The usual case, such as labels. This takes half the time of the code below.
         memory = piece.memory_type()
         first = -ctypes.addressof(memory) % ALIGNMENT
         copied = np.ndarray(source.shape, source.dtype, memory, first)
@@ -240,10 +243,10 @@ def _copy_out(piece: _Piece, source: Any) -> torch.Tensor:
 
 
 def _make_view(piece: _Piece, home: Any, offset: int) -> torch.Tensor:
-    """A tensor over a field's memory, which is not a view of another tensor, as with torch."""
+    """Return a tensor over a field's memory that, as with torch, is no view of another tensor."""
     group = piece.group
     if piece.numpy_dtype is not None:
-        # A third of what the torch functions below take.
+        # Takes a third of the time of the torch functions below.
         array = np.ndarray(group.shape, piece.numpy_dtype, home, offset)
         tensor = torch.from_numpy(array)
     else:
@@ -256,7 +259,7 @@ def _make_view(piece: _Piece, home: Any, offset: int) -> torch.Tensor:
 
 
 def _take_all(piece: _Piece, source: Any) -> list[torch.Tensor]:
-    """Copy all fields of a group out by one copy; each gets a storage of its own."""
+    """Copy all fields of a group out with one copy; each gets a storage of its own."""
     if type(source) is torch.Tensor:
         return [_copy_out(piece, row) for row in source]
     rows = source.shape[0]
@@ -274,53 +277,51 @@ def _take_all(piece: _Piece, source: Any) -> list[torch.Tensor]:
 
 
 class ShardLayouts:
-    """Makes one layout of those of a step's batches, which lie in one slot."""
+    """Joins the layouts of a step's batches, all in one slot, into a single layout."""
 
     def __init__(self) -> None:
-        self._parts: list[FlatLayout] = []
-        self._whole: FlatLayout | None = None
+        self._step: list[FlatLayout] = []
+        self._joined: FlatLayout | None = None
 
     def joined(self, step: list[Any], slot: Slot) -> "FlatLayout | list[Any]":
-        """The layout of a step, the very same object for as long as its parts are.
+        """Return the layout of a step.
 
         Args:
-            step: The batches, or the layouts of those that were packed.
-            slot: Where these lie.
+            step: The shards: batches, or the layouts of those that were packed.
+            slot: The slot that these lie in.
 
         Returns:
-            The batches, if they are not all packed, or not alike; copied out of the slot.
+            The same object as in the last call if the layouts are the same objects. If not all
+            shards are packed, or not alike, the batches, copied out of the slot.
         """
-        whole = self._whole
+        joined = self._joined
         if (
-            whole is None
-            or len(step) != len(self._parts)
-            or any(map(operator.is_not, step, self._parts))
+            joined is None
+            or len(step) != len(self._step)
+            or any(map(operator.is_not, step, self._step))
         ):
-            self._parts = step
-            whole = self._whole = _join(step)
-        if whole is not None:
-            return whole
-        self._parts = []  # they may hold the slot
+            self._step = step
+            joined = self._joined = _join(step)
+        if joined is not None:
+            return joined
+        self._step = []  # its batches may hold the slot
         return [
-            FlatReader(part).read(slot, None) if type(part) is FlatLayout else part for part in step
+            FlatReader(shard).read(slot, None) if type(shard) is FlatLayout else shard
+            for shard in step
         ]
 
 
 def _join(step: list[Any]) -> FlatLayout | None:
-    """One layout for several; None if they are not alike."""
-    if not step or not all(type(part) is FlatLayout for part in step):
+    """Return one layout for several; None if they are not alike."""
+    if not step or not all(type(shard) is FlatLayout for shard in step):
         return None
     first = step[0]
-    count = _field_count(first)
+    kind = (first.container, first.keys, _field_count(first))
     groups = []
     for number, layout in enumerate(step):
-        if (layout.container, layout.keys, _field_count(layout)) != (
-            first.container,
-            first.keys,
-            count,
-        ):
+        if (layout.container, layout.keys, _field_count(layout)) != kind:
             return None
         for group in layout.groups:
-            positions = tuple(position + number * count for position in group.positions)
+            positions = tuple(position + number * kind[2] for position in group.positions)
             groups.append(group._replace(positions=positions))
     return FlatLayout(first.container, first.keys, tuple(groups), len(step))

@@ -1,8 +1,8 @@
-"""Gathers rows of arrays into batches: of data that was never in samples.
+"""Gathers rows of arrays into batches, for datasets that are arrays.
 
-Straight into the slot in a worker process, and into new tensors in the main one. What comes out is
-what torch's ``default_collate`` makes of the rows one by one. A run of indices is one copy; rows of
-some size are streamed past the caches, where the batch is large.
+A worker process gathers straight into the slot, the main process into new tensors. The result is
+what torch's ``default_collate`` makes of the rows one by one. A run of consecutive indices is one
+copy; in a large batch, long rows are copied with stores that bypass the caches.
 """
 
 from typing import Any, NamedTuple
@@ -12,24 +12,26 @@ import torch
 
 from shmloader.faults import FAULTS
 from shmloader.memory.flat import FlatLayout, contain, group_tensor
-from shmloader.memory.packer import PackingPlan, make_plan
+from shmloader.memory.packer import (
+    MOST_PACKINGS,
+    Packing,
+    make_packing,
+    stream_rows,
+    targets_in,
+)
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
-from shmloader.memory.stacking import stream_rows
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-
-# Places that are kept for each slot: with several batches in one, a place for each.
-_MOST_PLACES = 64
 
 
 class Column(NamedTuple):
     """One field of a batch, for all samples.
 
     Attributes:
-        rows: The array, its first dimension the samples'; of any strides.
-        dtype: What the batch is of.
-        mapping: Which row each sample is; None: sample n is row n.
+        rows: The array. Its first dimension is the samples; its strides are arbitrary.
+        dtype: Dtype of the batch.
+        mapping: The row of each sample; None if sample n is row n.
     """
 
     rows: torch.Tensor
@@ -41,10 +43,10 @@ class Columns(NamedTuple):
     """A dataset that is arrays.
 
     Attributes:
-        container: Of a batch; see :mod:`shmloader.memory.flat`.
+        container: Container of a batch; see :mod:`shmloader.memory.flat`.
         keys: The dict's keys, in order; else empty.
         fields: The arrays.
-        length: How many samples there are.
+        length: Number of samples.
     """
 
     container: int
@@ -54,12 +56,12 @@ class Columns(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A column as it is gathered from.
+    """A column, prepared for gathering.
 
     Attributes:
-        tensor: Its rows; of a plain integer type where the true one does not matter.
-        array: The same, where numpy can take rows of it without a copy of all.
-        mapping: As the column's.
+        tensor: Its rows, as integers of the same size where there are such.
+        array: The same, where numpy can take rows without copying the whole; else None.
+        mapping: The column's mapping.
         row_bytes: Length of a row.
     """
 
@@ -69,10 +71,10 @@ class _Source(NamedTuple):
     row_bytes: int
 
 
-# Stand for others of their size, which numpy or index_select may not know.
+# Replace other dtypes of their size, which numpy or index_select may not support.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# What index_select knows.
+# The dtypes that index_select supports.
 _COMMON = {
     *_STAND_INS.values(),
     *(torch.int8, torch.bool, torch.complex64, torch.complex128),
@@ -89,7 +91,7 @@ def _make_source(column: Column) -> _Source:
 
 
 class _Memory:
-    """What numpy makes an array of."""
+    """Describes a tensor's memory to numpy."""
 
     __slots__ = ("__array_interface__",)
 
@@ -103,15 +105,15 @@ class _Memory:
 
 
 def _array_over(tensor: torch.Tensor) -> _Array:
-    """An array over a contiguous tensor's memory, for as long as somebody else holds that.
+    """Return an array over a contiguous tensor's memory, which it does not keep alive.
 
-    After ``tensor.numpy()`` nobody could resize the tensor any more: it is the user's own.
+    Not ``tensor.numpy()``: the user's tensor could not be resized after that.
     """
     return np.asarray(_Memory(tensor))
 
 
 class RowGatherer:
-    """Gathers batches of one dataset into new tensors. Any threads may, at the same time."""
+    """Gathers batches of one dataset into new tensors. Several threads may use it at once."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
@@ -119,17 +121,14 @@ class RowGatherer:
 
     @property
     def length(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return self._columns.length
 
     def gather(self, indices: "_Array | range") -> Any:
-        """A batch.
+        """Return a batch.
 
         Args:
-            indices: Of its samples, at least one, each from 0 up to the length.
-
-        Returns:
-            The batch; of a subclass, what stands for it.
+            indices: Indices of its samples, at least one, each from 0 up to the length.
         """
         run = _as_run(indices)
         fields = []
@@ -149,71 +148,58 @@ class RowGatherer:
 
 
 class SlotGatherer(RowGatherer):
-    """Gathers into the slot of the task in work. One in each worker process."""
+    """Gathers into the slot of the current task. Each worker process has one."""
 
     def __init__(self, columns: Columns, writer: SlotWriter) -> None:
         super().__init__(columns)
         self._writer = writer
         self._specs = [(column.dtype, tuple(column.rows.shape[1:])) for column in columns.fields]
-        # By batch size, and where in the slot the batch begins.
-        self._plans: dict[tuple[int, int], PackingPlan] = {}
+        # Keyed by where in the slot the batch begins, and its size.
+        self._packings: dict[tuple[int, int], Packing] = {}
 
     def gather(self, indices: "_Array | range") -> FlatLayout:
-        """Put a batch behind what the slot holds already.
+        """Append a batch to what the slot holds.
 
         Args:
-            indices: Of its samples, at least one, each from 0 up to the length.
+            indices: Indices of its samples, at least one, each from 0 up to the length.
 
         Returns:
-            Its layout, the very same object for as long as batches are alike.
+            Its layout; the same object for as long as batches are alike.
 
         Raises:
             SharedMemoryError: If the batch does not fit the slot.
         """
         start, batch = self._writer.used_bytes, len(indices)
-        plan = self._plans.get((start, batch))
-        if plan is None:
-            if len(self._plans) > _MOST_PLACES:
-                self._plans.clear()
+        packing = self._packings.get((start, batch))
+        if packing is None:
+            if len(self._packings) > MOST_PACKINGS:
+                self._packings.clear()
             columns = self._columns
-            plan = make_plan(columns.container, columns.keys, batch, list(self._specs), start)
-            self._plans[start, batch] = plan
-        self._writer.allocate(plan.end - start)
+            packing = make_packing(columns.container, columns.keys, batch, list(self._specs), start)
+            self._packings[start, batch] = packing
+        self._writer.allocate(packing.end - start)
         run = _as_run(indices)
         if run is None:
             indices = np.asarray(indices, dtype=np.intp)
-        for source, target in zip(self._sources, self._targets(start, plan), strict=True):
+        targets = targets_in(self._writer.slot, self, start, packing, self._make_targets)
+        for source, target in zip(self._sources, targets, strict=True):
             _copy(source, target, _rows_of(source, run, indices))
             if FAULTS is not None:
                 FAULTS.reach("worker.write")
-        return plan.layout
+        return packing.layout
 
-    def _targets(self, start: int, plan: PackingPlan) -> list[torch.Tensor]:
-        """Each field's place in the slot of the task in work."""
-        slot = self._writer.slot
-        owner, known = slot.views
-        if owner is not self or len(known) > _MOST_PLACES:
-            known = {}
-            slot.views = (self, known)
-        targets: list[torch.Tensor]
-        made_for, targets = known.get(start, (None, []))
-        if made_for is not plan:
-            targets = _make_targets(slot, plan, self._sources)
-            known[start] = (plan, targets)
+    def _make_targets(self, slot: Slot, layout: FlatLayout) -> list[torch.Tensor]:
+        """Return a tensor over each field in the slot."""
+        targets: list[Any] = [None] * len(self._sources)
+        for group in layout.groups:
+            fields = group_tensor(slot, group, len(group.positions), by_field=True)
+            for position, field in zip(group.positions, fields, strict=True):
+                targets[position] = field.view(self._sources[position].tensor.dtype)
         return targets
 
 
-def _make_targets(slot: Slot, plan: PackingPlan, sources: list[_Source]) -> list[torch.Tensor]:
-    targets: list[Any] = [None] * len(sources)
-    for group in plan.layout.groups:
-        fields = group_tensor(slot, group, len(group.positions), by_field=True)
-        for position, field in zip(group.positions, fields, strict=True):
-            targets[position] = field.view(sources[position].tensor.dtype)
-    return targets
-
-
 def _as_run(indices: "_Array | range") -> range | None:
-    """The indices as a range, if each is one more than that before it."""
+    """Return the indices as a range if they are consecutive, else None."""
     if type(indices) is range:
         return indices
     first, count = int(indices[0]), len(indices)
@@ -224,7 +210,7 @@ def _as_run(indices: "_Array | range") -> range | None:
 
 
 def _rows_of(source: _Source, run: range | None, indices: Any) -> "_Array | range":
-    """Which rows of a column these samples are; a range, if each is one more than that before."""
+    """Return the rows of a column that these samples are; a range if they are consecutive."""
     if source.mapping is None:
         return indices if run is None else run
     mapped = source.mapping[indices if run is None else slice(run.start, run.stop)]
@@ -233,7 +219,7 @@ def _rows_of(source: _Source, run: range | None, indices: Any) -> "_Array | rang
 
 
 def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None:
-    """Copy rows to their place."""
+    """Copy rows into the slot."""
     if type(rows) is range:
         target.copy_(source.tensor[rows.start : rows.stop])
         return
@@ -241,5 +227,5 @@ def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None
     if source.array is None:
         torch.index_select(source.tensor, 0, torch.from_numpy(rows), out=target)
     elif not stream_rows(source.tensor.data_ptr(), rows, source.row_bytes, target.data_ptr()):
-        # Clipping is the fast way; the indices are known to be right.
+        # The indices are known to be valid, and "clip" is the fastest mode.
         np.take(source.array, rows, 0, _array_over(target), "clip")

@@ -1,24 +1,39 @@
-"""Notices when the user has dropped the last view of a lent slot.
+"""Leases: they tell when the user has dropped the last view of a lent slot.
 
 A lease is a ctypes array over the slot. torch and numpy keep it alive for as long as any
 storage or array made from it lives: slices, ``.numpy()``, ``.detach()``, DLPack capsules and
 autograd's saved tensors included. It must not be an ndarray subclass: numpy replaces the
-base of a view by the base's base, and the slot would come back while it is read.
+base of a view by the base's base, so the slot would come back while it is still read.
 
-What keeps the lease alive must be more than a storage's pointer, since torch can replace that
-pointer while views of the old memory are still in use; see :func:`hold`.
+A storage's pointer is not enough to keep the lease alive, since torch can replace that pointer
+while views of the old memory are still in use; see :func:`hold`.
+
+``SHMLOADER_DEBUG=1`` turns on two checks that nothing uses a slot without a lease or a task. They
+are too slow to be on by default:
+
+* A batch carries a checksum of its slot's used bytes from the worker to the main process, which
+  detects writes to a slot after its batch was answered.
+* A slot is filled with a pattern when it becomes free, so that a reader without a lease sees
+  nothing that could be taken for data.
 """
 
 import collections
 import ctypes
+import functools
+import os
 import weakref
+import zlib
 from typing import Any, Final
 
 from shmloader.memory.slot import Slot
 from shmloader.process_state import PROCESS
 
-# No count of forks.
+# Differs from every count of forks.
 _NEVER = -1
+
+#: Fills free slots. As floats it is -2.6e36, as integers far below zero: no valid index, pixel or
+#: label.
+POISON = 0xFB
 
 
 def hold(storage: Any, memory: object) -> None:
@@ -26,10 +41,9 @@ def hold(storage: Any, memory: object) -> None:
 
     Sharing a tensor with other processes (``share_memory_()``, a queue of
     ``torch.multiprocessing``) copies its storage and replaces the storage's pointer, which drops
-    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made
-    before that still point there. All of them keep the storage alive, so the storage has to
-    keep the memory alive. torch preserves a storage's Python object, attributes included, for as
-    long as the storage itself lives.
+    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made before
+    still point there. They keep the storage alive, so the storage has to keep the memory alive.
+    torch preserves a storage's Python object and its attributes as long as the storage itself.
 
     Args:
         storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.
@@ -41,11 +55,11 @@ def hold(storage: Any, memory: object) -> None:
 class LeaseBook:
     """The leases of one engine's slots.
 
-    Only the engine's thread calls the methods. Where a lease dies is anybody's guess (any
-    thread, even inside the garbage collector), hence its callback only appends to a deque.
+    Only the engine's thread calls the methods. A lease may die on any thread, even inside the
+    garbage collector, so its callback only appends to a deque.
 
     Attributes:
-        dead: Slots whose lease has died, and that :meth:`collect` has not returned yet.
+        dead: Slots whose lease has died and which :meth:`collect` has not returned yet.
     """
 
     def __init__(self) -> None:
@@ -58,12 +72,12 @@ class LeaseBook:
         """Lend a slot.
 
         Args:
-            slot_id: Its number.
-            slot: The same, mapped.
-            is_clean: False if somebody else will still look at the slot after the user.
+            slot_id: Number of the slot.
+            slot: The slot.
+            is_clean: False if its worker may go on using the slot after the user has dropped it.
 
         Returns:
-            The lease. The caller keeps no reference to it.
+            The lease. The caller must not keep a reference to it.
         """
         lease = slot.array()
         dead = self.dead
@@ -72,11 +86,11 @@ class LeaseBook:
         return lease
 
     def collect(self) -> list[tuple[int, bool]]:
-        """Slots whose lease has died since the last call.
+        """Return the slots whose lease has died since the last call.
 
         Returns:
-            Pairs (slot_id, is_clean). Not clean: the slot must never be filled again, since it
-            was lent so, or since this process was forked meanwhile and the child may look at it.
+            Pairs (slot_id, is_clean). A slot that is not clean must never be filled again: it was
+            lent as such, or this process was forked meanwhile and the child may read the slot.
         """
         returned = []
         while self.dead:
@@ -84,3 +98,20 @@ class LeaseBook:
             _, forks = self._references.pop(slot_id)
             returned.append((slot_id, forks == PROCESS.forks.count))
         return returned
+
+
+@functools.cache
+def is_debugging() -> bool:
+    """Whether the checks are on. Read once, in the main process, which tells its workers."""
+    return os.environ.get("SHMLOADER_DEBUG", "") not in ("", "0")
+
+
+def checksum(slot: Slot, used_bytes: int) -> int:
+    """Return a checksum of a slot's first bytes."""
+    with memoryview(slot.mapping) as whole, whole[:used_bytes] as used:
+        return zlib.crc32(used)
+
+
+def poison(slot: Slot, used_bytes: int) -> None:
+    """Overwrite a slot's first bytes."""
+    ctypes.memset(slot.address, POISON, used_bytes)

@@ -1,7 +1,7 @@
-"""What the system says of memory: how much is free for this process, and who was killed for it.
+"""Limits of memory: how much this process may still take, and how many were killed for it.
 
-Reads files of ``/proc`` and of the control groups, and this process's limits. A file that is
-missing, not to be read, or not as expected sets no limit.
+Reads files of ``/proc`` and of the control groups, and this process's resource limits. A file that
+is missing, unreadable or not as expected sets no limit.
 """
 
 import mmap
@@ -24,8 +24,8 @@ class Free:
     """Memory that may still be taken.
 
     Attributes:
-        nbytes: How much.
-        limit: What sets the limit, in words.
+        nbytes: Number of bytes.
+        limit: The limit that this follows from, in words.
     """
 
     nbytes: int
@@ -36,9 +36,9 @@ class Free:
 class _Files:
     """Names of a control group's files, and of the page cache in its ``memory.stat``.
 
-    Kubernetes takes the inactive files alone for what can be dropped. A file that is read a
-    second time is active, and the kernel drops it all the same before it kills anybody; so does
-    MemAvailable count both.
+    Kubernetes counts only inactive files as memory that can be dropped. A file that is read a
+    second time is active, but the kernel drops it too before it kills a process, and MemAvailable
+    counts both.
     """
 
     limit: str
@@ -63,12 +63,12 @@ _V2 = _Files(
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group of this process, or one that holds it.
+    """A control group of this process, or an ancestor of it.
 
     Attributes:
-        name: Its path in its hierarchy, as far as this process sees it.
+        name: Path in its hierarchy, as far as this process sees it.
         path: Its directory.
-        is_v2: Whether it is of the unified hierarchy, whose files have other names.
+        is_v2: Whether it belongs to the unified hierarchy, whose files have other names.
     """
 
     name: str
@@ -77,16 +77,16 @@ class ControlGroup:
 
     @property
     def files(self) -> _Files:
-        """What its files of memory are called."""
+        """Names of its memory files."""
         return _V2 if self.is_v2 else _V1
 
 
 def control_groups(root: Path, controller: str = "memory") -> tuple[ControlGroup, ...]:
-    """The groups that may limit this process, from its own one outwards.
+    """Return the groups that may limit this process, its own first, then their ancestors.
 
     Args:
-        root: Where ``proc`` and the mount points are: ``/``.
-        controller: What they are to limit, as version 1 names it: "memory", "cpu".
+        root: Directory that holds ``proc`` and the mount points: ``/``.
+        controller: Name of the resource in version 1: "memory" or "cpu".
     """
     own: dict[bool, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
@@ -103,17 +103,17 @@ def control_groups(root: Path, controller: str = "memory") -> tuple[ControlGroup
 
 
 def _groups_of(root: Path, path: str, controller: str | None) -> Iterator[ControlGroup]:
-    """A process's group in one hierarchy, and those around it, as far as they are mounted.
+    """Yield a process's group in one hierarchy and its ancestors, as far as they are mounted.
 
     Args:
-        root: As above.
-        path: The group's.
-        controller: Of a hierarchy of version 1; None: the unified one.
+        root: Directory that holds ``proc`` and the mount points.
+        path: Path of the group.
+        controller: Controller of a version 1 hierarchy; None for the unified one.
     """
-    found = _find_mount(root, path, controller)
-    if found is None:
+    mount = _find_mount(root, path, controller)
+    if mount is None:
         return
-    point, below = found
+    point, below = mount
     while True:
         name = f"/{below}" if below.parts else "/"
         yield ControlGroup(name, point / below, is_v2=controller is None)
@@ -123,10 +123,10 @@ def _groups_of(root: Path, path: str, controller: str | None) -> Iterator[Contro
 
 
 def _find_mount(root: Path, path: str, controller: str | None) -> tuple[Path, PurePosixPath] | None:
-    """Where a hierarchy is mounted, and the group's path below that.
+    """Return where a hierarchy is mounted, and the group's path below that.
 
-    In a container the mount often shows but the container's own groups, while the process's path
-    may be told from outside (then the mount's root says how far it is in), or be outside.
+    In a container, the mount often shows only the container's own groups, while the process's path
+    may be the host's (then the mount's root is the part of it above the mount), or lie outside.
     """
     fallback: tuple[Path, PurePosixPath] | None = None
     for line in _lines(root / "proc/self/mountinfo"):
@@ -135,10 +135,10 @@ def _find_mount(root: Path, path: str, controller: str | None) -> tuple[Path, Pu
         if len(mount) <= _MOUNT_POINT or len(kind) <= _OPTIONS:
             continue
         if controller is None:
-            is_it = kind[_KIND] == "cgroup2"
+            is_match = kind[_KIND] == "cgroup2"
         else:
-            is_it = kind[_KIND] == "cgroup" and controller in kind[_OPTIONS].split(",")
-        if not is_it:
+            is_match = kind[_KIND] == "cgroup" and controller in kind[_OPTIONS].split(",")
+        if not is_match:
             continue
         point = root / mount[_MOUNT_POINT].lstrip("/")
         own = PurePosixPath(path)
@@ -149,16 +149,16 @@ def _find_mount(root: Path, path: str, controller: str | None) -> tuple[Path, Pu
 
 
 def free_memory(root: Path, groups: tuple[ControlGroup, ...]) -> Free | None:
-    """How much memory this process may still take before somebody is killed for it.
+    """Return how much memory this process may still take before the kernel kills a process.
 
-    Page cache counts as free, as far as the kernel says that it can be dropped; swap does not.
+    Page cache that the kernel can drop counts as free; swap does not.
 
     Args:
-        root: Where ``proc`` is: ``/``.
+        root: Directory that holds ``proc``: ``/``.
         groups: From :func:`control_groups`.
 
     Returns:
-        The least of what the limits leave; None where nothing sets one.
+        What the tightest limit leaves; None if there is no limit.
     """
     limits = [*_machine_limits(root)]
     for group in groups:
@@ -179,7 +179,7 @@ def _machine_limits(root: Path) -> Iterator[Free]:
 
 
 def _group_limit(group: ControlGroup) -> Free:
-    """What a group may still take.
+    """Return what a group may still take.
 
     Raises:
         OSError: If its files cannot be read.
@@ -194,13 +194,13 @@ def _group_limit(group: ControlGroup) -> Free:
 
 
 def oom_kills(groups: tuple[ControlGroup, ...]) -> int | None:
-    """Processes of this one's control group that the out-of-memory killer has ended so far.
+    """Return how many processes of this control group the out-of-memory killer has ended so far.
 
     Args:
         groups: From :func:`control_groups`.
 
     Returns:
-        The count of the innermost group that keeps one; None if none does.
+        The count of the innermost group that has one; None if none has.
     """
     for group in groups:
         count = _numbers(group.path / group.files.kills).get("oom_kill")
@@ -211,32 +211,32 @@ def oom_kills(groups: tuple[ControlGroup, ...]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class AddressSpace:
-    """The addresses that this process may use: memory that is mapped, whether it has pages or not.
+    """The address space of this process: memory that is mapped, whether it has pages or not.
 
     Attributes:
-        limit_bytes: The most there may be (``ulimit -v``); None: no limit.
-        used_bytes: How much is used; None: not known.
+        limit_bytes: The limit (``ulimit -v``); None if there is none.
+        used_bytes: How much is used; None if unknown.
     """
 
     limit_bytes: int | None
     used_bytes: int | None
 
     def describe(self) -> str:
-        """The limit and the use, in words."""
+        """Return the limit and the use in words."""
         limit = "no limit" if self.limit_bytes is None else format_bytes(self.limit_bytes)
         used = "" if self.used_bytes is None else f"; {format_bytes(self.used_bytes)} are used"
         return f"{limit} (`ulimit -v`{used})"
 
 
 def soft_limit(kind: int) -> int | None:
-    """A limit of this process; None if there is none, or none is told.
+    """Return a resource limit of this process; None if there is none, or it cannot be read.
 
     Args:
-        kind: One of :mod:`resource`, such as ``RLIMIT_AS``.
+        kind: A constant of :mod:`resource`, such as ``RLIMIT_AS``.
     """
     try:
         soft, _ = resource.getrlimit(kind)
-    except OSError as error:  # a sandbox
+    except OSError as error:  # refused by a sandbox
         if is_interruption(error):
             raise
         return None
@@ -244,7 +244,7 @@ def soft_limit(kind: int) -> int | None:
 
 
 def address_space() -> AddressSpace:
-    """The address space of this process."""
+    """Return the address space of this process."""
     used = None
     with Suppressed(OSError, ValueError, IndexError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
@@ -261,20 +261,20 @@ def _lines(path: Path) -> list[str]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number; what is not so is left out."""
-    found: dict[str, int] = {}
-    for line in _lines(path):
-        words = line.split()
-        if len(words) > 1 and words[1].isdecimal():
-            found[words[0].rstrip(":")] = int(words[1])
-    return found
+    """Return the lines that are a name and a number; others are left out."""
+    lines = map(str.split, _lines(path))
+    return {
+        words[0].rstrip(":"): int(words[1])
+        for words in lines
+        if len(words) > 1 and words[1].isdecimal()
+    }
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes in few digits: "77.1 MB"."""
+    """Return a number of bytes in few digits: "77.1 MB"."""
     value = float(nbytes)
     for unit in ("bytes", "kB", "MB", "GB"):
-        # What would be rounded up to 1000.0 is 1.0 of the next unit.
+        # A value that would be rounded up to 1000.0 is 1.0 of the next unit.
         if value < 999.95:  # noqa: PLR2004
             return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
         value /= 1000

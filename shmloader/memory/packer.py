@@ -1,7 +1,12 @@
-"""Stacks samples into the slot: the worker's half of the short way.
+"""Stacks samples into the slot: the worker's half of :mod:`shmloader.memory.flat`.
 
-A batch that turns out to be irregular goes the general way after all: :meth:`FlatPacker.pack`
-then returns None, and torch's own collate finds the words for what is wrong with it.
+Where a batch turns out to be irregular, :meth:`FlatPacker.pack` returns None. It is then collated
+by torch, whose errors are the ones that the user sees, and pickled.
+
+A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
+through them only costs: each line is read before it is overwritten, and the samples are evicted.
+Streaming stores (:mod:`_streaming`, a few lines of C) halve that traffic. They are slower where the
+batch would have stayed in the cache.
 """
 
 import math
@@ -25,17 +30,31 @@ from shmloader.memory.flat import (
 )
 from shmloader.memory.slot import Slot, align
 from shmloader.memory.slot_writer import SlotWriter
-from shmloader.memory.stacking import stack_into
 
-# Keys that are equal only if they are the same: not so 1, True and 1.0.
+_copy_rows: Callable[[int, list[int], int], None] | None
+try:
+    from shmloader.memory._streaming import copy_rows as _copy_rows
+except ImportError:  # installed without a compiler
+    _copy_rows = None
+
+#: Batches of at least this many bytes are streamed. Between the size of a core's own cache (2 MiB
+#: on servers) and 16 MiB, which of the two is faster varies.
+STREAM_BYTES = 8 << 20
+
+# With shorter rows, checking each tensor costs more than streaming saves.
+_ROW_BYTES = 16 << 10
+
+_Tensor = torch.Tensor
+
+# Two keys of these types are equal only if they are the same; 1, True and 1.0 are equal.
 _KEY_TYPES = frozenset({str, int})
 
-# Plans that are kept, of each packer, and so their places in each slot.
-_MOST_PLANS = 64
+#: Packings that a packer keeps, and for which it keeps views of each slot.
+MOST_PACKINGS = 64
 
 _ONLY_TENSORS = {torch.Tensor}
 
-# What numpy makes of a list of scalars of a dtype.
+# The kind of array that numpy makes of a list of scalars of a dtype.
 _SCALAR_KINDS = {
     torch.float64: "f",
     torch.float32: "f",
@@ -47,7 +66,7 @@ _SCALAR_KINDS = {
     torch.bool: "b",
 }
 
-# What torch makes of Python's numbers, where numpy makes this of them.
+# What torch makes of Python numbers of which numpy makes an array of this dtype.
 _TORCH_DTYPES = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
@@ -55,12 +74,12 @@ _TORCH_DTYPES = {
     np.dtype(np.bool_): torch.bool,
 }
 
-# A field: its dtype, and its shape in a sample; None for numbers.
+# A field: its dtype, and its shape in a sample, which is None for numbers.
 _Spec = tuple[torch.dtype, tuple[int, ...] | None]
 
 
 def _convert_ints(column: Sequence[object]) -> "np.ndarray[Any, Any]":
-    # numpy agrees with torch.tensor where it finds int64 or bool, and is four times as fast.
+    # numpy agrees with torch.tensor where the result is int64 or bool, and is four times as fast.
     array = np.array(column)
     return array if array.dtype.kind in "ib" else torch.tensor(column).numpy()
 
@@ -80,21 +99,24 @@ _CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray[Any, Any]"]] = 
 
 
 class _Target(NamedTuple):
-    """A group's place in a slot, as torch and as numpy see it. Never leaves this module."""
+    """A group in a slot, as a tensor and as an array. Never leaves this module."""
 
     tensor: torch.Tensor
     array: "np.ndarray[Any, Any] | None"
     kind: str | None
 
 
-def _make_target(slot: Slot, group: Group) -> _Target:
-    tensor = group_tensor(slot, group, len(group.positions))
-    kind = _SCALAR_KINDS.get(tensor.dtype) if tensor.ndim == 1 else None
-    return _Target(tensor, tensor.numpy() if kind else None, kind)
+def _make_targets(slot: Slot, layout: FlatLayout) -> list[_Target]:
+    targets = []
+    for group in layout.groups:
+        tensor = group_tensor(slot, group, len(group.positions))
+        kind = _SCALAR_KINDS.get(tensor.dtype) if tensor.ndim == 1 else None
+        targets.append(_Target(tensor, tensor.numpy() if kind else None, kind))
+    return targets
 
 
 def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
-    """Write the fields of a group; False if they are not what the first sample promised."""
+    """Write the fields of a group; return False if they differ from those of the first sample."""
     tensor, array, kind = target
     is_single = len(group.positions) == 1
     if is_single:
@@ -106,10 +128,10 @@ def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
         array[:] = source
         return True
     if set(map(type, source)) != _ONLY_TENSORS:
-        return False  # among its fellows a subclass decides of what type the batch is
+        return False  # a subclass determines the type of the batch
     if array is not None:
-        # torch.stack makes a view of each scalar first: by way of Python's numbers it takes three
-        # quarters of the time. A sample that is no scalar comes out as a list: an error.
+        # Takes three quarters of the time of torch.stack, which makes a view of each scalar first.
+        # A sample that is not a scalar becomes a list, which is an error.
         numbers = np.array(list(map(torch.Tensor.tolist, source)))
         if numbers.dtype.kind != kind or (kind == "f" and any(t.requires_grad for t in source)):
             return False
@@ -117,7 +139,7 @@ def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
     elif is_single and tensor.numel():
         stack_into(source, tensor)
     else:
-        # Many and small: torch is faster without an output, even with a copy of the whole.
+        # Many small tensors: torch.stack is faster without an output, even with the extra copy.
         stacked = torch.stack(source, 0)
         if stacked.dtype != tensor.dtype or stacked.requires_grad:
             return False
@@ -126,12 +148,18 @@ def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
 
 
 class _NotFlatError(Exception):
-    """These samples take the general way."""
+    """These samples cannot be packed."""
 
 
 @dataclass(slots=True)
-class PackingPlan:
-    """How batches of one kind are packed; made once, used while the kind stays the same."""
+class Packing:
+    """How batches of one kind are packed; used for as long as the kind stays the same.
+
+    Attributes:
+        signature: Identifies the kind: container, keys, batch size and fields.
+        layout: The layout of such a batch.
+        end: Bytes from the slot's start to the end of the batch.
+    """
 
     signature: tuple[object, ...]
     layout: FlatLayout
@@ -139,22 +167,22 @@ class PackingPlan:
 
 
 class FlatPacker:
-    """Stacks samples into the slot of the task in work. One in each worker."""
+    """Stacks samples into the slot of the current task. Each worker has one."""
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        # By where in the slot the batch begins: with several in a slot, a plan for each.
-        self._plans: dict[int, PackingPlan] = {}
+        # Keyed by where in the slot the batch begins, since a slot may hold several batches.
+        self._packings: dict[int, Packing] = {}
 
     def pack(self, samples: object) -> FlatLayout | None:
-        """Pack a batch behind what the slot holds already, or leave it to the general way.
+        """Append a batch to what the slot holds, if it can be packed.
 
         Args:
-            samples: What the dataset gave for the batch's indices.
+            samples: The samples, as the dataset returned them.
 
         Returns:
-            The layout, the very same object for as long as batches are alike; None if these
-            samples are not flat, or not alike. The slot then holds what it held before.
+            The layout; the same object for as long as batches are alike. None if the samples are
+            not flat, or not alike; the slot then holds what it held before.
 
         Raises:
             SharedMemoryError: If the batch does not fit the slot.
@@ -170,30 +198,22 @@ class FlatPacker:
         sources = [source for _, source in read]
         signature = (container, keys, len(samples), fields)
         start = self._writer.used_bytes
-        plan = self._plans.get(start)
-        if plan is None or plan.signature != signature:
-            if len(self._plans) > _MOST_PLANS:
-                self._plans.clear()
-            plan = make_plan(container, keys, len(samples), fields, start)
-            self._plans[start] = plan
-        self._writer.allocate(plan.end - start)
-        if not self._fill(plan, start, sources):
+        packing = self._packings.get(start)
+        if packing is None or packing.signature != signature:
+            if len(self._packings) > MOST_PACKINGS:
+                self._packings.clear()
+            packing = make_packing(container, keys, len(samples), fields, start)
+            self._packings[start] = packing
+        self._writer.allocate(packing.end - start)
+        if not self._fill(packing, start, sources):
             self._writer.rewind(start)
             return None
-        return plan.layout
+        return packing.layout
 
-    def _fill(self, plan: PackingPlan, start: int, sources: list[Any]) -> bool:
-        slot = self._writer.slot
+    def _fill(self, packing: Packing, start: int, sources: list[Any]) -> bool:
         try:
-            owner, known = slot.views
-            if owner is not self or len(known) > _MOST_PLANS:
-                known = {}
-                slot.views = (self, known)
-            made_for, targets = known.get(start, (None, []))
-            if made_for is not plan:
-                targets = [_make_target(slot, group) for group in plan.layout.groups]
-                known[start] = (plan, targets)
-            for group, target in zip(plan.layout.groups, targets, strict=True):
+            targets = targets_in(self._writer.slot, self, start, packing, _make_targets)
+            for group, target in zip(packing.layout.groups, targets, strict=True):
                 if not _fill_group(group, target, sources):
                     return False
                 if FAULTS is not None:
@@ -201,6 +221,34 @@ class FlatPacker:
         except (RuntimeError, TypeError, ValueError):
             return False
         return True
+
+
+def targets_in(
+    slot: Slot,
+    owner: object,
+    start: int,
+    packing: Packing,
+    make: Callable[[Slot, FlatLayout], list[Any]],
+) -> list[Any]:
+    """Return ``make(slot, packing.layout)``, kept with the slot for the next batch of the kind.
+
+    Args:
+        slot: The slot to write to.
+        owner: The caller; views that another owner has kept with the slot are dropped.
+        start: Where in the slot the batch begins.
+        packing: The packing of the batch.
+        make: Makes views of the slot.
+    """
+    kept_by, kept = slot.views
+    if kept_by is not owner or len(kept) > MOST_PACKINGS:
+        kept = {}
+        slot.views = (owner, kept)
+    targets: list[Any]
+    made_for, targets = kept.get(start, (None, []))
+    if made_for is not packing:
+        targets = make(slot, packing.layout)
+        kept[start] = (packing, targets)
+    return targets
 
 
 def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequence[Any]]]:
@@ -232,7 +280,7 @@ def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequen
 
 
 def _row(sample: object, keys: tuple[object, ...]) -> Iterable[Any]:
-    """A dict's values in the order of ``keys``; other keys of its own are left out."""
+    """Return a dict's values in the order of ``keys``; its other keys are left out."""
     if type(sample) is not dict:
         raise _NotFlatError
     if tuple(sample) == keys:
@@ -244,7 +292,7 @@ def _row(sample: object, keys: tuple[object, ...]) -> Iterable[Any]:
 
 
 def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
-    """What a field is, and its values: the samples' tensors, or one tensor of their numbers."""
+    """Return a field's dtype and shape, and its values: the samples' tensors or one array."""
     first = column[0]
     kind = type(first)
     if kind is torch.Tensor:
@@ -266,15 +314,15 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
         if kind is np.ndarray and first.dtype.kind in "biufc":
             tensors = [torch.as_tensor(array) for array in column]
             return (tensors[0].dtype, tensors[0].shape), tensors
-    except Exception:  # noqa: BLE001 - torch's collate will say what is wrong with it
+    except Exception:  # noqa: BLE001 - torch's collate raises the error that the user sees
         raise _NotFlatError from None
     raise _NotFlatError
 
 
-def make_plan(
+def make_packing(
     container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec], start: int
-) -> PackingPlan:
-    """Give each field its place from ``start`` on: small ones of a kind side by side."""
+) -> Packing:
+    """Lay out the fields from ``start`` on, with small ones of the same kind side by side."""
     alike: dict[Any, list[int]] = {}
     for position, spec in enumerate(fields):
         dtype, shape = spec
@@ -288,4 +336,58 @@ def make_plan(
         groups.append(Group(end, dtype, full, tuple(positions)))
         end = align(end + len(positions) * math.prod(full) * dtype.itemsize)
     layout = FlatLayout(container, keys, tuple(groups))
-    return PackingPlan((container, keys, batch, fields), layout, end)
+    return Packing((container, keys, batch, fields), layout, end)
+
+
+def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Do ``torch.stack(tensors, 0, out=out)``, bypassing the caches where that is faster.
+
+    Args:
+        tensors: Tensors of any dtypes and shapes.
+        out: A contiguous tensor of the result's shape.
+
+    Raises:
+        RuntimeError: As torch.stack does.
+    """
+    nbytes = out.numel() * out.element_size()
+    if nbytes >= STREAM_BYTES and _copy_rows is not None and _are_alike(tensors, out):
+        row_bytes = nbytes // len(tensors)
+        rows = list(map(_Tensor.data_ptr, tensors))
+        if row_bytes >= _ROW_BYTES and 0 not in rows:
+            _copy_rows(out.data_ptr(), rows, row_bytes)
+            return
+    torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
+
+
+def stream_rows(
+    first: int, indices: "np.ndarray[Any, np.dtype[np.intp]]", row_bytes: int, out: int
+) -> bool:
+    """Gather rows, bypassing the caches, if there are enough bytes for that to be faster.
+
+    Args:
+        first: Address of row 0; the others follow without a gap.
+        indices: Indices of the rows.
+        row_bytes: Length of a row.
+        out: Address to copy them to.
+
+    Returns:
+        Whether the rows were gathered.
+    """
+    if _copy_rows is None or row_bytes < _ROW_BYTES or row_bytes * len(indices) < STREAM_BYTES:
+        return False
+    _copy_rows(out, (indices * row_bytes + first).tolist(), row_bytes)
+    return True
+
+
+def _are_alike(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
+    """Whether stacking only copies bytes."""
+    return (
+        {type(tensor) for tensor in tensors} == {_Tensor}
+        and {tensor.dtype for tensor in tensors} == {out.dtype}
+        and {tensor.shape for tensor in tensors} == {out.shape[1:]}
+        and all(map(_Tensor.is_contiguous, tensors))
+        and all(tensor.is_cpu for tensor in tensors)
+        and not any(tensor.requires_grad for tensor in tensors)
+        and not any(map(_Tensor.is_conj, tensors))
+        and not any(map(_Tensor.is_neg, tensors))
+    )

@@ -1,19 +1,20 @@
-"""Shared memory that is written once: what :func:`shmloader.share` and a pool's payload lie in.
+"""Shared memory that is written once: for :func:`shmloader.share` and the payload of a pool.
 
-A segment is an anonymous file in memory, filled from the front to the back, then sealed: from
-then on no process can change, cut or lengthen it. Each process maps it whole, privately: what is
-read is the one copy that all share, and a page that a process writes to becomes its own.
+A segment is an anonymous file in memory. It is filled from the front to the back and then sealed:
+from then on no process can write to it, or make it shorter or longer. Each process maps the whole
+of it privately: all processes read the one copy, and a page that a process writes to becomes its
+own.
 
 Guarantees:
-    * Nothing has a name. The memory is gone with the last object that lies in it, in the last
+    * Nothing has a name. The memory is freed with the last object that lies in it, in the last
       process that has one, whatever dies.
-    * A process maps a segment once, however often it is handed one.
+    * A process maps a segment once, however often it receives it.
     * What is written to the mapping stays in the process that wrote it, and its forked children.
 
 A segment is pickled as a handle. Where multiprocessing starts a process with it (spawn,
-forkserver), its descriptor goes along. Elsewhere (a queue, a pool's task) the handle names the
-process that pickled it, and whoever unpickles it opens the file there; so that process has to
-hold it until then.
+forkserver), its descriptor is passed on. Elsewhere (a queue, a pool's task) the handle names the
+process that pickled it, and the process that unpickles it opens the file there; so the former has
+to keep the segment until then.
 """
 
 import ctypes
@@ -34,17 +35,18 @@ from shmloader.memory.slot import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS,
 # fcntl's, <linux/fcntl.h>.
 _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)
 
-# <linux/mman.h>. Else a kernel that accounts for what might be written refuses a mapping that is
-# larger than memory, though hardly any of it will be.
+# <linux/mman.h>. Without it, a kernel that accounts for what might be written refuses a mapping
+# that is larger than memory, though hardly any of it will be written to.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
-# A random number at a segment's start: tells it from another file under the same number.
+# Length of the random number at a segment's start, which tells it from any other file that the
+# descriptor number of a handle may refer to.
 _TOKEN_BYTES = 16
 
-# What may be written before it is asked again whether there is memory: a look takes some 100 µs.
-_ASK_BYTES = 32 << 20
+# Bytes that are written between two checks that there is memory. A check takes some 100 µs.
+_CHECK_BYTES = 32 << 20
 
-# Linux writes no more by one call than 2 GiB less a page.
+# One call on Linux writes at most 2 GiB less a page.
 _WRITE_BYTES = 1 << 30
 
 
@@ -55,11 +57,11 @@ class _Segments:
 
 
 class Segment(mmap.mmap):
-    """A sealed segment, mapped. The views of it keep it, and it keeps its descriptor.
+    """A sealed segment, mapped. Its views keep it alive, and it owns its descriptor.
 
     Attributes:
         nbytes: Its length.
-        address: Where it begins in this process.
+        address: Address of its first byte in this process.
     """
 
     _fd = -1
@@ -69,10 +71,10 @@ class Segment(mmap.mmap):
 
     @classmethod
     def open(cls, fd: int, nbytes: int, token: bytes) -> Self:
-        """Map it, and own the descriptor, unless this raises.
+        """Map a segment and take over the descriptor, unless this raises.
 
         Raises:
-            SharedMemoryError: If the descriptor is that of something else.
+            SharedMemoryError: If the descriptor is not that of the segment.
             OSError: If there is no address space, or no descriptor left.
         """
         try:
@@ -84,7 +86,7 @@ class Segment(mmap.mmap):
                 **MAPPING_OPTIONS,
             )
             is_right = segment[:_TOKEN_BYTES] == token
-        except ValueError:  # it is shorter
+        except ValueError:  # the file is shorter
             is_right = False
         if not is_right:
             raise SharedMemoryError(_GONE)
@@ -107,7 +109,7 @@ class Segment(mmap.mmap):
         return _handle(self._fd, self.nbytes, self._token)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """The same; mmap's own, which comes first, refuses."""
+        """Pickle a handle. Without this, pickle would call mmap's, which raises."""
         return self.__reduce__()
 
 
@@ -120,20 +122,20 @@ def _handle(fd: int, nbytes: int, token: bytes) -> tuple[Any, ...]:
 
 _GONE = (
     "the shared memory of a pickled handle is gone: the process that pickled it has dropped it, or "
-    "ended. It has to hold what it shared until the other side has unpickled it; a process that "
-    "is started with it as an argument has it from the start."
+    "has ended. It has to keep the shared object until the other process has unpickled it. (A "
+    "process that is started with the object as an argument has it from the start.)"
 )
 
 
 def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
-    """The segment of a handle. Called by pickle.
+    """Return the segment of a handle. Called by pickle.
 
     Raises:
         SharedMemoryError: If it is gone.
     """
     known = _Segments.live.get(token)
     if not isinstance(where, tuple):
-        fd = where.detach()  # ours to close, in any case
+        fd = where.detach()  # a duplicate, which is closed below unless the segment takes it
     elif known is not None:
         return known
     else:
@@ -143,7 +145,7 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
             raise SharedMemoryError(_GONE) from error
     try:
         if known is None:
-            os.set_inheritable(fd, False)  # spawn's comes so
+            os.set_inheritable(fd, False)  # spawn passes it on as inheritable
             segment = Segment.open(fd, nbytes, token)
             fd = -1
             return segment
@@ -154,7 +156,7 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
 
 
 def find_segment(address: int, nbytes: int) -> Segment | None:
-    """The segment in whose mapping so many bytes at an address lie, if they lie in one."""
+    """Return the segment whose mapping contains these bytes; None if they lie elsewhere."""
     for segment in list(_Segments.live.values()):
         if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
             return segment
@@ -162,10 +164,10 @@ def find_segment(address: int, nbytes: int) -> Segment | None:
 
 
 class SealedSegment:
-    """A segment that this process does not map. Pickled, it becomes a :class:`Segment`.
+    """A segment that this process does not map. It is unpickled as a :class:`Segment`.
 
     Attributes:
-        fd: Its descriptor; -1: closed.
+        fd: Its descriptor; -1 once closed.
         nbytes: Its length.
     """
 
@@ -188,14 +190,13 @@ class SealedSegment:
 
 
 class SegmentWriter:
-    """Fills a segment, from the front to the back. Closed, or finished, by who made it."""
+    """Fills a segment from the front to the back. Its creator closes or finishes it.
+
+    Raises:
+        OSError: If there is no descriptor left.
+    """
 
     def __init__(self) -> None:
-        """Make an empty one.
-
-        Raises:
-            OSError: If there is no descriptor left.
-        """
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._fd = os.memfd_create(f"{MEMFD_NAME}-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._used = 0
@@ -205,25 +206,25 @@ class SegmentWriter:
 
     @property
     def used_bytes(self) -> int:
-        """How long it is by now."""
+        """Bytes written so far."""
         return self._used
 
     def append(self, data: Any, *, is_aligned: bool = True) -> int:
-        """Write a buffer behind what is there.
+        """Append a buffer.
 
         Args:
             data: Anything with a contiguous buffer.
-            is_aligned: Whether it is to begin at a multiple of 64.
+            is_aligned: Whether its offset must be a multiple of 64.
 
         Returns:
             Its offset, in bytes.
 
         Raises:
-            SharedMemoryError: If there is no memory for it.
+            SharedMemoryError: If there is not enough memory.
         """
         view = memoryview(data).cast("B")
         start = align(self._used) if is_aligned else self._used
-        self._ask(start - self._used + view.nbytes)
+        self._check_memory(start - self._used + view.nbytes)
         position = start
         for at in range(0, view.nbytes, _WRITE_BYTES):
             part = view[at : at + _WRITE_BYTES]
@@ -235,28 +236,27 @@ class SegmentWriter:
         return start
 
     def append_memory(self, address: int, nbytes: int) -> int:
-        """The same of bytes that somebody else keeps at an address of this process."""
+        """Append the bytes at an address of this process; the caller keeps them alive."""
         if nbytes == 0:
             return self.append(b"")
         return self.append((ctypes.c_char * nbytes).from_address(address))
 
-    def _ask(self, nbytes: int) -> None:
-        """Look whether there is memory, before it is touched."""
+    def _check_memory(self, nbytes: int) -> None:
+        """Check that there is memory before it is touched."""
         if nbytes <= self._granted:
             self._granted -= nbytes
             return
-        wanted = max(nbytes, _ASK_BYTES)
         free = free_memory(Path("/"), self._groups)
         if free is not None and free.nbytes < nbytes:
             raise SharedMemoryError(
-                f"{format_bytes(self._used + nbytes)} of shared memory or more are to be written "
-                f"once for all processes, but after {format_bytes(self._used)} of them "
-                f"{format_bytes(free.nbytes)} are free ({free.limit})."
+                f"not enough memory to share: at least {format_bytes(self._used + nbytes)} are "
+                f"needed, once for all processes, but after {format_bytes(self._used)} of them "
+                f"only {format_bytes(free.nbytes)} are free ({free.limit})."
             )
-        self._granted = wanted - nbytes
+        self._granted = max(nbytes, _CHECK_BYTES) - nbytes
 
     def finish(self) -> Segment:
-        """Seal it and map it.
+        """Seal the segment and map it.
 
         Raises:
             OSError: If there is no address space, or no descriptor left.
@@ -267,8 +267,8 @@ class SegmentWriter:
         return segment
 
     def seal(self) -> "SealedSegment":
-        """Seal it."""
-        # A page of zeros at the end: what lies last may be empty, and has a place all the same.
+        """Seal the segment."""
+        # At least one byte more than was written, so that an empty last buffer has an address too.
         nbytes = align(self._used + 1)
         os.ftruncate(self._fd, nbytes)
         fcntl.fcntl(self._fd, ADD_SEALS, SEALS | _SEAL_WRITE)
@@ -277,15 +277,13 @@ class SegmentWriter:
         return sealed
 
     def close(self) -> None:
-        """Throw it away, unless it is finished; may be called again."""
+        """Discard the segment unless it is sealed. May be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def __enter__(self) -> Self:
-        """The writer; closed at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()

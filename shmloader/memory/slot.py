@@ -1,20 +1,19 @@
-"""One piece of shared memory: an anonymous file, and this process's mapping of it.
+"""A slot: a piece of shared memory, as an anonymous file and this process's mapping of it.
 
 Guarantees:
     * Nothing has a name: whatever dies, nothing is left behind in ``/dev/shm``, whose
       size does not matter either.
     * Views stay valid. Where a slot needs a longer mapping, its file is mapped once more: both
-      mappings show the same bytes, and the old one goes with its last view.
-    * No process can make the file shorter under another one's feet (it is sealed).
+      mappings show the same bytes, and the old one is unmapped with its last view.
+    * No process can shorten the file while another one uses it (it is sealed).
 
-The file is made as long as the slot may ever become, and stays sparse: pages exist from
-the moment they are first written. So a slot grows without a word between processes. Address
-space is not as cheap: it may be limited (``ulimit -v``), and after ``mlockall(MCL_FUTURE)`` the
-kernel gives every new mapping all its pages at once. So a process maps no more of a slot than its
-batches need, and little to spare.
+The file is made as long as the slot may ever become, and stays sparse: pages exist once they are
+first written. So a slot grows without any message between processes. Address space is not as cheap:
+it may be limited (``ulimit -v``), and after ``mlockall(MCL_FUTURE)`` the kernel gives every new
+mapping all its pages at once. So a process maps only as much of a slot as its batches need, and a
+little more.
 
-This module and :mod:`shmloader.memory.segment` name the operating system's calls for memory;
-no other does.
+Only this module and :mod:`shmloader.memory.segment` make the operating system's memory calls.
 """
 
 import contextlib
@@ -37,8 +36,8 @@ from shmloader.errors import SharedMemoryError
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import address_space, format_bytes, soft_limit
 
-#: Every storage starts at a multiple of this many bytes: a cache line, and what the widest
-#: vector instructions like.
+#: Every storage starts at a multiple of this many bytes: a cache line, and the alignment of the
+#: widest vector instructions.
 ALIGNMENT = 64
 
 #: Name of the anonymous files, as /proc/<pid>/maps shows it.
@@ -47,22 +46,21 @@ MEMFD_NAME = "shmloader"
 # Older Pythons keep a duplicate of the descriptor with each mapping.
 MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
-#: Mapped of a slot at first; the rest, when a batch needs it.
+#: Bytes of a slot that are mapped at first. More is mapped when a batch needs it.
 FIRST_BYTES = mmap.PAGESIZE
 
-# Longest file made where no cap was asked for.
+# Longest file made where the user set no cap.
 _MOST_BYTES = 1 << 37
 
-# What is mapped beyond what is needed, so that a slightly larger batch finds it mapped: this part
-# of what is needed.
-_SPARE_PART = 4
+# A quarter more is mapped than is needed, so that a slightly larger batch needs no new mapping.
+_SPARE_DIVISOR = 4
 
-# Where address space is limited, all slots of a loader have this part of it in each process. The
-# user's own memory needs the rest. Beyond it, nothing is spared, and slots that nobody looks at
-# are unmapped.
-_PART_OF_LIMIT = 4
+# Where address space is limited, all slots of a loader together have a quarter of it in each
+# process, since the user's own memory needs the remainder. Above that, no more is mapped than is
+# needed, and slots that are not in use are unmapped.
+_LIMIT_DIVISOR = 4
 
-# A slot has far more than it needs if it has this many times as much, and so many bytes besides.
+# A slot has excess if it has more than this many times what it needs, plus this many bytes.
 _EXCESS_FACTOR = 2
 _EXCESS_BYTES = 16 << 20
 
@@ -76,10 +74,10 @@ SEALS = (
 # <linux/mman.h>; Linux 5.14.
 _POPULATE_WRITE = 23
 
-# What a lack of pages is told by.
+# Errors of madvise if there is no memory for pages.
 _NO_PAGES = (errno.ENOMEM, errno.EFAULT)
 
-# Something is used up, and nothing refused.
+# Errors that mean that a resource is used up, not that the call is refused.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
 
 
@@ -89,12 +87,12 @@ def align(nbytes: int) -> int:
 
 
 def has_excess(present_bytes: int, needed_bytes: int) -> bool:
-    """Whether a slot holds, or maps, so much more than is needed that it should give some back."""
+    """Whether a slot holds or maps so much more than it needs that it should give some back."""
     return present_bytes > _EXCESS_FACTOR * needed_bytes + _EXCESS_BYTES
 
 
 class _Missing(Exception):  # noqa: N818 - caught where it is raised
-    """Says which system call cannot be had, and why."""
+    """Names a system call that is not available, and the reason."""
 
 
 @contextlib.contextmanager
@@ -106,21 +104,21 @@ def _trying(call: str) -> Iterator[None]:
         raise _Missing(text) from error
     except OSError as error:
         if error.errno in _USED_UP:
-            return  # told when it hurts
+            return  # raised again when the resource is needed
         text = f"{call} is refused ({error.strerror})"
         if error.errno == errno.ENOSYS:
             text = (
                 f"{call} is missing ({error.strerror}): it needs Linux 5.3 or newer, and a sandbox "
-                "that lets it through"
+                "that allows it"
             )
         raise _Missing(text) from error
 
 
 @functools.cache
 def why_unsupported() -> str | None:
-    """Why slots, and workers to fill them, cannot be had here; None: they can.
+    """Return why slots and worker processes do not work on this system; None if they do.
 
-    Each system call is tried, since a sandbox may refuse any of them, and with any error.
+    Each system call is tried, since a sandbox may refuse any of them, with any error.
     """
     page = mmap.PAGESIZE
     with contextlib.ExitStack() as stack:
@@ -162,31 +160,31 @@ def why_unsupported() -> str | None:
 
 
 def is_supported() -> bool:
-    """Whether this system has what slots and their workers need."""
+    """Whether this system has what slots and worker processes need."""
     return why_unsupported() is None
 
 
 def uncapped_slot_bytes() -> int:
-    """Length of a slot's file where the user set no cap: all the memory that there is."""
+    """Return the length of a slot's file where the user set no cap: all memory of the machine."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(total, _MOST_BYTES)
 
 
 def _longest_file() -> int:
-    """Length of the longest file that this process may make (``ulimit -f``)."""
+    """Return the length of the longest file that this process may make (``ulimit -f``)."""
     limit = soft_limit(resource.RLIMIT_FSIZE)
     return sys.maxsize if limit is None else limit
 
 
 def describe_most(most_bytes: int) -> str:
-    """What keeps a slot from having more than ``most_bytes``, and what helps."""
+    """Return what keeps a slot from having more than ``most_bytes``, and the remedy."""
     if most_bytes == _whole_pages(_longest_file(), up=False):
-        return "as long as a file may be here (`ulimit -f`): raise that limit"
+        return "the longest file allowed here (`ulimit -f`): raise that limit"
     if most_bytes == _whole_pages(uncapped_slot_bytes()):
         return "all the memory of this machine"
     return (
-        "raise shm_size, which is cut into equal shares for prefetch_factor * num_workers slots "
-        "and those that may be lent"
+        "raise shm_size, which is divided equally among prefetch_factor * num_workers slots and "
+        "those that may be lent"
     )
 
 
@@ -195,27 +193,32 @@ def _whole_pages(nbytes: int, *, up: bool = True) -> int:
 
 
 class _Slots:
-    """The slots of this process, for a forked worker to close what is not its own."""
+    """The slots of this process. A forked worker closes those that it inherits."""
 
     live: ClassVar["weakref.WeakSet[Slot]"] = weakref.WeakSet()
 
 
 def close_inherited_slots() -> None:
-    """Close, in a forked worker, all slots of the process that it was forked from."""
+    """Close all slots that a forked worker has inherited."""
     for slot in list(_Slots.live):
         slot.close()
 
 
 class Slot:
-    """A slot, mapped as far as it was needed so far. Has one owner, who closes it.
+    """A slot, mapped as far as it was needed so far. Its one owner closes it.
+
+    Args:
+        fd: Descriptor of the file, which the slot takes over, unless this raises.
+        most_bytes: Length of the file.
+        nbytes: How much to map at first; None for all of it.
 
     Attributes:
-        most_bytes: Length of its file, fixed: all that it may come to hold.
+        most_bytes: Length of the file, fixed: the most that the slot may hold.
         nbytes: Length of the mapping.
         mapping: The memory.
-        address: Where the mapping starts in this process.
-        views: What somebody has built over the mapping, to use again and again, and who; dropped
-            with it. One user at a time: another one's views are replaced.
+        address: Address of the mapping in this process.
+        views: A reader or writer, and what it has built over the mapping for repeated use. Dropped
+            with the mapping, and when another reader or writer puts its own views here.
     """
 
     __slots__ = (
@@ -223,13 +226,6 @@ class Slot:
     )  # fmt: skip
 
     def __init__(self, fd: int, most_bytes: int, nbytes: int | None = None) -> None:
-        """Map a slot, and own its descriptor, unless this raises.
-
-        Args:
-            fd: Its file.
-            most_bytes: The file's length.
-            nbytes: How much to map at first; None: all of it.
-        """
         self._fd = -1
         self.most_bytes = most_bytes
         self._take(_map(fd, most_bytes if nbytes is None else nbytes))
@@ -237,7 +233,7 @@ class Slot:
         self._fd = fd
 
     def _take(self, mapping: mmap.mmap) -> None:
-        """Have this mapping from now on."""
+        """Use this mapping from now on."""
         self.views: tuple[object, Any] = (None, None)
         self.mapping = mapping
         self._array_type = ctypes.c_char * len(mapping)
@@ -245,8 +241,8 @@ class Slot:
         self.nbytes = len(mapping)
 
     def __del__(self) -> None:
-        """Close the descriptor where a Ctrl-C came before anybody owned the slot."""
-        if os is not None:  # when the interpreter ends, modules are gone before what they made
+        """Close the descriptor if a Ctrl-C came before the slot had an owner."""
+        if os is not None:  # at the interpreter's end, modules are gone before their objects
             self.forget_descriptor()
 
     @classmethod
@@ -254,9 +250,9 @@ class Slot:
         """Make a slot. Runs in the main process.
 
         Args:
-            most_bytes: The most that it may come to hold, rounded up to a whole page. Less where
-                files may not be as long.
-            nbytes: How much of that to map at first; None: all.
+            most_bytes: The most that it may hold; rounded up to a whole page, and cut to the
+                longest file allowed.
+            nbytes: How much of that to map at first; None for all.
 
         Raises:
             SharedMemoryError: If it cannot be mapped.
@@ -271,13 +267,13 @@ class Slot:
             return cls(fd, most_bytes, nbytes)
         except BaseException as error:
             os.close(fd)
-            # The mapping has a descriptor of its own in older Pythons.
+            # In older Pythons, the mapping needs a descriptor of its own.
             if not isinstance(error, OSError) or error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             raise SharedMemoryError(_describe_refusal(nbytes, error)) from error
 
     def remade(self, nbytes: int) -> "Slot":
-        """Another slot over the same file, mapped as far as ``nbytes``. This one stays as it is.
+        """Return another slot over the same file, mapped up to ``nbytes``; this one is unchanged.
 
         Raises:
             SharedMemoryError: If it cannot be mapped.
@@ -293,12 +289,13 @@ class Slot:
             raise SharedMemoryError(_describe_refusal(nbytes, error)) from error
 
     def fileno(self) -> int:
-        """Descriptor of the file, to be sent to a worker."""
+        """Return the descriptor of the file, to be sent to a worker."""
         return self._fd
 
     def forget_descriptor(self) -> None:
-        """Close the descriptor; the mapping stays as it is, for good."""
-        # Forgotten first: closed twice, after an interruption, it might be somebody else's.
+        """Close the descriptor. The mapping stays, and cannot be changed any more."""
+        # Forgotten first: if an interruption made us close it twice, the number might belong to
+        # another file by then.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -309,20 +306,20 @@ class Slot:
         Args:
             end: Bytes from its start that are needed.
             likely: Bytes from its start that are likely to be needed soon.
-            others: Slots of the same owner. Where address space is short, those that nobody looks
-                at are unmapped for this one.
+            others: Slots of the same owner. Where address space is short, those without views are
+                unmapped for this one.
 
         Raises:
-            SharedMemoryError: If it cannot be mapped. It is mapped as far as it was.
+            SharedMemoryError: If it cannot be mapped. It stays mapped as far as it was.
         """
         if end <= self.nbytes:
             return
         least = _whole_pages(end)
-        wanted = min(self.most_bytes, _whole_pages(max(end + end // _SPARE_PART, likely)))
+        wanted = min(self.most_bytes, _whole_pages(max(end + end // _SPARE_DIVISOR, likely)))
         others = [other for other in others if other is not self]
         limit = address_space().limit_bytes
         if limit is not None:
-            left = limit // _PART_OF_LIMIT - sum(other.nbytes for other in others)
+            left = limit // _LIMIT_DIVISOR - sum(other.nbytes for other in others)
             for other in others:
                 if left >= least:
                     break
@@ -338,15 +335,15 @@ class Slot:
             self._remap(least)
 
     def _remap(self, nbytes: int) -> None:
-        """Map the slot anew, where there may be no address space, or descriptor, for two mappings.
+        """Unmap the slot first, then map it: there may be no address space for two mappings.
 
         Raises:
-            SharedMemoryError: If it cannot be mapped. It is mapped as far as it was.
+            SharedMemoryError: If it cannot be mapped. It stays mapped as far as it was.
         """
         before = self.nbytes
         self.views = (None, None)
         if self._fd >= 0:
-            with Suppressed(BufferError):  # somebody holds a view: there have to be two
+            with Suppressed(BufferError):  # a view is alive, so there have to be two mappings
                 self.mapping.close()
         try:
             self._replace(_map(self._fd, nbytes))
@@ -360,7 +357,7 @@ class Slot:
             raise SharedMemoryError(_describe_refusal(nbytes, error)) from error
 
     def shorten(self, needed_bytes: int) -> None:
-        """Unmap what is far beyond what is needed, if anything is."""
+        """Unmap what the slot has in excess of ``needed_bytes``, if it has excess."""
         if has_excess(self.nbytes, needed_bytes):
             with Suppressed(OSError):
                 self._replace(_map(self._fd, max(FIRST_BYTES, _whole_pages(needed_bytes))))
@@ -368,11 +365,11 @@ class Slot:
     def _replace(self, mapping: mmap.mmap) -> None:
         before = self.mapping
         self._take(mapping)
-        with Suppressed(BufferError):  # somebody holds a view, and the mapping with it
+        with Suppressed(BufferError):  # a view is alive, and keeps the mapping
             before.close()
 
     def unmap(self) -> int:
-        """Unmap all but a page, unless somebody holds a view; returns how many bytes that were."""
+        """Unmap all but a page unless a view is alive; return the number of bytes unmapped."""
         before = self.nbytes
         if before > FIRST_BYTES:
             self.views = (None, None)
@@ -383,20 +380,20 @@ class Slot:
         return before - self.nbytes
 
     def array(self) -> "ctypes.Array[ctypes.c_char]":
-        """A new object that exports the whole mapping and keeps it.
+        """Return a new ctypes array over the whole mapping, which keeps the mapping alive.
 
-        It spans the whole mapping because ctypes makes a new type for each new length, which
-        costs some fifty times as much as an array of a known type.
+        It spans the whole mapping because for each new length, ctypes has to make a new type, which
+        takes some fifty times as long as an array of a known type.
         """
         return self._array_type.from_buffer(self.mapping)
 
     def populate(self, start: int, end: int) -> None:
-        """Make the pages from ``start`` to ``end`` exist. What is before ``start`` stays as it is.
+        """Make the pages from ``start`` to ``end`` exist. Bytes before ``start`` are unchanged.
 
-        Many at a time: a quarter of what they cost one by one, as they are written.
+        Doing many pages at once takes a quarter of the time of writing to each.
 
         Raises:
-            SharedMemoryError: If the system has none; a write would have ended in SIGBUS.
+            SharedMemoryError: If there is no memory for them; a write would have ended in SIGBUS.
         """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
@@ -406,18 +403,18 @@ class Slot:
                 raise
             if error.errno in _NO_PAGES:
                 raise SharedMemoryError(f"no memory for a slot's pages: {error}") from error
-            # A kernel that does not know it, or a sandbox that refuses it: one byte of each page
-            # that begins here.
+            # The kernel does not have the call, or a sandbox refuses it: write one byte of each
+            # page that begins in this range.
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             if first < end:
                 pages = memoryview(self.mapping)[first : end : mmap.PAGESIZE]
                 pages[:] = bytes(len(pages))
 
     def give_back(self, from_byte: int) -> bool:
-        """Return the pages from ``from_byte`` on to the system. They read as zeros from now on.
+        """Give the pages from ``from_byte`` on back to the system. They read as zeros after that.
 
         Returns:
-            Whether that was done. The kernel keeps locked pages.
+            Whether that was done; not with locked pages.
         """
         start = _whole_pages(from_byte)
         if start < self.nbytes:
@@ -430,30 +427,30 @@ class Slot:
         return True
 
     def close(self) -> None:
-        """Unmap. Where views are still alive, the last of them does; may be called again."""
+        """Unmap the slot. Views that are alive keep their mapping. May be called again."""
         self.forget_descriptor()
         self.views = (None, None)
         try:
             self.mapping.close()
         except BufferError:
-            # Somebody holds a view. The mapping object goes with it, since we drop ours.
+            # A view is alive. The mapping object goes with it, since we drop our reference.
             del self.mapping
         except AttributeError:
             pass
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    if fd < 0:  # which would be memory of nobody's
+    if fd < 0:  # mmap would take this for anonymous memory
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     mapping = mmap.mmap(fd, nbytes, **MAPPING_OPTIONS)
-    # A core dump of a worker would otherwise hold every slot. Where that is refused, it does.
+    # Otherwise a core dump of a worker would contain every slot. If refused, it does.
     with Suppressed(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
 
 
 def _describe_refusal(nbytes: int, error: OSError) -> str:
-    """Why a slot cannot be mapped, and what helps."""
+    """Return why a slot cannot be mapped, and the remedy."""
     text = f"cannot map {format_bytes(nbytes)} of a slot of shared memory: {error.strerror}. "
     space = address_space()
     if error.errno in (errno.EMFILE, errno.ENFILE):

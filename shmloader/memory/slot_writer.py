@@ -1,8 +1,8 @@
-"""Hands out the bytes of a task's slot, in the worker, from the front to the back.
+"""Hands out the bytes of a task's slot in the worker, from the front to the back.
 
-Assumes one task at a time: whoever holds memory of the slot when its task is answered is
-found by the reference count of the task's array (``is_kept``), and the slot is then never
-filled again.
+Assumes one task at a time. If user code still holds memory of the slot when the task is answered,
+the reference count of the task's array shows that (``is_kept``), and the slot is never filled
+again.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.slot import Slot, align, describe_most
 
-# References to the task's array when nobody but the writer holds it: the attribute, and the
-# argument of getrefcount.
+# References to the task's array when only the writer holds it: the attribute, and the argument of
+# getrefcount.
 _OWN_REFERENCES = 2
 
 
@@ -28,14 +28,14 @@ class SlotWriter:
     """Writer of one task's slot.
 
     Attributes:
-        is_offered: Whether the user's code may have memory of the slot at this moment: while it
-            collates, and while it loads what is a batch already. Samples that are yet to be
-            collated have no business there.
+        is_offered: Whether user code may have memory of the slot at the moment: while it collates,
+            and while it loads items that are batches already. Samples that will be collated must
+            not lie in the slot.
 
     Args:
         admission: Admits the first touch of a slot's memory; None if memory is not checked.
-        slots: Gives all slots that this process has mapped. Those that are not written to may be
-            unmapped where there is no address space for the one that is.
+        slots: Returns all slots that this process has mapped. If there is no address space for the
+            slot that is written to, the others may be unmapped.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class SlotWriter:
         self._backed = 0
         self._rewound = 0
         self._array: ctypes.Array[ctypes.c_char] | None = None
-        # Those of the mappings that the slot had before in this task, and where they begin.
+        # Arrays over the mappings that the slot had before in this task, with their addresses.
         self._older: list[tuple[ctypes.Array[ctypes.c_char], int]] = []
         self._used = 0
-        # What the last task needed, and this one may need as well.
+        # Bytes that the last task needed, which this one is likely to need as well.
         self._usual = 0
         self._thread = 0
         self.is_offered = False
 
     def open(self, slot: Slot, *, is_offered: bool = False, touched_bytes: int = 0) -> None:
-        """Begin a task: the slot is empty now, and so much of it has been touched before."""
+        """Begin a task with an empty slot, of which ``touched_bytes`` have pages already."""
         slot.shorten(touched_bytes)
         self._slot = slot
         self._backed = touched_bytes
@@ -69,25 +69,25 @@ class SlotWriter:
         self.is_offered = is_offered
 
     def rewind(self, used_bytes: int = 0) -> None:
-        """Forget what was written since so many bytes were used, for a second try."""
+        """Forget what was written after the first ``used_bytes``, to write it again."""
         self._rewound = self.touched_bytes
         self._used = used_bytes
 
     @property
     def slot(self) -> Slot:
-        """The slot of the task in work."""
+        """The slot of the current task."""
         if self._slot is None:
-            raise RuntimeError("no task is in work")
+            raise RuntimeError("there is no current task")
         return self._slot
 
     @property
-    def may_be_asked(self) -> bool:
-        """Whether this thread may have memory. One of the user's own outlives the task."""
+    def may_allocate(self) -> bool:
+        """Whether this thread may have memory: not one of the user's, which outlives the task."""
         return self.is_offered and threading.get_ident() == self._thread
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
-        """Offer no memory of the slot inside of this: for batches that are not to be kept."""
+        """Offer no memory of the slot inside the block, for batches that will be discarded."""
         thread, self._thread = self._thread, 0
         try:
             yield
@@ -101,15 +101,15 @@ class SlotWriter:
 
     @property
     def touched_bytes(self) -> int:
-        """The same, with what was rewound."""
+        """Bytes written so far, counted from the slot's start, including what was rewound."""
         return max(self._used, self._rewound)
 
-    def has_place(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether a tensor fits what is left of the slot's share."""
+    def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether a tensor fits what is left of the slot."""
         return self._used + math.prod(shape) * dtype.itemsize <= self.slot.most_bytes
 
     def is_kept(self) -> bool:
-        """Whether anybody holds memory that was handed out as a tensor since ``open``."""
+        """Whether user code still holds memory that was handed out as a tensor since ``open``."""
         if self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES:
             return True
         older = self._older
@@ -123,20 +123,20 @@ class SlotWriter:
         self._older.clear()
 
     def allocate(self, nbytes: int) -> int:
-        """Take the next ``nbytes``.
+        """Hand out the next ``nbytes``.
 
         Returns:
             Their offset from the slot's start, a multiple of ``ALIGNMENT``.
 
         Raises:
-            SharedMemoryError: If they do not fit, or there is no memory for them.
+            SharedMemoryError: If they do not fit, or there is not enough memory.
         """
         start = self._used
         slot = self.slot
         end = start + nbytes
         if end > slot.most_bytes:
             raise SharedMemoryError(
-                f"a batch needs {end} bytes or more of shared memory, and its slot may "
+                f"a batch needs at least {end} bytes of shared memory, and its slot may "
                 f"have {slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size, "
                 "num_workers or prefetch_factor."
             )
@@ -155,14 +155,12 @@ class SlotWriter:
         slot.reach(end, likely=max(self._backed, self._usual), others=self._slots())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in the slot, its values not set; a storage of its own.
+        """Return an uninitialized contiguous tensor in the slot, with a storage of its own.
 
         Raises:
-            SharedMemoryError: If it does not fit, or there is no memory for it.
+            SharedMemoryError: If it does not fit, or there is not enough memory.
         """
-        count = 1
-        for length in shape:
-            count *= length
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         offset = self.allocate(count * dtype.itemsize)
@@ -189,7 +187,7 @@ class SlotWriter:
         return offset, nbytes
 
     def put_memory(self, address: int, nbytes: int) -> int:
-        """Copy ``nbytes`` from ``address`` of this process; returns their offset."""
+        """Copy ``nbytes`` at ``address`` of this process into the slot; return their offset."""
         offset = self.allocate(nbytes)
         if FAULTS is not None:
             FAULTS.reach("worker.write")
@@ -197,7 +195,7 @@ class SlotWriter:
         return offset
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in the slot these bytes lie already; None if they lie elsewhere."""
+        """Return the offset of bytes that lie in the slot already; None if they lie elsewhere."""
         slot = self.slot
         offset = address - slot.address
         if offset >= 0 and offset + nbytes <= min(self._used, slot.nbytes):

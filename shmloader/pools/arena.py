@@ -10,8 +10,7 @@ from typing import Protocol
 from shmloader.errors import SharedMemoryError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.debug import poison
-from shmloader.memory.lease import LeaseBook
+from shmloader.memory.lease import LeaseBook, poison
 from shmloader.memory.slot import FIRST_BYTES, Slot, has_excess
 
 # Slots that hold too much are looked for once in so many batches. At each look, the need of the

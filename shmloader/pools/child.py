@@ -50,9 +50,9 @@ from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.collate import SlotCollate, install
-from shmloader.memory.debug import checksum
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout, ShardLayouts
+from shmloader.memory.lease import checksum
 from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (

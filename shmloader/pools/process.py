@@ -9,7 +9,7 @@ from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.debug import checksum
+from shmloader.memory.lease import checksum
 from shmloader.messages import (
     BatchDone,
     BatchEmpty,

@@ -46,7 +46,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage
 from shmloader.memory.admission import MemoryConfig
-from shmloader.memory.debug import is_debugging
+from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.memory.slot import close_inherited_slots
 from shmloader.pools.child import WorkerStart, worker_main

@@ -1,27 +1,31 @@
-"""Samplers: which samples a loader gives, in which order, and on which rank.
+"""Samplers: which samples a loader delivers, in which order, and on which rank.
 
-They are torch's ``Sampler`` by class, so torch's own loader takes them as well.
+They are subclasses of torch's ``Sampler``, so torch's own loader takes them as well.
 
-==============================  ===================================================================
-``ShardedSampler``              a rank's part of what any sampler, or batch sampler, gives
+==============================  ====================================================================
+``ShardedSampler``              a rank's share of what any sampler or batch sampler yields
 ``SplitSampler``                a contiguous part of the indices for each rank, shuffled or in order
-``IntervalSampler``             every n-th index, then the same from the next one on
+``IntervalSampler``             every n-th index, then the same from the next index on
 ``FilterSampler``               the samples that satisfy a function, found as they are drawn
-``BucketBatchSampler``          batches of samples of similar length; for several devices at a time
+``BucketBatchSampler``          batches of samples of similar length; for one or several devices
 ``DistributedWeightedSampler``  a rank's share of one weighted draw
-==============================  ===================================================================
+==============================  ====================================================================
 
-Those that draw at random have ``seed=`` and ``set_epoch()``: an epoch is a function of the
-arguments and its number, and never touches the random streams of the process (``epochs``).
-``ranks`` says which rank a process has; ``checks`` looks at arguments.
+Those that draw at random have ``seed=`` and ``set_epoch()``: an epoch depends only on the arguments
+and its number, and does not use the random number generators of the process (``epochs``).
+
+The loader's own order of samples begins in ``plan``: :class:`EpochPlan` holds the position in the
+epoch, ``seeded_order`` and ``sampler_order`` yield the index batches.
 """
 
 from shmloader.sampling.bucket import BucketBatchSampler
-from shmloader.sampling.filter import FilterSampler
-from shmloader.sampling.interval import IntervalSampler
+from shmloader.sampling.samplers import (
+    DistributedWeightedSampler,
+    FilterSampler,
+    IntervalSampler,
+    SplitSampler,
+)
 from shmloader.sampling.sharded import ShardedSampler
-from shmloader.sampling.split import SplitSampler
-from shmloader.sampling.weighted import DistributedWeightedSampler
 
 __all__ = [
     "BucketBatchSampler",

@@ -1,4 +1,4 @@
-"""Batches of samples that are about equally long.
+"""Batches of samples of similar length.
 
 How an epoch is cut, with 4 shards and batches of 2::
 
@@ -7,8 +7,8 @@ How an epoch is cut, with 4 shards and batches of 2::
     buckets, 2 of them   ├──────────────────────────────┤├─────────────────┤
     batches of 2         ├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├─┤
 
-Within a bucket samples can be shuffled before batches are cut, and then all full steps. Buckets
-end where steps do: else each bucket could have a short step, not the last one alone.
+Samples can be shuffled within each bucket before batches are cut, and then all full steps. Buckets
+end where steps do, since otherwise every bucket could have a short step, not only the last one.
 """
 
 import math
@@ -27,39 +27,39 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
     """Batches of samples of similar length, so that little of a padded batch is padding.
 
     Samples are sorted by length and cut into buckets at quantiles of the lengths, rounded so that a
-    bucket has whole steps: their sizes differ by ``batch_size`` (times ``num_shards``) at most. All
-    samples of a batch are of one bucket. An epoch gives each sample once, in ``ceil(samples /
+    bucket has whole steps: bucket sizes differ by at most ``batch_size`` (times ``num_shards``).
+    All samples of a batch are from one bucket. An epoch has each sample once, in ``ceil(samples /
     batch_size)`` batches; only the last can have fewer than ``batch_size``.
 
-    With ``num_shards``, what is given is a list of that many batches, one for each device, all of
-    one bucket. Where the batches do not come out even, the last step is made up by the batches
-    that precede it in order of buckets, so these samples come twice, and their lengths are the
-    nearest. (Where an epoch has not as many batches as shards, they are repeated in turn.)
+    With ``num_shards``, each step is a list of that many batches, one for each device, all from one
+    bucket. If the batches do not fill the last step, it is filled up with the batches that precede
+    it in order of buckets, so their samples come twice, and lengths stay similar. (If an epoch has
+    fewer batches than shards, they are repeated in turn.)
 
-    Random numbers are of numpy's Philox, keyed by (seed, epoch).
+    Random numbers come from numpy's Philox, keyed by (seed, epoch).
 
     Attributes:
-        batch_size, num_buckets, num_shards, shuffle, seed: As given.
-        lengths: As given, as an array.
-        bucket_sizes: Samples of each bucket, the shortest first. Fewer than ``num_buckets`` where
-            there are not as many steps; a single empty one without samples.
+        batch_size, num_buckets, num_shards, shuffle, seed: The arguments.
+        lengths: The argument, as an array.
+        bucket_sizes: Samples of each bucket, the shortest samples first. It has fewer than
+            ``num_buckets`` items if there are fewer steps, and is (0,) if there are no samples.
         epoch: Number of the next epoch.
 
     Args:
-        lengths: Each sample's length, in any unit: a sequence, 1-d numpy array or tensor of ints
+        lengths: Length of each sample, in any unit: a sequence, 1-d numpy array or tensor of ints
             or floats, none of them negative. Sample i is index i.
-        batch_size: Samples of a batch, for each shard, from 1.
-        num_buckets: Buckets to cut, from 1. With more, less is padded; with fewer, a batch's
-            samples are more at random. (For 4,000 log-normal lengths, sigma 1, in batches of 16,
+        batch_size: Samples in a batch of each shard, at least 1.
+        num_buckets: Number of buckets, at least 1. More buckets mean less padding; fewer buckets
+            mean more random batches. (For 4,000 log-normal lengths, sigma 1, in batches of 16,
             padding is 309 % of the data with 1 bucket, 57 % with 10 and 4 % with 250.)
-        num_shards: Batches given at a time; 0 for a batch instead of a list of them.
-        shuffle: Whether each epoch has random batches, in random order but for a last step that is
-            short, which is of the longest samples; those of equal length are spread over buckets at
-            random, too. Else batches ascend in length, and where that is equal, in index.
+        num_shards: Batches in a step; 0 if a step is a batch instead of a list of batches.
+        shuffle: Whether each epoch has random batches in random order, except that a short last
+            step, of the longest samples, stays last. Samples of equal length are distributed over
+            buckets at random. Otherwise batches ascend in length, and with equal lengths in index.
         seed: Seed of the random numbers, from 0 to 2**64 - 1.
 
     Raises:
-        TypeError: If a number is no int, ``shuffle`` no bool, or ``lengths`` no numbers.
+        TypeError: If a number is not an int, ``shuffle`` not a bool, or ``lengths`` not numbers.
         ValueError: If a number is out of range, or ``lengths`` not 1-d, or one of them negative,
             infinite or NaN.
     """
@@ -89,11 +89,11 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """Samples of each bucket."""
+        """Number of samples in each bucket."""
         return tuple(end - begin for begin, end in pairwise(self._edges))
 
     def __len__(self) -> int:
-        """Steps of an epoch: batches, or with ``num_shards`` lists of them."""
+        """Return the number of steps in an epoch: batches, or with ``num_shards`` lists of them."""
         return math.ceil(len(self.lengths) / self._step_size)
 
     def _draw(self, epoch: int) -> Iterator[list[Any]]:
@@ -103,20 +103,20 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
         steps = random.permutation(full_count).tolist() if self.shuffle else range(full_count)
         for step in steps:
             begin = step * self._step_size
-            yield self._given(self._batches(order[begin : begin + self._step_size]))
+            yield self._as_step(self._batches(order[begin : begin + self._step_size]))
         if full_count < len(self):
-            yield self._given(self._last_batches(order))
+            yield self._as_step(self._last_batches(order))
 
-    def _given(self, batches: list[list[int]]) -> list[Any]:
+    def _as_step(self, batches: list[list[int]]) -> list[Any]:
         return batches if self.num_shards else batches[0]
 
     def _order(self) -> npt.NDArray[np.int64]:
-        """Indices by length, equal ones as they are."""
+        """Return the indices sorted by length, and with equal lengths by index."""
         return np.argsort(self.lengths, kind="stable")
 
     def _shuffled_order(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Indices by bucket, at random within each."""
-        # Before sorting, so that it is left to chance which of equal lengths a bucket's edge parts.
+        """Return the indices by bucket, in random order within each."""
+        # Shuffled before sorting, so that samples of equal length fall into buckets at random.
         mixed = random.permutation(len(self.lengths))
         order = mixed[np.argsort(self.lengths[mixed], kind="stable")]
         for begin, end in pairwise(self._edges):
@@ -130,7 +130,7 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
         ]
 
     def _last_batches(self, order: list[int]) -> list[list[int]]:
-        """As many batches as a step has: what remains behind the full steps, and those before."""
+        """Return the batches of a short last step, filled up with the batches before them."""
         wanted_count = self._step_size // self.batch_size
         batch_count = math.ceil(len(order) / self.batch_size)
         first = max(0, batch_count - wanted_count)

@@ -1,4 +1,4 @@
-"""Checks of arguments, called by constructors: a mistake is told at once, with name and value."""
+"""Checks of arguments, called by constructors. Errors name the argument and its value."""
 
 import reprlib
 from numbers import Integral
@@ -8,68 +8,54 @@ import numpy.typing as npt
 import torch
 
 
-def whole_number(
-    value: object, name: str, *, minimum: int, below: int | None = None, kind: str = "option"
-) -> int:
-    """Check a number that counts or names something.
+def whole_number(value: object, name: str, *, minimum: int, below: int | None = None) -> int:
+    """Check an integer argument and return it as an int.
 
     Args:
-        value: What the user gave; an int or a numpy integer will do, a bool will not.
-        name: The argument's name, for the message.
-        minimum: The least that it may be.
-        below: What it must stay under; None for no bound.
-        kind: What ``name`` is the name of.
-
-    Returns:
-        The same as an int.
+        value: The argument: an int or a numpy integer, but not a bool.
+        name: Name of the argument.
+        minimum: The smallest value allowed.
+        below: The value must be smaller than this; None for no bound.
 
     Raises:
-        TypeError: If it is no whole number.
+        TypeError: If it is not an integer.
         ValueError: If it is out of bounds.
     """
     got = f"but got {name}={value!r}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} {kind} should be an int, {got}")
+        raise TypeError(f"{name} should be an int, {got}")
     number = int(value)
     if number < minimum:
-        raise ValueError(f"{name} {kind} should be {minimum} or more, {got}")
+        raise ValueError(f"{name} should be {minimum} or more, {got}")
     if below is not None and number >= below:
-        raise ValueError(f"{name} {kind} should be below {below}, {got}")
+        raise ValueError(f"{name} should be below {below}, {got}")
     return number
 
 
 def flag(value: object, name: str) -> bool:
-    """Check what is either so or not so.
-
-    Args:
-        value: What the user gave.
-        name: The option's name, for the message.
-
-    Returns:
-        The same.
+    """Check a bool argument and return it.
 
     Raises:
-        TypeError: If it is no bool.
+        TypeError: If it is not a bool.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} option should be True or False, but got {name}={value!r}")
+        raise TypeError(f"{name} should be True or False, but got {name}={value!r}")
     return value
 
 
 def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Check a 1-d sequence of numbers that are finite and not negative.
+    """Check an argument that is a 1-d sequence of finite numbers, none of them negative.
 
     Args:
-        values: What the user gave: a sequence, a numpy array or a tensor, of ints or floats.
-        name: The option's name, for the message.
+        values: The argument: a sequence, numpy array or tensor of ints or floats.
+        name: Name of the argument.
 
     Returns:
-        A copy that cannot be written to, int64 if the values are ints that fit, else float64.
+        A read-only copy, int64 if the values are ints that fit, else float64.
 
     Raises:
-        TypeError: If these are no numbers.
-        ValueError: If there is other than one dimension, or one of them is negative, infinite or
-            not a number.
+        TypeError: If the values are not numbers.
+        ValueError: If it does not have one dimension, or a number is negative, infinite or NaN.
     """
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
@@ -77,19 +63,17 @@ def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDAr
         values = (values.double() if values.is_floating_point() else values).numpy()
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:  # for one, rows of different lengths
+    except (TypeError, ValueError) as error:  # such as rows of different lengths
         raise _no_numbers(values, name) from error
     if array.dtype.kind not in "iuf":
         raise _no_numbers(values, name)
     if array.ndim != 1:
-        raise ValueError(
-            f"{name} option should have one dimension, but got {name} of shape {array.shape}"
-        )
+        raise ValueError(f"{name} should have one dimension, but got {name} of shape {array.shape}")
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if wrong.size:
         first = int(wrong[0])
         raise ValueError(
-            f"{name} option should have no negative or infinite numbers and no NaN, "
+            f"{name} should have no negative or infinite numbers and no NaN, "
             f"but got {name}[{first}]={array[first]}"
         )
     is_int = array.dtype.kind in "iu" and not (array > np.iinfo(np.int64).max).any()
@@ -101,6 +85,5 @@ def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDAr
 
 def _no_numbers(values: object, name: str) -> TypeError:
     return TypeError(
-        f"{name} option should be a sequence of ints or floats, "
-        f"but got {name}={reprlib.repr(values)}"
+        f"{name} should be a sequence of ints or floats, but got {name}={reprlib.repr(values)}"
     )

@@ -1,9 +1,10 @@
-"""A shuffled order of which any part can be asked for first, and which takes little memory.
+"""A shuffled order with random access that takes little memory.
 
-Up to 262,144 numbers are sorted by random keys. Of more, each position is computed when it is asked
-for: a keyed function permutes the numbers below a power of two, and is applied again to what falls
-outside of the range (cycle walking). So a hundred million samples cost a rank what its batches
-cost, and every process computes the same order, whatever its version of NumPy or torch.
+Up to 262,144 numbers are sorted by random keys. With more numbers, each position is computed when
+it is needed: a keyed function permutes the numbers below a power of two, and is applied again to
+results outside of the range (cycle walking). So with a hundred million samples, a rank computes
+only the positions of its own batches, and every process computes the same order, whatever its
+version of NumPy or torch.
 """
 
 import hashlib
@@ -11,12 +12,12 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-# Below it sorting takes 20 ms at the most, and the order is held: 2 MB. It is exactly random, which
-# the network for few numbers is not (it makes even permutations alone).
+# Up to this length, the order is sorted and kept, which takes at most 20 ms and 2 MB. Any order is
+# possible then; the network below makes only even permutations if there are few numbers.
 _SORTED = 1 << 18
 
-# Four would do if the rounds' function were random (Luby and Rackoff, 1988); even, so that the
-# halves end where they began.
+# Four rounds would be enough if the rounds' function were random (Luby and Rackoff, 1988). The
+# number is even, so that the two halves end up in their original positions.
 _ROUNDS = 6
 
 _Words = npt.NDArray[np.uint64]
@@ -24,11 +25,11 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class Permutation:
-    """The numbers from 0 to ``length - 1`` in an order that depends on the arguments alone.
+    """The numbers from 0 to ``length - 1``, in an order that depends only on the arguments.
 
     Args:
         length: How many numbers.
-        key: Numbers that choose the order, such as a seed and an epoch.
+        key: Numbers that determine the order, such as a seed and an epoch.
     """
 
     def __init__(self, length: int, *key: int) -> None:
@@ -43,7 +44,7 @@ class Permutation:
             self._order = np.argsort(sort_keys, kind="stable").astype(np.int64)
 
     def at(self, positions: _Numbers) -> _Numbers:
-        """The numbers at these positions, each from 0 to ``length - 1``; int64, the same shape."""
+        """Return the numbers at these positions, as int64 in the same shape."""
         if self._order is not None:
             return self._order[positions]
         limit = np.uint64(self.length)
@@ -53,7 +54,7 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: _Words) -> _Words:
-        """A Feistel network over two halves of the bits: a permutation, whatever its function."""
+        """Apply a Feistel network over two halves of the bits, which permutes the values."""
         bits = (self.length - 1).bit_length()
         low = bits // 2
         left, right = values >> np.uint64(low), values & _mask(low)
@@ -68,7 +69,7 @@ def _mask(bits: int) -> np.uint64:
 
 
 def _scramble(values: _Words) -> _Words:
-    """The finaliser of MurmurHash3 for 64 bits: every bit depends on every bit."""
+    """Apply the finaliser of MurmurHash3 for 64 bits: every result bit depends on every bit."""
     values = values ^ (values >> np.uint64(33))
     values = values * np.uint64(0xFF51AFD7ED558CCD)
     values ^= values >> np.uint64(33)

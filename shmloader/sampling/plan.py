@@ -1,4 +1,4 @@
-"""The epochs of one loader: which one it is in, how far, and what makes it go on anywhere else.
+"""The epochs of one loader: its current epoch, the position in it, and its state for resuming.
 
 ::
 
@@ -11,9 +11,9 @@
                               state_dict() ◀───────────────── dump(): what the order depends on
                               commit() ─────────────────────▶ commit(): carry-over
 
-An *order* yields the index batches of one epoch. There are two: :class:`SeededOrder`, which is a
-function of a seed and the epoch, and :class:`SamplerOrder`, which draws from torch's samplers or
-the user's.
+An *order* yields the index batches of one epoch. There are two: :class:`SeededOrder`, which depends
+only on a seed and the epoch, and :class:`SamplerOrder`, which draws from torch's samplers or the
+user's.
 """
 
 import logging
@@ -39,13 +39,13 @@ class EpochPlan:
         order: Yields the index batches of an epoch.
 
     Attributes:
-        order: As given.
+        order: The order.
         epoch: Number of the newest epoch; None before the first.
-        next_epoch: Number of the epoch that :meth:`begin` begins, unless a sampler was told
-            another one.
+        next_epoch: Number of the epoch that :meth:`begin` begins, unless a sampler's epoch was set
+            to another.
         progress: How far the newest epoch has come.
-        goes_on: Whether the newest epoch was begun elsewhere, and goes on here.
-        resumed: The state that the next epoch goes on from; None if it begins anew.
+        is_continued: Whether the newest epoch was begun by another run and continues here.
+        resumed: The state from which the next epoch continues; None for a new epoch.
         generator: The loader's generator, which users may replace between epochs.
     """
 
@@ -54,10 +54,10 @@ class EpochPlan:
         self.epoch: int | None = None
         self.next_epoch = 0
         self.progress = Progress()
-        self.goes_on = False
+        self.is_continued = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
-        # Whether the epochs of the run that goes on here were begun by persistent workers.
+        # Whether the run that was resumed here began its epochs with persistent workers.
         self._was_persistent: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,13 +77,13 @@ class EpochPlan:
         return len(self.order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the next epoch; a state of another epoch is given up."""
+        """Set the number of the next epoch; a loaded state of another epoch is discarded."""
         self.next_epoch = whole_number(epoch, "epoch", minimum=0)
         resumed = self.resumed
         if resumed is not None and resumed["epoch"] != self.next_epoch:
             _log.warning(
-                "the state that was loaded, of epoch %d at batch %d, is given up: epoch %d is to "
-                "come next",
+                "the state that was loaded, of epoch %d at batch %d, is discarded, since "
+                "set_epoch(%d) was called",
                 resumed["epoch"],
                 resumed["position"],
                 self.next_epoch,
@@ -92,15 +92,15 @@ class EpochPlan:
         self.order.set_epoch(self.next_epoch)
 
     def begin(self, *, draws_seed: bool) -> None:
-        """Begin the next epoch, or go on with the one that was loaded.
+        """Begin the next epoch, or continue the one whose state was loaded.
 
         Args:
-            draws_seed: Whether torch draws a base seed for this epoch: not for persistent workers
-                that are there already.
+            draws_seed: Whether torch draws a base seed for this epoch, which it does not do for
+                persistent workers that are running already.
         """
         self.commit()
         resumed, self.resumed = self.resumed, None
-        self.goes_on = resumed is not None and resumed["origin"]["begun"]
+        self.is_continued = resumed is not None and resumed["origin"]["begun"]
         if resumed is None:
             named = self.order.take_named_epoch()
             self.epoch = self.next_epoch if named is None else named
@@ -123,7 +123,7 @@ class EpochPlan:
         self.order.begin(self.epoch, self.progress, state)
 
     def take_back(self, resumed: dict[str, Any] | None) -> None:
-        """Undo :meth:`begin`, which has failed: the epoch still goes on from this state."""
+        """Undo a failed :meth:`begin`: the next epoch still continues from this state."""
         if resumed is not None:
             self.resumed = resumed
             self.next_epoch = resumed["epoch"]
@@ -140,7 +140,7 @@ class EpochPlan:
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with all of it."""
         progress = self.progress
-        # With on_error="skip" the last batches may not be delivered: then only the end tells.
+        # With on_error="skip", the last batches may not be delivered. Then only the end counts.
         self.order.commit(sys.maxsize if progress.is_ended else progress.position)
 
     @property
@@ -149,16 +149,16 @@ class EpochPlan:
         return self.order.checkpoint(self.generator)
 
     def _match_base_seed(self, draws_seed: bool, *, drawn: bool) -> dict[str, Any] | None:
-        """Have the generator be where it was, in the run that goes on here, when an epoch is drawn.
+        """Give the generator the state that it had in the resumed run when the epoch was drawn.
 
         torch draws a base seed from it before each epoch, but not where workers are persistent.
 
         Args:
-            draws_seed: Whether one is drawn before this epoch here.
-            drawn: Whether one was drawn before this epoch there.
+            draws_seed: Whether a base seed is drawn before this epoch in this run.
+            drawn: Whether one was drawn before this epoch in the resumed run.
 
         Returns:
-            The checkpoint to draw from, if not from what the generators are by then.
+            The checkpoint to draw the epoch from; None to draw from the generators as they are.
         """
         if draws_seed and not drawn:
             return self.checkpoint.dump(is_begun=False)
@@ -189,10 +189,10 @@ class EpochPlan:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch go on from a state.
+        """Make the next epoch continue from a state.
 
         Raises:
-            ValueError: If it does not fit.
+            ValueError: If the state does not fit.
         """
         origin = state["origin"]
         self.order.check_position(state["position"], origin.get("rest", ()))

@@ -1,8 +1,8 @@
-"""Which of several processes this one is, and how many there are.
+"""The rank of this process and the number of ranks.
 
-The answer is what the user says; else what ``torch.distributed`` says; else what the
-environment says, which ``torchrun`` and others set; else a single process. It is given once,
-where a sampler or a loader is constructed, so whatever tells it has to be there by then.
+They are the user's arguments, else those of ``torch.distributed``, else those of the environment
+variables that ``torchrun`` and others set, else those of a single process. They are read when a
+sampler or a loader is constructed, so they have to be known by then.
 """
 
 import os
@@ -14,22 +14,21 @@ from shmloader.sampling.checks import whole_number
 
 
 def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Say which rank this process has, and of how many.
+    """Return the rank of this process and the world size.
 
     Args:
         rank: The user's argument; None to find it out.
         world_size: The user's argument; None exactly where ``rank`` is.
 
     Returns:
-        The rank, from 0, and the world size, from 1. Where neither argument is given, those of
-        the default group of ``torch.distributed`` if it is initialised; else those of the
-        environment variables ``RANK`` and ``WORLD_SIZE``; where neither is set, 0 and 1.
+        The rank, from 0, and the world size, from 1. If neither argument is given: those of the
+        default group of ``torch.distributed`` if it is initialised; else those of the environment
+        variables ``RANK`` and ``WORLD_SIZE``; if neither is set, 0 and 1.
 
     Raises:
-        TypeError: If an argument is no int.
-        ValueError: If one is given without the other, if the rank is not below the world size,
-            or if the environment has only one of its two variables or something else in them
-            than such numbers.
+        TypeError: If an argument is not an int.
+        ValueError: If only one is given, the rank is not below the world size, or the environment
+            has only one of its two variables, or values that are not such numbers.
     """
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -37,13 +36,13 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         return _ranks_of_environment()
     if rank is None or world_size is None:
         raise ValueError(
-            "rank and world_size options should be given both or not at all, "
+            "rank and world_size should be given both or not at all, "
             f"but got rank={rank!r}, world_size={world_size!r}"
         )
     size = whole_number(world_size, "world_size", minimum=1)
     own = whole_number(rank, "rank", minimum=0)
     if own >= size:
-        raise ValueError(f"rank option should be below world_size={size}, but got rank={own}")
+        raise ValueError(f"rank should be below world_size={size}, but got rank={own}")
     return own, size
 
 
@@ -54,7 +53,7 @@ def _ranks_of_environment() -> tuple[int, int]:
     if own is None or size is None:
         raise ValueError(
             "environment variables RANK and WORLD_SIZE should be set both or not at all, "
-            f"but got RANK={own!r}, WORLD_SIZE={size!r}; rank= and world_size= go before them"
+            f"but got RANK={own!r}, WORLD_SIZE={size!r}; rank= and world_size= override them"
         )
     world_size = _number_of_environment("WORLD_SIZE", size, minimum=1)
     rank = _number_of_environment("RANK", own, minimum=0)
@@ -67,7 +66,7 @@ def _ranks_of_environment() -> tuple[int, int]:
 
 
 def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
-    # int() alone would read "1_0" and digits of any script.
+    # int() alone would accept "1_0" and digits of any script.
     digits = text.strip()
     if not (digits.isascii() and digits.isdecimal() and int(digits) >= minimum):
         raise ValueError(
@@ -78,9 +77,6 @@ def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
 
 
 def is_cut_for_ranks(sampler: object) -> bool:
-    """Whether a sampler gives one rank's part alone, of several.
-
-    So torch's ``DistributedSampler`` (``num_replicas`` and ``rank``) and others of its kind.
-    """
+    """Whether a sampler yields only one rank's share, as torch's ``DistributedSampler`` does."""
     count = probe(sampler, "num_replicas", probe(sampler, "world_size", 1))
     return probe(sampler, "rank") is not None and isinstance(count, int) and count > 1

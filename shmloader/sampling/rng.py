@@ -1,4 +1,4 @@
-"""States of random number generators: the process's global ones, and those that stand in for them.
+"""States of random number generators: saving, restoring and temporarily replacing them.
 
 The global generators are those of ``random``, ``numpy.random`` and torch (CPU).
 """
@@ -17,13 +17,13 @@ from shmloader.interruptions import is_interruption
 
 
 class RngState:
-    """A state of the global generators that depends on the arguments only.
+    """A state of the global generators that depends only on the arguments.
 
-    It is set inside :meth:`used`, and continues where it was left the last time. Afterwards the
-    process's own state is put back.
+    It is set inside :meth:`used`, and continues where it was left the last time. After the block,
+    the process's own state is restored.
 
     Args:
-        key: Numbers that choose the state, such as a seed and an epoch.
+        key: Numbers that determine the state, such as a seed and an epoch.
     """
 
     def __init__(self, *key: int) -> None:
@@ -34,7 +34,7 @@ class RngState:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Set this state for the block; on one thread at a time."""
+        """Set this state for the block. Only one thread at a time may use it."""
         own = _states()
         if self._states is None:
             random.seed(int.from_bytes(self._seed[:16], "little"))
@@ -51,7 +51,7 @@ class RngState:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Put the global generators back at the end of the block."""
+    """Restore the global generators at the end of the block."""
     own = _states()
     try:
         yield
@@ -78,7 +78,7 @@ def load_generator(generator: torch.Generator, text: str) -> None:
     """Set a generator's state.
 
     Raises:
-        ValueError: If the text is no state of such a generator.
+        ValueError: If the text is not the state of such a generator.
     """
     try:
         state = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
@@ -86,7 +86,7 @@ def load_generator(generator: torch.Generator, text: str) -> None:
     except (ValueError, TypeError, RuntimeError) as error:
         if is_interruption(error):
             raise
-        raise ValueError(f"a generator's state in it cannot be read: {error}") from error
+        raise ValueError(f"a generator's state cannot be read: {error}") from error
 
 
 #: The process's global random number generators: random, numpy.random and torch's for the CPU.
@@ -97,7 +97,7 @@ def global_rng_state(names: Iterable[str] = GLOBAL_GENERATORS) -> dict[str, Any]
     """Return the states of global generators as plain values; 13 KB for all of them.
 
     Args:
-        names: Which of :data:`GLOBAL_GENERATORS`.
+        names: Names from :data:`GLOBAL_GENERATORS`.
     """
     state: dict[str, Any] = {}
     if "torch" in names:
@@ -127,7 +127,7 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
     """
     try:
         if not isinstance(state, dict):
-            raise TypeError(f"{type(state).__name__} in place of a dict")
+            raise TypeError(f"it is a {type(state).__name__}, not a dict")
         if "torch" in state:
             load_generator(torch.default_generator, state["torch"])
         if "numpy" in state:
@@ -146,7 +146,7 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def with_global_rng_state(state: dict[str, Any]) -> Iterator[None]:
-    """Set the global generators for the block; put the process's own states back afterwards."""
+    """Set the global generators for the block, and restore the process's own states after it."""
     with kept():
         set_global_rng_state(state)
         yield

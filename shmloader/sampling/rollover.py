@@ -1,20 +1,90 @@
-"""A batch sampler without short batches: the samples left over come first in the next epoch."""
+"""Rollover: samples that one epoch leaves over come first in the next one.
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+An epoch begins with the samples that the last *complete* epoch left over. Whether an epoch was
+complete is known only when the user is done with all its batches, not when they have been drawn,
+since workers run ahead. So :meth:`CarryOver.commit` replaces these samples, and an epoch that the
+user leaves early neither loses nor repeats what it began with.
+"""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, Sampler
 
-from shmloader.sampling.carry_over import CarryOver
 
-
-class RolloverEpoch(Iterator[list[Any]]):
-    """The batches of one epoch, and what it leaves over.
+class DrawnEpoch(Protocol):
+    """An epoch that is being drawn.
 
     Attributes:
         drawn: Number of batches drawn so far.
         is_over: Whether all batches were drawn.
-        rest: Samples that did not fill a batch, once the epoch is over.
+        left_over: Samples that did not fill a batch; known once the epoch is over.
+    """
+
+    drawn: int
+    is_over: bool
+    left_over: list[Any]
+
+
+class CarryOver:
+    """The samples that the next epoch begins with. Used on the user's thread.
+
+    Attributes:
+        samples: The samples.
+    """
+
+    def __init__(self, samples: Iterable[Any] = ()) -> None:
+        self.samples: list[Any] = list(samples)
+        self._epoch: DrawnEpoch | None = None
+        self._drawing: Iterator[Any] = iter(())
+
+    def begin(self, epoch: DrawnEpoch, drawing: Iterator[Any]) -> None:
+        """Begin an epoch.
+
+        Args:
+            epoch: The epoch, which begins with the samples as they are now.
+            drawing: The iterator that draws it.
+        """
+        self._epoch, self._drawing = epoch, drawing
+
+    def replace(self, samples: Iterable[Any]) -> None:
+        """Make the next epoch begin with these samples, whatever the running one leaves over."""
+        self.samples, self._epoch = list(samples), None
+
+    def commit(self, position: int, batches: Sized) -> None:
+        """Take over what the running epoch leaves over, if the user is done with all its batches.
+
+        Args:
+            position: Number of batches that the user is done with.
+            batches: An object whose length is the number of batches in the epoch, if it has one.
+        """
+        epoch = self._epoch
+        if epoch is None or position < epoch.drawn:
+            return
+        if not epoch.is_over and _is_all(position, batches):
+            next(self._drawing, None)  # without workers, the end has not been drawn yet
+        if epoch.is_over:
+            self.samples, self._epoch = epoch.left_over, None
+
+    def copy(self) -> "CarryOver":
+        """Return a copy without the running epoch, which stays with the original."""
+        return CarryOver(self.samples)
+
+
+def _is_all(count: int, batches: Sized) -> bool:
+    try:
+        return count >= len(batches)
+    except (TypeError, NotImplementedError):  # the length is not known, or not yet
+        return False
+
+
+class RolloverEpoch(Iterator[list[Any]]):
+    """Draws the full batches of one epoch, and keeps what it leaves over.
+
+    Attributes:
+        drawn: Number of batches drawn so far.
+        is_over: Whether all batches were drawn.
+        left_over: Samples that did not fill a batch, once the epoch is over.
 
     Args:
         indices: Yields the indices.
@@ -25,15 +95,10 @@ class RolloverEpoch(Iterator[list[Any]]):
     def __init__(self, indices: Iterable[Any], first: list[Any], batch_size: int) -> None:
         self.drawn = 0
         self.is_over = False
-        self.rest: list[Any] = []
+        self.left_over: list[Any] = []
         self._drawing = self._draw(indices, first, batch_size)
 
     def __next__(self) -> list[Any]:
-        """Return the next batch.
-
-        Raises:
-            StopIteration: If the indices left do not fill a batch.
-        """
         return next(self._drawing)
 
     def _draw(
@@ -46,13 +111,11 @@ class RolloverEpoch(Iterator[list[Any]]):
                 self.drawn += 1
                 yield batch
                 batch = []
-        self.is_over, self.rest = True, batch
+        self.is_over, self.left_over = True, batch
 
 
 class RolloverBatchSampler(BatchSampler):
-    """torch's batch sampler, except for the last batch.
-
-    Each iteration begins with what the last complete epoch of the loader left over.
+    """torch's batch sampler without short batches: samples left over come first in the next epoch.
 
     Attributes:
         carry_over: The samples that the next epoch begins with.
@@ -71,13 +134,10 @@ class RolloverBatchSampler(BatchSampler):
         return {**self.__dict__, "carry_over": self.carry_over.copy()}
 
     def __iter__(self) -> RolloverEpoch:
-        """Return an iterator of full batches only.
-
-        It takes nothing over: that is done by the loader, which has its own iterator.
-        """
-        return RolloverEpoch(self.sampler, self.carry_over.rest, self.batch_size)
+        """Return an iterator of full batches. What it leaves over is carried over by the loader."""
+        return RolloverEpoch(self.sampler, self.carry_over.samples, self.batch_size)
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one."""
         count = len(self.sampler)  # type: ignore[arg-type]
-        return (count + len(self.carry_over.rest)) // self.batch_size
+        return (count + len(self.carry_over.samples)) // self.batch_size

@@ -1,12 +1,12 @@
 """Checkpoints of samplers: what an epoch's order depends on, as plain values.
 
 A sampler, torch's or the user's, draws from a generator, from the process's global generators or
-from none, and may count its epochs. A checkpoint holds all of that as it was before the epoch was
+from none, and may count its epochs. A checkpoint has the state of all of these before the epoch was
 drawn, so that another process can draw the same epoch again.
 
 Guarantees:
     * Taking a checkpoint draws nothing and changes nothing.
-    * The process's global generators are left alone, except while a sampler that drew from them
+    * The process's global generators are not changed, except while a sampler that drew from them
       draws the first index of its epoch again.
 """
 
@@ -28,9 +28,7 @@ from torch.utils.data import (
 )
 
 from shmloader.probing import probe
-from shmloader.sampling.carry_over import CarryOver
 from shmloader.sampling.epochs import EpochSampler
-from shmloader.sampling.interval import IntervalSampler
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
     dump_generator,
@@ -38,12 +36,13 @@ from shmloader.sampling.rng import (
     load_generator,
     with_global_rng_state,
 )
-from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
+from shmloader.sampling.samplers import IntervalSampler
 
-# These draw from torch's global generator where they have none of their own.
+# These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
 
-# These draw nothing, or from a generator of their own that depends on their epoch.
+# These draw nothing, or from their own generator, whose state depends only on the epoch.
 _OWN = {BatchSampler, RolloverBatchSampler, SequentialSampler, DistributedSampler, IntervalSampler}
 _OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
 
@@ -68,7 +67,7 @@ def describe(index_sampler: object) -> str:
 
 
 def is_known(sampler: object) -> bool:
-    """Whether a checkpoint holds all that the sampler's order depends on: torch's and ours."""
+    """Whether a sampler is torch's or ours, so that a checkpoint has all that it depends on."""
     kind = type(sampler)
     return (
         kind in _OWN
@@ -91,8 +90,8 @@ def log_redraw(index_sampler: object, position: int) -> None:
     """Log that a user's sampler draws the batches before the position again."""
     if position and not are_known(index_sampler):
         _log.info(
-            "the epoch goes on at batch %d: %s draws the %d batches before it again, and they are "
-            "discarded",
+            "the epoch continues at batch %d: %s draws the %d batches before it again, and they "
+            "are discarded",
             position,
             describe(index_sampler),
             position,
@@ -128,11 +127,12 @@ class SamplerCheckpoint:
     Args:
         index_sampler: A sampler or a batch sampler; None for an order without one.
         carry_over: What the next epoch begins with, if epochs carry samples over.
-        generator: The loader's, from which the base seed of the workers is drawn for each epoch.
+        generator: The loader's generator, from which torch draws the base seed of the workers for
+            each epoch.
 
     Attributes:
         global_generators: Names of the process's generators that an epoch may draw from.
-        stateful: The one of the samplers that has a state of its own, or None.
+        stateful: The sampler in the chain that has a state of its own, or None.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class SamplerCheckpoint:
             own = probe(sampler, "generator")
             if isinstance(own, torch.Generator) and own not in self._generators:
                 self._generators.append(own)
-        # A sampler's generator may be the loader's as well, and is saved once.
+        # If a sampler's generator is the loader's as well, it is saved only once.
         self._loaders_generator = None if generator in self._generators else generator
         self._counting = [
             sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))
         ]
-        # These draw one seed from torch's global generator, and all the rest from that seed.
+        # These draw one seed from torch's global generator, and everything else from that seed.
         self._seeding = [
             sampler
             for sampler in self._chain
@@ -188,7 +188,7 @@ class SamplerCheckpoint:
         if any(isinstance(epoch, int) for epoch in epochs):
             state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
         if self._carry_over is not None:
-            state["rest"] = list(self._carry_over.rest)
+            state["rest"] = list(self._carry_over.samples)
         if self.stateful is not None:
             state["own"] = own_state(self.stateful)
         if is_begun and self._seeding:
@@ -198,9 +198,9 @@ class SamplerCheckpoint:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Have the next epoch begin as at the checkpoint, except for global generators.
+        """Make the next epoch begin as at the checkpoint, except for global generators.
 
-        Those of an epoch that had begun are restored while its first index is drawn
+        For an epoch that had begun, these are restored while its first index is drawn
         (:meth:`drawing`).
 
         Raises:
@@ -244,7 +244,7 @@ class SamplerCheckpoint:
 
     @contextlib.contextmanager
     def drawing(self, state: dict[str, Any]) -> Iterator[None]:
-        """Set what the first index of the epoch is drawn from; put global generators back."""
+        """Set what the first index of the epoch is drawn from; restore the global generators."""
         self.restore_generators(state)
         with contextlib.ExitStack() as stack:
             if "seed" in state and self._seeding:

@@ -1,4 +1,4 @@
-"""The order of a loader with a seed: a function of the seed and the number of the epoch."""
+"""The order of a loader with a seed, which depends only on the seed and the epoch's number."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sized
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from shmloader.sampling.carry_over import CarryOver
 from shmloader.sampling.checks import whole_number
-from shmloader.sampling.positions import PositionedIndices
+from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import RngState
+from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
     are_known,
@@ -27,7 +27,7 @@ from shmloader.sampling.steps import (
     Cut,
     DrawnSteps,
     OrderSteps,
-    Rest,
+    Prefixed,
     Steps,
     Tail,
     is_sharded,
@@ -42,12 +42,12 @@ _BLOCK = 8192
 class SeededRandomSampler(RandomSampler):
     """The ``sampler`` of a shuffling loader that has a seed: the order that the loader delivers.
 
-    The loader computes its batches by itself; this is for frameworks that read, wrap or iterate
-    the samplers of a loader. Iterating it disturbs no epoch of the loader.
+    The loader does not draw from it. It is for frameworks that read, wrap or iterate the samplers
+    of a loader; iterating it does not affect the loader.
 
     Attributes:
         epoch: Number of the epoch that the next iteration yields: the loader's newest epoch, or
-            the one named by ``set_epoch`` since, which the loader delivers next.
+            the one set by ``set_epoch`` since then, which the loader delivers next.
         seed: The loader's seed.
 
     Args:
@@ -61,7 +61,7 @@ class SeededRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that is iterated, and delivered by the loader, next."""
+        """Set the epoch that is iterated, and delivered by the loader, next."""
         self.epoch = whole_number(epoch, "epoch", minimum=0)
 
     def __iter__(self) -> Iterator[int]:
@@ -84,20 +84,20 @@ class SeededOrder(Sampler[list[Any]]):
 
     Args:
         batch_size: Samples in a batch; None where whole batches are dealt to the ranks.
-        num_shards: Batches in a step; 0 if a step is no list, but one batch or whatever the batch
-            sampler yields.
-        cut: The rank's part of the global order, in samples, or in batches where these are dealt.
+        num_shards: Batches in a step that is a list; 0 if a step is a single batch or whatever the
+            batch sampler yields.
+        cut: The rank's share of the global order, in samples, or in batches where these are dealt.
         tail: What becomes of the last global step.
         seed: Seed of the order, together with the epoch.
-        length: Length of the dataset, whose indices are the order, or an object that has it and
-            may grow.
+        length: Length of the dataset, whose indices are the order, or an object with that length,
+            which may grow.
         shuffle: Whether the indices are shuffled.
         items: A sampler or a batch sampler that yields the order instead.
-        own_sampler: The loader's own sampler, which frameworks may read and tell the epoch.
-        device_count: Maximum number of index lists in a step of the batch sampler, all of whose
-            steps must be lists of index lists then; 0 for any.
+        own_sampler: The loader's own sampler; frameworks may read it and set its epoch.
+        device_count: Maximum number of index lists in a step of the batch sampler, whose steps must
+            then all be lists of index lists; 0 if there is no such rule.
         may_shard: Whether the batch sampler may yield lists of index lists, which are checked;
-            otherwise what it yields is passed on as it is.
+            otherwise what it yields is passed on unchanged.
         is_positioned: Whether each step is wrapped in :class:`PositionedIndices`.
     """
 
@@ -130,8 +130,8 @@ class SeededOrder(Sampler[list[Any]]):
         self._device_count = device_count
         self._may_shard = may_shard
         self._is_positioned = is_positioned
-        # The epoch that the sampler was last told.
-        self._told = epoch_of(self._counting)
+        # The epoch of the sampler when it was last set or read here.
+        self._known_epoch = epoch_of(self._counting)
         self.carry_over = CarryOver()
         self._progress = Progress()
         self._done_ahead: frozenset[int] = frozenset()
@@ -142,7 +142,7 @@ class SeededOrder(Sampler[list[Any]]):
 
     @property
     def _counting(self) -> Iterable[Any] | None:
-        """The sampler that others may tell the epoch."""
+        """The sampler whose epoch others may set."""
         return self.own_sampler if self._items is None else self._items
 
     @property
@@ -156,7 +156,7 @@ class SeededOrder(Sampler[list[Any]]):
         Raises:
             TypeError: If the user's sampler has no length.
         """
-        return count_steps(self._item_count() + len(self.carry_over.rest), self._cut, self._tail)
+        return count_steps(self._item_count() + len(self.carry_over.samples), self._cut, self._tail)
 
     @property
     def is_sharded(self) -> bool:
@@ -165,11 +165,11 @@ class SeededOrder(Sampler[list[Any]]):
 
     @property
     def may_give_lists(self) -> bool:
-        """Whether a step may be a list of index lists; otherwise what looks so is indices."""
+        """Whether a step may be a list of index lists; otherwise lists in it are indices."""
         return self.is_sharded or (self._may_shard and self._batch_size is None)
 
     def count_batches(self) -> int | None:
-        """Return the number of steps of an epoch; None if a user's sampler would be asked."""
+        """Return the number of steps of an epoch; None if it depends on a user's sampler."""
         return len(self) if self._items is None else None
 
     def _item_count(self) -> int:
@@ -190,7 +190,7 @@ class SeededOrder(Sampler[list[Any]]):
         }
 
     def copy(self, own_sampler: SeededRandomSampler | None) -> "SeededOrder":
-        """Return a copy, in which no epoch runs, with this as its own sampler."""
+        """Return a copy with another ``own_sampler``, in which no epoch runs."""
         other = SeededOrder.__new__(SeededOrder)
         other.__dict__.update(self.__getstate__() | {"own_sampler": own_sampler})
         return other
@@ -204,18 +204,18 @@ class SeededOrder(Sampler[list[Any]]):
         return drawing
 
     def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
-        """Name the epoch that is iterated next.
+        """Set the epoch that is iterated next.
 
         Args:
-            epoch: The number of the epoch.
-            progress: The epoch's progress: it goes on there.
+            epoch: Number of the epoch.
+            progress: The epoch's progress, at whose position it continues.
             state: What :meth:`dump` returned for the epoch; None for a new epoch.
         """
         self.epoch = epoch
         self._progress, self._done_ahead = progress, progress.ahead
         self._state = self._begun_from = state
         if self.own_sampler is not None:
-            self.own_sampler.epoch = self._told = epoch
+            self.own_sampler.epoch = self._known_epoch = epoch
 
     def draw(
         self,
@@ -228,18 +228,18 @@ class SeededOrder(Sampler[list[Any]]):
         return drawing
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
-        """Forget the epoch that others have told the sampler: the loader was told after them."""
+        """Forget an epoch that others have set in the sampler, since the loader's was set later."""
         self.take_named_epoch()
 
     def take_named_epoch(self) -> int | None:
-        """Return the epoch that others have told the sampler since the last call, if any.
+        """Return the epoch that others have set in the sampler since the last call, if any.
 
-        The epoch after the one that the loader told it does not count: samplers may count epochs
-        by themselves.
+        An epoch that is one more than the last known one does not count, since samplers may count
+        epochs by themselves.
         """
-        told, now = self._told, epoch_of(self._counting)
-        self._told = now
-        return None if now is None or told is None or now in (told, told + 1) else now
+        before, now = self._known_epoch, epoch_of(self._counting)
+        self._known_epoch = now
+        return None if now is None or before is None or now in (before, before + 1) else now
 
     def facts(self) -> dict[str, Any]:
         """Return what a state and this loader must have in common, on any number of ranks."""
@@ -259,20 +259,20 @@ class SeededOrder(Sampler[list[Any]]):
             "seed": self._seed,
         }
 
-    def check_position(self, position: int, rest: Sized) -> None:
-        """Raise ValueError for a position after the end of an epoch, where that is known.
+    def check_position(self, position: int, carried: Sized) -> None:
+        """Raise ValueError for a position after the end of an epoch, if that is known.
 
         Args:
             position: Number of steps that the user is done with.
-            rest: What the epoch before had left over.
+            carried: What the epoch before had left over.
         """
         if self._items is not None:
-            return  # known when the user's sampler is drawn
-        # Of the rank that has the most steps: the state may be another rank's.
-        most = -(-(self._item_count() + len(rest)) // self._cut.global_count)
+            return  # checked when the user's sampler is drawn
+        # The steps of the rank that has the most, since the state may be another rank's.
+        most = -(-(self._item_count() + len(carried)) // self._cut.global_count)
         if position > most:
             raise ValueError(
-                f"the state does not fit: it is of batch {position}, and an epoch has {most}"
+                f"the state does not fit: it was taken at batch {position}, and an epoch has {most}"
             )
 
     def checkpoint(
@@ -305,7 +305,7 @@ class SeededOrder(Sampler[list[Any]]):
     # -------------------------------------------------------------------------------------
 
     def _begin(self) -> Steps:
-        start, rest = self._progress.position, self.carry_over.rest
+        start, carried = self._progress.position, self.carry_over.samples
         if self._items is not None:
             return DrawnSteps(
                 functools.partial(self._begin_items, self.epoch, start),
@@ -313,17 +313,17 @@ class SeededOrder(Sampler[list[Any]]):
                 are_known(self._items),
                 self._cut,
                 self._tail,
-                rest,
+                carried,
                 _sample_count if self._batch_size is None and self._may_shard else _one,
                 start,
             )
         order = order_of(self._item_count(), self._seed, self.epoch, shuffle=self._shuffle)
-        if rest:
-            order = Rest(rest, order)
+        if carried:
+            order = Prefixed(carried, order)
         return OrderSteps(order, self._cut, self._tail, start)
 
     def _begin_items(self, epoch: int, start: int) -> Iterator[Any]:
-        """Iterate the user's sampler; called for the first index of an epoch."""
+        """Return an iterator of the user's sampler. Called for the first index of an epoch."""
         assert self._items is not None
         checkpoint, begun_from = self.checkpoint(), self._begun_from
         if self._state is not None:
@@ -333,7 +333,7 @@ class SeededOrder(Sampler[list[Any]]):
         self.dump()  # before anything is drawn
         log_redraw(self._items, start)
         set_epoch_of(self._items, epoch)
-        self._told = epoch_of(self._items)
+        self._known_epoch = epoch_of(self._items)
         items = iter(self._items)
         if begun_from is None or "own" not in begun_from:
             return items
@@ -380,7 +380,7 @@ def _check_step(step: Any, number: int, device_count: int) -> None:
         if device_count:
             raise ValueError(
                 f"step {number} of the batch sampler should be a list of index lists, one for each "
-                f"of {device_count} devices, but is {step!r}"
+                f"of the {device_count} devices, but is {step!r}"
             )
         return
     if 0 < device_count < len(step):

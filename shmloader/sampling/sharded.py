@@ -1,4 +1,4 @@
-"""A rank's part of what any sampler, or batch sampler, gives."""
+"""A rank's share of what any sampler or batch sampler yields."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -15,31 +15,33 @@ from shmloader.sampling.steps import Cut, DrawnSteps, step_count
 
 
 class ShardedSampler(EpochSampler[Any]):
-    """What one rank takes of a sampler's indices, or of a batch sampler's batches.
+    """One rank's share of a sampler's indices, or of a batch sampler's batches.
 
-    Every rank draws all that the sampler gives, under random streams that depend on ``seed`` and
-    the epoch alone (``random``, ``numpy.random`` and torch's, the process's own put back after),
-    and keeps its part: of each ``batch_size * world_size`` items the ``rank``-th run of
-    ``batch_size``. A sampler that has a generator of its own must be given the same on all ranks.
+    Every rank draws all that the sampler yields, with global random number generators (of
+    ``random``, ``numpy.random`` and torch) whose states depend only on ``seed`` and the epoch; the
+    process's own states are restored afterwards. The rank keeps its share: of each ``batch_size *
+    world_size`` items, the ``rank``-th run of ``batch_size``. If the sampler has a generator of its
+    own, its seed must be the same on all ranks.
 
-    Each iteration that is begun counts an epoch, from 0.
+    Each iteration that is begun counts as an epoch, from 0.
 
     Args:
-        sampler: A sampler, or a batch sampler; it is iterated anew for each epoch. If it has
-            ``set_epoch``, that is called with the epoch.
-        batch_size: Length of a run: the batch size of the loader that uses this as its
-            ``sampler``, so that the ranks' batches, one after the other, are a batch of one large
-            loader. 1 deals items one by one: right for a batch sampler, whose batches stay whole.
-        rank: This process's number. With ``world_size`` None: that of ``torch.distributed``'s
-            default group, else of torchrun's ``RANK``, else 0.
-        world_size: Number of ranks; likewise.
-        tail: What becomes of items that do not fill the last global step: ``"pad"`` fills it up
-            from the epoch's start, so that ranks have equally many; ``"drop"`` leaves them out;
-            ``"uneven"`` gives them to who is next.
-        seed: Of the random streams.
+        sampler: A sampler or a batch sampler, iterated once per epoch. If it has ``set_epoch``,
+            that is called with the epoch.
+        batch_size: Length of a run. With a sampler, the batch size of the loader that uses it, so
+            that the ranks' batches, one after the other, are a batch of one large loader. With a
+            batch sampler, 1, so that its batches stay whole.
+        rank: Rank of this process. If ``rank`` and ``world_size`` are None, those of
+            ``torch.distributed``'s default group, else of torchrun's environment variables, else
+            of a single process.
+        world_size: Number of ranks.
+        tail: What becomes of items that do not fill the last global step. ``"pad"`` fills it up
+            from the epoch's start, so that all ranks have the same number; ``"drop"`` leaves them
+            out; ``"uneven"`` deals them to the first ranks.
+        seed: Seed of the random number generators.
 
     Raises:
-        ValueError, TypeError: For arguments that do not fit.
+        ValueError, TypeError: If an argument is invalid.
     """
 
     def __init__(
@@ -54,9 +56,7 @@ class ShardedSampler(EpochSampler[Any]):
     ) -> None:
         share = whole_number(batch_size, "batch_size", minimum=1)
         if tail not in {"pad", "drop", "uneven"}:
-            raise ValueError(
-                f"tail option should be 'pad', 'drop' or 'uneven', but got tail={tail!r}"
-            )
+            raise ValueError(f"tail should be 'pad', 'drop' or 'uneven', but got tail={tail!r}")
         super().__init__(seed)
         _check_sampler(sampler)
         self.sampler = sampler
@@ -66,7 +66,7 @@ class ShardedSampler(EpochSampler[Any]):
         self._cut = Cut(share, self.rank, self.world_size)
 
     def __len__(self) -> int:
-        """Items of this rank in an epoch.
+        """Return the number of items of this rank in an epoch.
 
         Raises:
             TypeError: If the sampler has no length.
@@ -78,7 +78,6 @@ class ShardedSampler(EpochSampler[Any]):
         return step_count(count, self._cut, self.tail) * self._cut.share
 
     def _draw(self, epoch: int) -> Iterator[Any]:
-        """This rank's items."""
         set_epoch_of(self.sampler, epoch)
         rng_state, is_first = RngState(self.seed, epoch), are_known(self.sampler)
         steps = DrawnSteps(self.sampler.__iter__, rng_state, is_first, self._cut, self.tail)
@@ -87,9 +86,9 @@ class ShardedSampler(EpochSampler[Any]):
 
 
 def _check_sampler(sampler: object) -> None:
-    for found in (sampler, probe(sampler, "sampler")):
-        if isinstance(found, DistributedSampler) or is_cut_for_ranks(found):
+    for each in (sampler, probe(sampler, "sampler")):
+        if isinstance(each, DistributedSampler) or is_cut_for_ranks(each):
             raise ValueError(
-                f"{type(found).__name__} gives a part of the samples to each rank, and "
-                "ShardedSampler would cut that part again: give it a sampler of all samples"
+                f"{type(each).__name__} yields only one rank's share of the samples, and "
+                "ShardedSampler would divide that again: give it a sampler of all samples"
             )

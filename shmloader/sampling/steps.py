@@ -1,9 +1,9 @@
 """Cuts one global order into the steps of a rank.
 
 An epoch is a sequence of *items*: indices of samples, or whole batches of a user's batch sampler.
-A global step takes the next ``world_size * share`` of them, and rank r the r-th run of ``share``.
-So what the ranks get at a step, put one after the other, is the same sequence however many ranks
-there are, as long as the global step is as long.
+A global step takes the next ``world_size * share`` items, and rank r the r-th run of ``share``.
+So the items of all ranks at a step, one rank after the other, are the same sequence for any number
+of ranks, as long as the global step has the same length.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,22 +17,22 @@ import numpy.typing as npt
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
 
-#: What becomes of items that do not fill the last global step: they are filled up from the epoch's
-#: start, left out, given as they are, or put first in the next epoch.
+#: What becomes of items that do not fill the last global step: it is filled up with items from the
+#: epoch's start, left out, or used as it is, or the items come first in the next epoch.
 Tail = Literal["pad", "drop", "uneven", "rollover"]
 
-# Positions of an order that are computed at a time: a few cost as much as some thousand.
+# Positions of an order that are computed at a time, since a few take as long as some thousand.
 _BLOCK = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of each global step.
+    """A rank's share of each global step.
 
     Attributes:
         share: Items of a rank in a step, all shards together.
-        rank: Which one, from 0.
-        world_size: Of how many.
+        rank: The rank, from 0.
+        world_size: Number of ranks.
     """
 
     share: int
@@ -41,36 +41,36 @@ class Cut:
 
     @property
     def global_count(self) -> int:
-        """Items of a global step."""
+        """Number of items in a global step."""
         return self.share * self.world_size
 
-    def count(self, there: int) -> int:
-        """How many of a rank's items there are, where the step has but so many in all."""
-        return min(max(there - self.rank * self.share, 0), self.share)
+    def count(self, item_count: int) -> int:
+        """Return how many items the rank has in a global step of ``item_count`` items."""
+        return min(max(item_count - self.rank * self.share, 0), self.share)
 
 
 class Order(Protocol):
-    """The items of one epoch, any of which can be asked for."""
+    """The items of one epoch, with random access."""
 
     length: int
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The indices at these positions."""
+        """Return the indices at these positions."""
 
 
 class Sequential:
-    """The numbers from 0 to ``length - 1``."""
+    """The numbers from 0 to ``length - 1``, in order."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Themselves."""
+        """Return the positions themselves."""
         return positions
 
 
-class Rest:
-    """What comes first, left over by the epoch before, and then an order."""
+class Prefixed:
+    """An order with indices before it, which the epoch before has left over."""
 
     def __init__(self, first: list[int], then: Order) -> None:
         self._first = np.array(first, dtype=np.int64)
@@ -78,41 +78,36 @@ class Rest:
         self.length = len(first) + then.length
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The indices at these positions."""
+        """Return the indices at these positions."""
         count = len(self._first)
-        found = np.empty_like(positions)
+        indices = np.empty_like(positions)
         is_first = positions < count
-        found[is_first] = self._first[positions[is_first]]
-        found[~is_first] = self._then.at(positions[~is_first] - count)
-        return found
+        indices[is_first] = self._first[positions[is_first]]
+        indices[~is_first] = self._then.at(positions[~is_first] - count)
+        return indices
 
 
 class Steps(Iterator[list[Any]]):
     """The steps of one epoch for one rank: lists of items.
 
     Attributes:
-        drawn: Steps that were given, or passed over.
-        is_over: Whether there are no more.
-        repeats: Number of a step, from 1, and how many of its samples had been given before in the
-            epoch (``"pad"``); they come last.
-        rest: For the next epoch (``"rollover"``), once this one is over.
+        drawn: Number of steps that were yielded or passed over.
+        is_over: Whether all steps were drawn.
+        repeats: Number of a step, from 1, and how many samples at its end are repeats from earlier
+            in the epoch (``"pad"``).
+        left_over: Items for the next epoch (``"rollover"``), once this one is over.
 
     Args:
-        start: Number of the first step that is given.
+        start: Number of the first step that is yielded.
     """
 
     def __init__(self, start: int = 0) -> None:
         self.drawn = start
         self.is_over = False
         self.repeats = (0, 0)
-        self.rest: list[Any] = []
+        self.left_over: list[Any] = []
 
     def __next__(self) -> list[Any]:
-        """The next step.
-
-        Raises:
-            StopIteration: If there is none.
-        """
         step = None if self.is_over else self._next()
         if step is None:
             self.is_over = True
@@ -125,7 +120,7 @@ class Steps(Iterator[list[Any]]):
 
 
 def step_count(item_count: int, cut: Cut, tail: Tail) -> int:
-    """Steps of a rank in an epoch of so many items."""
+    """Return the number of steps of a rank in an epoch of ``item_count`` items."""
     whole, left = divmod(item_count, cut.global_count)
     if tail == "pad":
         return whole + (left > 0)
@@ -135,7 +130,7 @@ def step_count(item_count: int, cut: Cut, tail: Tail) -> int:
 
 
 class OrderSteps(Steps):
-    """Steps of an order of which any part can be asked for: a rank computes its own alone."""
+    """Steps of an order with random access, so that a rank computes only its own share."""
 
     def __init__(self, order: Order, cut: Cut, tail: Tail, start: int = 0) -> None:
         super().__init__(start)
@@ -149,21 +144,21 @@ class OrderSteps(Steps):
         if self.drawn >= self._count:
             if self._tail == "rollover":
                 start = self._count * self._cut.global_count
-                self.rest = self._order.at(np.arange(start, self._order.length)).tolist()
+                self.left_over = self._order.at(np.arange(start, self._order.length)).tolist()
             return None
         if not self._block:
             self._block = self._compute(self.drawn)
         return self._block.pop()
 
     def _compute(self, first: int) -> list[list[int]]:
-        """Some steps from ``first`` on, the last one first."""
+        """Return some steps from ``first`` on, the last one first."""
         cut, length = self._cut, self._order.length
         stop = min(self._count, first + max(1, _BLOCK // cut.share))
         starts = np.arange(first, stop, dtype=np.int64) * cut.global_count + cut.rank * cut.share
         positions = starts[:, None] + np.arange(cut.share, dtype=np.int64)
-        there = length - (self._count - 1) * cut.global_count
-        missing = cut.share - cut.count(there) if stop == self._count else 0
-        # What lies beyond the end begins anew.
+        last_count = length - (self._count - 1) * cut.global_count
+        missing = cut.share - cut.count(last_count) if stop == self._count else 0
+        # Positions beyond the end wrap around to the epoch's start.
         steps: list[list[int]] = self._order.at(positions % length).tolist()
         if missing and self._tail == "uneven":
             del steps[-1][-missing:]
@@ -173,17 +168,17 @@ class OrderSteps(Steps):
 
 
 class DrawnSteps(Steps):
-    """Steps of what a user's sampler gives: every rank draws all, and takes its own.
+    """Steps of what a user's sampler yields: every rank draws all items and keeps its share.
 
     Args:
-        draw: Iterates over the sampler.
-        rng_state: The state of the global generators that it draws from.
-        draws_first: Whether it draws from them for its first item alone.
-        cut: The rank's part.
-        tail: Of the last global step.
+        draw: Returns an iterator of the sampler.
+        rng_state: State of the global generators, from which the sampler draws.
+        draws_first: Whether the sampler draws from them for its first item only.
+        cut: The rank's share.
+        tail: What becomes of the last global step.
         first: Items that come first.
-        weigh: How many samples an item stands for.
-        start: As for all; the items of the steps before it are drawn all the same.
+        weigh: Returns the number of samples in an item.
+        start: Number of the first step that is yielded; earlier steps are drawn and discarded.
     """
 
     def __init__(
@@ -202,22 +197,22 @@ class DrawnSteps(Steps):
         self._draw = draw
         self._rng_state = rng_state
         self._draws_first = draws_first
-        # Whether it has given its first item.
+        # Whether the sampler has yielded its first item.
         self._has_begun = False
         self._cut = cut
         self._tail = tail
         self._weigh = weigh
         self._items: Iterator[Any] | None = None
-        # Those that come first, and are not given yet.
+        # Items of ``first`` that were not yielded yet.
         self._waiting = list(first)
-        # The epoch's first items, to fill up the last step with.
+        # The epoch's first items, with which the last step is filled up.
         self._beginning: list[Any] = []
 
     def _pass_over(self) -> None:
-        """Draw the items of the steps before the first.
+        """Draw the items of the steps before the first that is yielded.
 
         Raises:
-            ValueError: If there are none for one of them.
+            ValueError: If there are fewer steps.
         """
         count, self._to_pass = self._to_pass, 0
         with self._rng_state.used():
@@ -225,8 +220,8 @@ class DrawnSteps(Steps):
                 items = self._draw_items(self._cut.global_count)
                 if not items:
                     raise ValueError(
-                        f"the state does not fit: it is of step {count} of an epoch, and the "
-                        f"sampler gives enough for {number} steps"
+                        f"the state does not fit: it was taken at step {count} of an epoch, and "
+                        f"the sampler yields only enough for {number} steps"
                     )
                 if number == 0 and self._tail == "pad":
                     self._beginning = items
@@ -242,21 +237,21 @@ class DrawnSteps(Steps):
                 self._beginning = items
             return items[cut.rank * cut.share :][: cut.share]
         if self._tail == "rollover":
-            self.rest = items
+            self.left_over = items
         if not items or self._tail in {"drop", "rollover"}:
             return None
-        there = cut.count(len(items))
+        own_count = cut.count(len(items))
         if self._tail == "pad":
             beginning = self._beginning or items[:]
             items += [beginning[number % len(beginning)] for number in range(missing)]
-        elif there == 0:
+        elif own_count == 0:
             return None
         step = items[cut.rank * cut.share :][: cut.share]
-        self.repeats = (self.drawn + 1, sum(map(self._weigh, step[there:])))
+        self.repeats = (self.drawn + 1, sum(map(self._weigh, step[own_count:])))
         return step
 
     def _take(self, count: int) -> list[Any]:
-        # To set them aside takes 0.1 ms, and 0.5 ms after a training step.
+        # Exchanging the generators' states takes 0.1 ms, and 0.5 ms after a training step.
         if self._has_begun and self._draws_first:
             return self._draw_items(count)
         with self._rng_state.used():
@@ -273,12 +268,12 @@ class DrawnSteps(Steps):
 
 
 def order_of(length: int, *key: int, shuffle: bool) -> Order:
-    """The order of an epoch over the indices from 0 to ``length - 1``.
+    """Return the order of an epoch over the indices from 0 to ``length - 1``.
 
     Args:
-        length: How many.
-        key: Of a shuffled order: a seed and an epoch.
-        shuffle: Whether it is one.
+        length: Number of indices.
+        key: Seed and epoch, which determine a shuffled order.
+        shuffle: Whether the order is shuffled.
     """
     return Permutation(length, *key) if shuffle else Sequential(length)
 

@@ -1,12 +1,12 @@
-"""Sequences that are made when they are looked at.
+"""Lazy sequences: an item is computed when it is accessed.
 
-Each function takes anything with ``len()`` and ``[index]`` and gives another such thing. Nothing is
-computed before an item is asked for, and nothing is kept. Indices may be negative; a slice gives a
-sequence that is as lazy. All can be pickled, if what they are made of can. Where an item fails, its
-exception has a note for each sequence that it went through: which item, and where that sequence was
-made.
+Each function takes objects with ``len()`` and ``[index]`` and returns another such object. Items
+are computed when they are accessed, and not kept. Indices may be negative; a slice is a lazy
+sequence as well. A lazy sequence can be pickled if what it is made of can. If computing an item
+raises, the exception gets a note for each sequence involved, with the index and where that sequence
+was made.
 
-``prefetch`` computes items ahead, on threads or worker processes; the others are a few lines each.
+``prefetch`` computes items ahead, on threads or in worker processes.
 """
 
 from shmloader.sequence.lazy import batch, concatenate, cycle, gather, smap

@@ -1,4 +1,4 @@
-"""The lazy sequences but ``prefetch``; each computes an item when it is asked for."""
+"""The lazy sequences, except ``prefetch``."""
 
 import abc
 import bisect
@@ -16,7 +16,7 @@ _OURS = str(Path(__file__).parent)
 
 
 def _made_at() -> str:
-    """File and line of whoever has called into this package."""
+    """Return file and line of the call into this package."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -24,10 +24,10 @@ def _made_at() -> str:
 
 
 class LazySequence(Sequence[Any]):
-    """What all of them have: indices, slices, iteration, and notes on what fails.
+    """Base class: indices, slices, iteration, and notes on exceptions.
 
     Args:
-        name: Of the function that makes it.
+        name: Name of the function that makes the sequence.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,38 +35,39 @@ class LazySequence(Sequence[Any]):
         self._made_at = _made_at()
 
     @abc.abstractmethod
-    def __len__(self) -> int:
-        """How many items there are."""
+    def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def _compute(self, index: int) -> Any:
-        """The item of an index from 0 up."""
+        """Return the item at an index, which is not negative."""
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
     def __getitem__(self, index: slice) -> "LazySequence": ...
     def __getitem__(self, index: int | slice) -> Any:
-        """An item; or a lazy sequence, for a slice.
+        """Return an item, or for a slice a lazy sequence.
 
         Raises:
             IndexError: If there is no such item.
-            Exception: What computing it raises, with a note.
+            Exception: What computing the item raises, with a note.
         """
         if isinstance(index, slice):
-            return _Gathered(self, self._sliced(index), name="slice")
-        place = self._place(operator.index(index))
+            return _Gathered(self, self._slice(index), name="slice")
+        position = self._position(operator.index(index))
         try:
-            return self._compute(place)
+            return self._compute(position)
         except Exception as error:
             with contextlib.suppress(Exception):  # an exception may refuse attributes
-                error.add_note(f"Item {place} of the {self._name} made at {self._made_at} failed.")
+                error.add_note(
+                    f"Item {position} of the {self._name} made at {self._made_at} failed."
+                )
             raise
 
-    def _sliced(self, part: slice) -> range:
+    def _slice(self, part: slice) -> range:
         return range(len(self))[part]
 
-    def _place(self, index: int) -> int:
+    def _position(self, index: int) -> int:
         length = len(self)
         if not -length <= index < length:
             raise IndexError(
@@ -76,7 +77,7 @@ class LazySequence(Sequence[Any]):
         return index % length
 
     def __iter__(self) -> Iterator[Any]:
-        # Not by way of IndexError, which an item may raise: that would end the loop in silence.
+        # Sequence's __iter__ would take an IndexError that an item raises for the end.
         for index in range(len(self)):
             yield self[index]
 
@@ -98,19 +99,19 @@ class _Mapped(LazySequence):
 
 
 def smap(f: Callable[..., Any], *seqs: Sequence[Any]) -> LazySequence:
-    """Item i is ``f`` of the items i of all sequences.
+    """Return a sequence whose item i is ``f(seqs[0][i], seqs[1][i], ...)``.
 
     Raises:
         TypeError: If ``f`` is not callable, or there is no sequence.
-        ValueError: If the sequences are not of one length.
+        ValueError: If the sequences differ in length.
     """
     if not callable(f):
         raise TypeError(f"f should be callable, but got f={f!r}")
     if not seqs:
-        raise TypeError("smap needs a sequence")
+        raise TypeError("smap needs at least one sequence")
     lengths = [len(sequence) for sequence in seqs]
     if len(set(lengths)) > 1:
-        raise ValueError(f"smap needs sequences of one length, but got lengths {lengths}")
+        raise ValueError(f"smap needs sequences of the same length, but got lengths {lengths}")
     return _Mapped(f, seqs)
 
 
@@ -126,24 +127,22 @@ class _Gathered(LazySequence):
         return len(self._indices)
 
     def _compute(self, index: int) -> Any:
-        place = operator.index(self._indices[index])
-        if place < 0:
-            # Not left to the sequence, which may know none: nor is what is too far back, since the
-            # sum would be negative again, and another item's.
+        position = operator.index(self._indices[index])
+        if position < 0:
+            # The sequence itself may not support negative indices.
             length = len(self._sequence)
-            if place < -length:
-                raise IndexError(f"a sequence of {length} items has none of index {place}")
-            place += length
-        return self._sequence[place]
+            if position < -length:
+                raise IndexError(f"a sequence of {length} items has none of index {position}")
+            position += length
+        return self._sequence[position]
 
 
 def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:
-    """Item i is ``seq[indices[i]]``: another order, a selection, repetitions.
+    """Return a sequence whose item i is ``seq[indices[i]]``: reordered, selected or repeated items.
 
     Args:
         seq: A sequence.
-        indices: Whole numbers, as a sequence (a list, a range, an array); negative ones count from
-            the end.
+        indices: A sequence of ints (a list, a range, an array). Negative ones count from the end.
     """
     return _Gathered(seq, indices)
 
@@ -164,13 +163,13 @@ class _Batched(LazySequence):
         self._collate_fn = collate_fn
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self._sequence), self._size)
-        return whole + (rest > 0 and not self._drop_last)
+        whole, left = divmod(len(self._sequence), self._size)
+        return whole + (left > 0 and not self._drop_last)
 
     def _compute(self, index: int) -> Any:
         start = index * self._size
         end = min(start + self._size, len(self._sequence))
-        items = [self._sequence[place] for place in range(start, end)]
+        items = [self._sequence[position] for position in range(start, end)]
         return items if self._collate_fn is None else self._collate_fn(items)
 
 
@@ -180,16 +179,16 @@ def batch(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> LazySequence:
-    """Item i is the list of the i-th ``k`` items, or what ``collate_fn`` makes of it.
+    """Return a sequence of batches: item i is a list of the i-th ``k`` items.
 
     Args:
         seq: A sequence.
-        k: Items of a batch.
-        drop_last: Whether a last batch that is shorter is left out.
-        collate_fn: Called with the list; None: the list itself.
+        k: Number of items in a batch.
+        drop_last: Whether a shorter last batch is left out.
+        collate_fn: Called with each list; its result is the item. None for the list itself.
 
     Raises:
-        TypeError, ValueError: For arguments that do not fit.
+        TypeError, ValueError: If an argument is invalid.
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn should be callable, but got collate_fn={collate_fn!r}")
@@ -217,7 +216,7 @@ class _Concatenated(LazySequence):
 
 
 def concatenate(seqs: Iterable[Sequence[Any]]) -> LazySequence:
-    """The items of several sequences, one sequence after the other."""
+    """Return a sequence of the items of several sequences, one sequence after the other."""
     return _Concatenated(list(seqs))
 
 
@@ -232,17 +231,17 @@ class _Cycled(LazySequence):
             raise TypeError("a cycle without a limit has no length")
         return self._limit
 
-    def _sliced(self, part: slice) -> range:
+    def _slice(self, part: slice) -> range:
         if self._limit is not None:
-            return super()._sliced(part)
+            return super()._slice(part)
         start, stop, step = part.start or 0, part.stop, 1 if part.step is None else part.step
         if stop is None or start < 0 or stop < 0 or step < 1:
             raise IndexError(f"a cycle without a limit has no end to count from: {part}")
         return range(start, stop, step)
 
-    def _place(self, index: int) -> int:
+    def _position(self, index: int) -> int:
         if self._limit is not None:
-            return super()._place(index)
+            return super()._position(index)
         if index < 0:
             raise IndexError(f"a cycle without a limit has no item of index {index}")
         return index
@@ -256,14 +255,14 @@ class _Cycled(LazySequence):
 
 
 def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
-    """The items again and again.
+    """Return a sequence of the items of ``seq``, repeated.
 
     Args:
         seq: A sequence that is not empty.
-        limit: How many items there are in all; None: no end, and no length.
+        limit: Number of items in all; None for a sequence without end and without a length.
 
     Raises:
-        TypeError, ValueError: For arguments that do not fit.
+        TypeError, ValueError: If an argument is invalid.
     """
     if limit is not None:
         limit = whole_number(limit, "limit", minimum=0)

@@ -1,7 +1,7 @@
-"""``prefetch``: items computed ahead, by the loader's engine.
+"""``prefetch``: items computed ahead by a loader.
 
-The sequence is a loader's dataset, each index a ticket of its own. Order, slots, failures, deaths
-and ends are the loader's.
+The sequence is the loader's dataset, and each index is a ticket. So order, slots, failures, deaths
+of workers and shutdown are those of the loader.
 """
 
 import os
@@ -13,8 +13,8 @@ from shmloader.sampling.checks import whole_number
 from shmloader.sequence.lazy import LazySequence
 
 
-class _From:
-    """The order: indices from ``start`` on."""
+class _OrderFrom:
+    """A sampler of the indices from ``start`` on."""
 
     def __init__(self, length: int) -> None:
         self.start = 0
@@ -32,7 +32,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 class _Hook:
-    """A worker's ``worker_init_fn`` that is not told the number."""
+    """A ``worker_init_fn`` that calls a function without the worker's number."""
 
     def __init__(self, hook: Callable[[], Any]) -> None:
         self._hook = hook
@@ -45,8 +45,8 @@ class _Loader(DataLoader[Any]):
     """A loader with a window of its own.
 
     Args:
-        window: Items in flight.
-        options: Of :class:`DataLoader`.
+        window: Number of items in flight.
+        options: Other arguments of :class:`DataLoader`.
     """
 
     def __init__(self, window: int, **options: Any) -> None:
@@ -58,7 +58,7 @@ class _Loader(DataLoader[Any]):
 
 
 class _Prefetched(LazySequence):
-    """See :func:`prefetch`. Its workers start with the first item that is asked for."""
+    """See :func:`prefetch`. Its workers start when the first item is accessed."""
 
     def __init__(self, sequence: Sequence[Any], window: int, **options: Any) -> None:
         super().__init__("prefetch")
@@ -66,13 +66,13 @@ class _Prefetched(LazySequence):
         self._window = window
         self._options = options
         self._begin_anew()
-        self._make_loader()  # which tells at once what is wrong with the arguments
+        self._make_loader()  # raises now if an argument is invalid
 
     def _begin_anew(self) -> None:
-        self._order = _From(len(self._sequence))
+        self._order = _OrderFrom(len(self._sequence))
         self._loader: _Loader | None = None
         self._items: Any = None
-        # The item that comes next out of the engine.
+        # Index of the item that the loader delivers next.
         self._next = -1
         self._pid = os.getpid()
 
@@ -92,7 +92,7 @@ class _Prefetched(LazySequence):
 
     def _compute(self, index: int) -> Any:
         if self._pid != os.getpid():
-            self._begin_anew()  # a forked child, as a loader's worker is: what runs is its parent's
+            self._begin_anew()  # in a forked child, such as a worker, the loader is the parent's
         if self._loader is None:
             self._loader = self._make_loader()
         if index != self._next or self._items is None or self._items.is_closed:
@@ -103,29 +103,28 @@ class _Prefetched(LazySequence):
             return next(self._items)
         except StopIteration:
             raise RuntimeError(
-                f"the sequence has changed its length: it had {len(self._order)} items when "
-                "prefetch was made"
+                f"the length of the sequence has changed: it had {len(self._order)} items when "
+                "prefetch() was called"
             ) from None
         except Exception:
-            raise  # the item's own: the next one comes all the same
+            raise  # raised by the item: the next items are not affected
         except BaseException:
-            self._items = None  # a Ctrl-C: nobody knows what comes next
+            self._items = None  # after a Ctrl-C, it is not known which item comes next
             raise
 
     def close(self) -> None:
-        """End the workers; the next item that is asked for starts new ones."""
+        """Stop the workers. Accessing an item after that starts new ones."""
         if self._loader is not None:
             self._loader.close()
         self._begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what runs."""
+        """Return everything but the loader and its state."""
         state = self.__dict__.copy()
         del state["_loader"], state["_items"], state["_next"], state["_order"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`__getstate__` gave."""
         self.__dict__.update(state)
         self._begin_anew()
 
@@ -138,24 +137,24 @@ def prefetch(
     start_hook: Callable[[], Any] | None = None,
     shm_size: int | str | None = None,
 ) -> LazySequence:
-    """The same items, computed ahead of whoever reads them in order.
+    """Return a sequence of the same items, computed ahead while they are read in order.
 
-    An item that is not the one after the last begins the window anew: put ``gather`` inside of
-    ``prefetch``, not around it. Workers start with the first item that is asked for, and end when
-    the sequence is garbage, or by its ``close()``. One thread at a time uses it. A failed item
-    raises, and the next ones come all the same.
+    Reading an item out of order discards the items computed ahead. So put ``gather`` inside
+    ``prefetch``, not around it. Workers start when the first item is read, and stop when the
+    sequence is garbage-collected, or by its ``close()``. Only one thread at a time may use it. If
+    computing an item raises, reading that item raises; the following items are not affected.
 
     Args:
-        seq: A sequence; shared by the threads, or copied to the processes.
-        nworkers: Threads or processes; 0: as many as there are cores.
-        method: "thread", or "process": items come in shared-memory slots.
-        max_buffered: Items computed, or under way, ahead.
+        seq: A sequence, shared by the threads or copied to the processes.
+        nworkers: Number of threads or processes; 0 for the number of cores.
+        method: "thread" or "process". Processes send items in shared-memory slots.
+        max_buffered: Number of items computed ahead, including those in progress.
         start_hook: Called in each worker before its first item.
-        shm_size: Cap on the shared memory: bytes, or text such as ``"512MiB"``; see
-            :class:`shmloader.DataLoader`. With "process" only.
+        shm_size: Cap on the shared memory, in bytes or as text such as ``"512MiB"``; see
+            :class:`shmloader.DataLoader`. Only with "process".
 
     Raises:
-        TypeError, ValueError: For arguments that do not fit.
+        TypeError, ValueError: If an argument is invalid.
     """
     if method not in ("thread", "process"):
         raise ValueError(f"method should be 'thread' or 'process', but got method={method!r}")
@@ -163,12 +162,12 @@ def prefetch(
         raise TypeError(f"start_hook should be callable, but got start_hook={start_hook!r}")
     count = whole_number(nworkers, "nworkers", minimum=0) or len(os.sched_getaffinity(0))
     window = whole_number(max_buffered, "max_buffered", minimum=1)
-    count = min(count, window)  # more would find nothing to do
+    count = min(count, window)  # more workers would be idle
     return _Prefetched(
         seq,
         window,
         num_workers=count,
-        prefetch_factor=window // count,  # for torch's workers, where ours are not supported
+        prefetch_factor=window // count,  # for torch's workers where ours are not supported
         thread_pool=method == "thread",
         worker_init_fn=None if start_hook is None else _Hook(start_hook),
         shm_size=shm_size,

@@ -1,12 +1,13 @@
-"""Arrays and tensors over a segment: what is read-only, what is copied on write, how they cross.
+"""Arrays and tensors over a segment.
 
-An array is a :class:`SharedArray`, read-only unless it was shared as writable: writing raises,
-with a hint. torch has no read-only tensors, and a write to memory that is mapped read-only would
-end the process, so all memory is mapped copy-on-write: a write to a tensor stays in its process.
+An array is a :class:`SharedArray`, read-only unless it was shared as writable; writing to it
+raises, with a hint. torch has no read-only tensors, and a write to memory that is mapped read-only
+would end the process. So all memory is mapped copy-on-write: a write to a tensor stays in its
+process.
 
-Both are pickled as handles, by multiprocessing or otherwise: an array by its own ``__reduce_ex__``,
-whole or in part; a tensor by a reducer for multiprocessing's pickler, which takes the place of
-torch's for tensors that lie in a segment. (By plain ``pickle``, a tensor is its data, as ever.)
+Both are pickled as handles. An array, whole or in part, has its own ``__reduce_ex__``. For tensors
+that lie in a segment, a reducer replaces torch's in multiprocessing's pickler; plain ``pickle``
+copies a tensor's data, as always.
 """
 
 import functools
@@ -18,49 +19,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.memory.buffer_table import address_of, storage_at
-from shmloader.memory.codec import Part, rebuild_tensor
-from shmloader.memory.encoder import is_plain
+from shmloader.memory.bulk import address_of, storage_at
+from shmloader.memory.codec import PartialStorage, rebuild_tensor
+from shmloader.memory.encoder import is_plain, tensor_fields
 from shmloader.memory.segment import Segment, find_segment
 
 _HINT = (
     "it lies in memory that shmloader.share() has made for all processes. Change a copy "
-    "(array.copy()), or share(..., writable=True): then each process has what it writes to itself"
+    "(array.copy()), or use share(..., writable=True): then what a process writes is its own"
 )
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# Methods that write, but for those that are operators or ufuncs.
+# Methods that write to the array; operators and ufuncs are handled by __array_ufunc__.
 _WRITERS = ("fill", "itemset", "partition", "put", "setfield", "sort")
 
 
 class SharedArray(np.ndarray):
-    """An array over shared memory; what is computed of it is an ordinary array.
+    """An array over shared memory. Results computed from it are ordinary arrays.
 
-    A view of it is one, too, and like it pickled as a handle. A copy is ordinary memory.
+    A view is a ``SharedArray`` as well, and also pickled as a handle. A copy is ordinary memory.
     """
 
-    # Below ndarray's, so that what both go into is an ordinary array.
+    # Below ndarray's, so that an operation on both gives an ordinary array.
     __array_priority__ = -100.0
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Write, where that is allowed.
-
-        Raises:
-            ValueError: If the array is read-only.
-        """
-        if not self.flags.writeable:
-            raise ValueError(f"assignment destination is read-only: {_HINT}")
+        _check_writable(self)
         super().__setitem__(key, value)
 
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **options: Any
     ) -> Any:
-        """Compute on ordinary arrays over the same memory.
-
-        Raises:
-            ValueError: If the result was to be written to a read-only array.
-        """
+        """Compute on ordinary arrays over the same memory; raise if an output is read-only."""
         if any(isinstance(one, SharedArray) and not one.flags.writeable for one in out):
             raise ValueError(f"output array is read-only: {_HINT}")
         if method == "at" and isinstance(inputs[0], SharedArray) and not inputs[0].flags.writeable:
@@ -73,15 +64,14 @@ class SharedArray(np.ndarray):
         return out[0] if len(out) == 1 and result is options["out"][0] else result
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        """What numpy's functions give, as an ordinary array."""
         ordinary = _ordinary(array)
         return ordinary[()] if return_scalar else ordinary
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a handle; the data, if it is a copy.
+        """Pickle a handle, or the data if the array is a copy.
 
-        The data, too, of an array that may be written to, but for a process that is started with
-        it: what this process wrote is not in the memory that the others see.
+        A writable array is pickled by its data as well, except for a process that is started with
+        it, since what this process wrote is not in the memory that the others see.
         """
         is_starting = multiprocessing.context.get_spawning_popen() is not None
         has_handle = self.size > 0 and (is_starting or not self.flags.writeable)
@@ -98,24 +88,29 @@ def _ordinary(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, SharedArray) else value
 
 
+def _check_writable(array: SharedArray) -> None:
+    if not array.flags.writeable:
+        raise ValueError(f"assignment destination is read-only: {_HINT}")
+
+
 def _refusing(name: str) -> Callable[..., Any]:
-    plain = getattr(np.ndarray, name, None)
+    """Return ndarray's method of this name, which first checks that the array is writable."""
+    plain = getattr(np.ndarray, name)
 
     def write(self: SharedArray, *args: Any, **options: Any) -> Any:
-        if not self.flags.writeable:
-            raise ValueError(f"assignment destination is read-only: {_HINT}")
-        assert plain is not None
+        _check_writable(self)
         return plain(self, *args, **options)
 
-    write.__name__, write.__doc__ = name, getattr(plain, "__doc__", None)
+    write.__name__, write.__doc__ = name, plain.__doc__
     return write
 
 
-# torch's default_convert tells an array by these, and makes a tensor of it, or none of texts.
+# torch's default_convert recognizes an array by these, and makes a tensor of it unless it holds
+# strings.
 SharedArray.__module__, SharedArray.__name__ = np.ndarray.__module__, np.ndarray.__name__
 
 for _name in _WRITERS:
-    if hasattr(np.ndarray, _name):
+    if hasattr(np.ndarray, _name):  # NumPy 2 has no itemset
         setattr(SharedArray, _name, _refusing(_name))
 
 
@@ -127,7 +122,7 @@ def open_array(
     strides: tuple[int, ...] | None,
     is_writable: bool,
 ) -> SharedArray:
-    """The array at an offset of a segment, in bytes. Called by pickle, too."""
+    """Return the array at an offset of a segment, in bytes. Also called by pickle."""
     array = SharedArray(shape, dtype, segment, offset, strides)
     array.flags.writeable = is_writable
     return array
@@ -136,20 +131,20 @@ def open_array(
 def array_over(
     memory: Any, dtype: "np.dtype[Any]", shape: tuple[int, ...], order: Any, is_writable: bool
 ) -> SharedArray:
-    """The array that fills a piece of a segment's memory. Called by pickle."""
+    """Return an array over a buffer of a segment. Called by pickle."""
     array = SharedArray(shape, dtype, memory, 0, order=order)
     array.flags.writeable = is_writable
     return array
 
 
 def open_tensor(segment: Segment, start: int, nbytes: int, fields: tuple[Any, ...]) -> torch.Tensor:
-    """The tensor whose storage is these bytes of a segment. Called by pickle."""
-    enable_tensor_handles()  # it may go on from here
-    return rebuild_tensor(Part(storage_at(segment, start, nbytes), 0), *fields)
+    """Return the tensor whose storage is these bytes of a segment. Called by pickle."""
+    enable_tensor_handles()  # it may be sent on from this process
+    return rebuild_tensor(PartialStorage(storage_at(segment, start, nbytes), 0), *fields)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Pickle a handle of a tensor that lies in a segment; None of any other, or of a subclass."""
+    """Return the reduction of a tensor in a segment to a handle; None for anything else."""
     if type(tensor) not in _TENSORS or not is_plain(tensor):
         return None
     if tensor.requires_grad and not tensor.is_leaf:
@@ -158,16 +153,12 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     segment = find_segment(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
     if segment is None:
         return None
-    fields = (
-        tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(),
-        tensor.requires_grad, type(tensor) is torch.nn.Parameter,
-    )  # fmt: skip
     start = storage.data_ptr() - segment.address
-    return open_tensor, (segment, start, storage.nbytes(), fields)
+    return open_tensor, (segment, start, storage.nbytes(), tensor_fields(tensor))
 
 
 def enable_tensor_handles() -> None:
-    """Have multiprocessing pickle tensors in segments as handles, in this process."""
+    """Make multiprocessing in this process pickle tensors in segments as handles."""
     registered: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     for kind in _TENSORS:
         plain = registered.get(kind)
@@ -176,11 +167,11 @@ def enable_tensor_handles() -> None:
 
 
 class _TensorReducer:
-    """Ours for a tensor in a segment, torch's for any other."""
+    """Reduces a tensor in a segment to a handle, and any other with torch's reducer."""
 
     def __init__(self, plain: Callable[[Any], Any]) -> None:
         self._plain = plain
-        # Passes for torch's wherever these are left out, as they are for batches.
+        # Looks like torch's reducer, so that it is left out for batches, as torch's is.
         functools.update_wrapper(self, plain)
 
     def __call__(self, tensor: torch.Tensor) -> Any:

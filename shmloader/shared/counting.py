@@ -1,10 +1,12 @@
-"""How many Python objects a dataset holds, looked at for a moment: each is a page that gets copied.
+"""Estimates how many Python objects a dataset holds.
 
-A forked worker has its dataset's objects for nothing, until it looks at them: that counts up their
-reference counts, which lie in the objects, and the kernel copies each page that is written to.
+A forked worker shares its dataset's objects with its parent until it uses them. That increments
+their reference counts, which lie in the objects, and the kernel copies each page that is written
+to.
 """
 
 import collections
+import copyreg
 import random
 import sys
 import time
@@ -16,26 +18,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.shared.attributes import attributes_of
+from shmloader.probing import probe
 
-#: More objects than these are worth a word.
+#: The user is told of a dataset with more objects than this.
 MANY = 1_000_000
 
-# A container's items are judged by so many of them.
+# Number of a container's items that are looked at.
 _SAMPLES = 64
 
-_LOOK_S = 0.02
+# How long and how deep the dataset is looked at.
+_LIMIT_S = 0.02
 _DEEPEST = 6
+
+_MISSING = object()
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _OPAQUE = (np.ndarray, torch.Tensor, torch.nn.Module, types.ModuleType, type, types.FunctionType)
 
 
-class Held(NamedTuple):
-    """What a dataset holds, about.
+class ObjectCount(NamedTuple):
+    """An estimate of the Python objects that a dataset holds.
 
     Attributes:
-        objects: How many.
+        objects: Number of objects.
         nbytes: Their memory.
     """
 
@@ -43,20 +48,30 @@ class Held(NamedTuple):
     nbytes: int
 
 
-def estimate_objects(dataset: object) -> Held:
-    """Estimate what a dataset holds, by a look of at most some 20 ms."""
-    count, nbytes = _Look().at(dataset, 0)
-    return Held(round(count), round(nbytes))
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return an object's attributes by name, including those in slots; none for a builtin."""
+    # The names that pickle uses: from all base classes, with private ones mangled.
+    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    filled = ((name, probe(value, name, _MISSING)) for name in slots)
+    attributes = {name: attribute for name, attribute in filled if attribute is not _MISSING}
+    fields = probe(value, "__dict__")
+    return {**attributes, **fields} if isinstance(fields, dict) else attributes
 
 
-class _Look:
+def estimate_objects(dataset: object) -> ObjectCount:
+    """Estimate the number of objects that a dataset holds, in at most some 20 ms."""
+    count, nbytes = _Estimate().of(dataset, 0)
+    return ObjectCount(round(count), round(nbytes))
+
+
+class _Estimate:
     def __init__(self) -> None:
-        self._deadline = time.monotonic() + _LOOK_S
+        self._deadline = time.monotonic() + _LIMIT_S
         self._seen: set[int] = set()
-        self._draw = random.Random(0)
+        self._random = random.Random(0)
 
-    def at(self, value: Any, depth: int) -> tuple[float, float]:
-        """Objects in a value, itself one of them, and their bytes."""
+    def of(self, value: Any, depth: int) -> tuple[float, float]:
+        """Return the number of objects in a value, itself included, and their bytes."""
         if isinstance(value, _OPAQUE) or id(value) in self._seen:
             return 0, 0
         nbytes = sys.getsizeof(value, 0)
@@ -70,8 +85,8 @@ class _Look:
         if not fields:
             return 1, nbytes
         self._seen.add(id(value))
-        found = [self.at(inner, depth + 1) for inner in islice(fields.values(), MANY)]
-        return 1 + sum(one for one, _ in found), nbytes + sum(size for _, size in found)
+        inside = [self.of(field, depth + 1) for field in islice(fields.values(), MANY)]
+        return 1 + sum(n for n, _ in inside), nbytes + sum(size for _, size in inside)
 
     def _in_container(self, items: Any, depth: int) -> tuple[float, float]:
         if isinstance(items, dict):
@@ -81,13 +96,10 @@ class _Look:
         return self._in_items(items, len(items), depth)
 
     def _in_items(self, items: Iterable[Any], length: int, depth: int) -> tuple[float, float]:
-        """Of some of the items, and so of all. One that is there many times counts once."""
-        if isinstance(items, list | tuple):
-            # At random: what comes round every so many items is not taken for all of them.
-            places = (
-                range(length) if length <= _SAMPLES else self._draw.sample(range(length), _SAMPLES)
-            )
-            some = [items[at] for at in places]
+        """Estimate from a sample of the items. An object that recurs is counted once."""
+        if isinstance(items, list | tuple) and length > _SAMPLES:
+            # A random sample, so that a pattern in the items does not distort the estimate.
+            some = [items[at] for at in self._random.sample(range(length), _SAMPLES)]
         else:
             some = list(islice(items, _SAMPLES))
         if not some:
@@ -95,19 +107,19 @@ class _Look:
         distinct = {id(item): item for item in some}
         if length > len(some) and 2 * len(distinct) < len(some):
             return len(distinct), 0
-        found = [self.at(item, depth) for item in distinct.values()]
+        inside = [self.of(item, depth) for item in distinct.values()]
         scale = length / len(some)
-        return sum(one for one, _ in found) * scale, sum(size for _, size in found) * scale
+        return sum(n for n, _ in inside) * scale, sum(size for _, size in inside) * scale
 
 
-def describe_many(held: Held, worker_count: int) -> str | None:
-    """What to tell the user of a dataset with many objects; None of another."""
-    if held.objects <= MANY:
+def describe_many(count: ObjectCount, worker_count: int) -> str | None:
+    """Return what to tell the user of a dataset with many objects; None for any other."""
+    if count.objects <= MANY:
         return None
     return (
-        f"the dataset holds about {held.objects / 1e6:.1f} million Python objects "
-        f"({held.nbytes / 1e6:,.0f} MB), and each of {worker_count} worker processes comes to have "
-        "a copy of what it looks at, page by page under fork, outright under spawn and forkserver: "
-        f"up to {held.nbytes * worker_count / 1e6:,.0f} MB. Where these lie in long lists or "
-        "dicts, dataset = shmloader.share(dataset) keeps them in memory once."
+        f"the dataset holds about {count.objects / 1e6:.1f} million Python objects "
+        f"({count.nbytes / 1e6:,.0f} MB). Each of {worker_count} worker processes gets its own "
+        "copy of those that it uses (page by page with fork, at once with spawn and forkserver), "
+        f"up to {count.nbytes * worker_count / 1e6:,.0f} MB in all. If they lie in long lists or "
+        "dicts, dataset = shmloader.share(dataset) keeps them in memory only once."
     )

@@ -1,9 +1,8 @@
-"""Python objects as records in a segment: a blob, a table of where each begins, one of kinds.
+"""Python objects as records in a segment: their data, a table of where each begins, one of kinds.
 
-Texts, bytes, numbers, None, True and False are written as such. What else there is, is pickled,
-each record by itself: a tuple of numbers and texts takes C's unpickler 0.25 µs, less than any loop
-in Python. Arrays of some size, and tensors, lie beside the records, and a record that is read has
-views of them.
+Str, bytes, int, float, bool and None are written as such. Any other object is pickled, each record
+by itself: unpickling a tuple of numbers and strings takes 0.25 µs, less than any loop in Python.
+Tensors and large arrays lie outside the records, and a record that is read has views of them.
 """
 
 import enum
@@ -17,36 +16,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.memory.buffer_table import (
+from shmloader.memory.bulk import (
     BULK_BYTES,
     BufferTable,
-    read_with_parts,
-    stays_inside,
-    write_parts,
+    load_with_buffers,
+    stays_in_band,
+    write_buffers,
 )
-from shmloader.memory.encoder import Parts, batch_dispatch_table, reduce_data
+from shmloader.memory.encoder import OutOfBand, batch_dispatch_table, reduce_data
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.shared.arrays import array_over, reduce_tensor
 
-# Records are written so many bytes at a time.
+# Bytes of records that are written at a time.
 _CHUNK_BYTES = 1 << 20
 
 _FLOAT = struct.Struct("<d")
 
-# Of these, a pickle holds nothing that ought to lie beside it.
+# The pickle of a tuple of these has no out-of-band buffers.
 _SIMPLE = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 class Kind(enum.IntEnum):
-    """How a record is written."""
+    """How a record is encoded."""
 
     TEXT = 0
     BYTES = 1
     INT = 2
     FLOAT = 3
     PICKLE = 4
-    #: A pickle of a body, and of where the parts lie.
-    PARTS = 5
+    #: A pickle of a body and of where its out-of-band buffers lie.
+    OUT_OF_BAND = 5
     NONE = 6
     TRUE = 7
     FALSE = 8
@@ -54,20 +53,20 @@ class Kind(enum.IntEnum):
 
 _CONSTANTS = {Kind.NONE: None, Kind.TRUE: True, Kind.FALSE: False}
 
-# Plain numbers for the reader: an enum's attributes take it as long as all the rest.
+# Plain ints for the reader, since looking up an enum's member takes as long as reading a record.
 _TEXT, _BYTES, _INT, _PICKLE = map(int, (Kind.TEXT, Kind.BYTES, Kind.INT, Kind.PICKLE))
-_FLOAT_KIND, _PARTS = int(Kind.FLOAT), int(Kind.PARTS)
+_FLOAT_KIND, _OUT_OF_BAND = int(Kind.FLOAT), int(Kind.OUT_OF_BAND)
 
 
-class RecordsPlace(NamedTuple):
-    """Where records lie in their segment.
+class RecordTables(NamedTuple):
+    """Where the tables of records lie in their segment.
 
     Attributes:
-        length: How many.
-        starts: Offset of the table of their first bytes; int64.
-        ends: Offset of the table of the bytes after their last ones; int64.
+        length: Number of records.
+        starts: Offset of the table of each record's first byte; int64.
+        ends: Offset of the table of the byte after each record; int64.
         kinds: Offset of the table of their kinds; uint8.
-        others: Segments that items have handles of: what was shared already. They last as long.
+        others: Segments that items have handles of, since they were shared before; kept alive here.
     """
 
     length: int
@@ -78,17 +77,17 @@ class RecordsPlace(NamedTuple):
 
 
 class _ItemPickler(pickle.Pickler):
-    """Standard pickle, but tensors and arrays of some size leave the stream.
+    """Standard pickle, but tensors and large arrays are taken out of it.
 
     Attributes:
-        others: The segments that it comes upon, by their ids.
+        others: The segments that the items refer to, by their ids.
     """
 
-    def __init__(self, file: io.BytesIO, parts: Parts, *, writable: bool) -> None:
-        stays = functools.partial(stays_inside, parts=parts)
+    def __init__(self, file: io.BytesIO, out_of_band: OutOfBand, *, writable: bool) -> None:
+        stays = functools.partial(stays_in_band, out_of_band=out_of_band)
         super().__init__(file, protocol=5, buffer_callback=stays)
         self.dispatch_table = batch_dispatch_table()
-        self._parts = parts
+        self._out_of_band = out_of_band
         self._writable = writable
         self.others: dict[int, Segment] = {}
 
@@ -103,21 +102,16 @@ class _ItemPickler(pickle.Pickler):
             fields = (value.dtype, value.shape, order, self._writable)
             return array_over, (pickle.PickleBuffer(data.data), *fields)
         if type(value).__module__ == "torch" or type(value).__module__.startswith("torch."):
-            return reduce_tensor_of(value) or reduce_data(value, self._parts)
+            return reduce_tensor(value) or reduce_data(value, self._out_of_band)
         return NotImplemented
 
 
-def reduce_tensor_of(value: Any) -> Any:
-    """A handle of a tensor that lies in a segment already; None of anything else."""
-    return reduce_tensor(value) if hasattr(value, "untyped_storage") else None
-
-
 class RecordWriter:
-    """Writes records behind what a segment holds already.
+    """Appends records to a segment.
 
     Args:
-        writer: Of the segment; nobody else uses it until :meth:`finish`.
-        writable: Whether arrays in the records may be written to, where they are read.
+        writer: Writer of the segment, which must not be used otherwise until :meth:`finish`.
+        writable: Whether arrays in the records are writable when they are read.
     """
 
     def __init__(self, writer: SegmentWriter, *, writable: bool) -> None:
@@ -132,11 +126,11 @@ class RecordWriter:
         self._others: dict[int, Segment] = {}
 
     def add(self, item: object) -> None:
-        """Write one more.
+        """Write a record.
 
         Raises:
             Exception: What pickling it raises.
-            SharedMemoryError: If there is no memory for it.
+            SharedMemoryError: If there is not enough memory.
         """
         data, kind = self._encode(item)
         start = self._base + len(self._chunk)
@@ -168,58 +162,56 @@ class RecordWriter:
             return _FLOAT.pack(item), Kind.FLOAT
         if kind is tuple and _SIMPLE.issuperset(map(type, item)):
             return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), Kind.PICKLE
-        file, parts = io.BytesIO(), Parts()
-        pickler = _ItemPickler(file, parts, writable=self._writable)
+        file, out_of_band = io.BytesIO(), OutOfBand()
+        pickler = _ItemPickler(file, out_of_band, writable=self._writable)
         pickler.dump(item)
         self._others |= pickler.others
-        if not parts.order:
+        if not out_of_band.order:
             return file.getvalue(), Kind.PICKLE
         self._flush()
         self._is_dense = False
-        table = write_parts(parts, self._writer)
+        table = write_buffers(out_of_band, self._writer)
         self._base = self._writer.used_bytes
         body = (file.getvalue(), table.spans, table.order)
-        return pickle.dumps(body, pickle.HIGHEST_PROTOCOL), Kind.PARTS
+        return pickle.dumps(body, pickle.HIGHEST_PROTOCOL), Kind.OUT_OF_BAND
 
-    def finish(self) -> RecordsPlace:
+    def finish(self) -> RecordTables:
         """Write the tables."""
         self._flush()
         writer, count = self._writer, len(self._starts)
         if self._is_dense:
-            # Each ends where the next begins: one table serves for both.
+            # Each record ends where the next begins, so one table serves for both.
             self._starts.append(self._ends[-1] if count else self._base)
             starts = writer.append(self._starts)
             ends = starts + self._starts.itemsize
         else:
             starts, ends = writer.append(self._starts), writer.append(self._ends)
         kinds = writer.append(self._kinds)
-        return RecordsPlace(count, starts, ends, kinds, tuple(self._others.values()))
+        return RecordTables(count, starts, ends, kinds, tuple(self._others.values()))
 
 
 class Records:
-    """Records of a segment, to be read. Pickled as a handle."""
+    """Reads the records of a segment. Pickled as a handle."""
 
-    __slots__ = ("_ends", "_kinds", "_place", "_segment", "_starts")
+    __slots__ = ("_ends", "_kinds", "_segment", "_starts", "_tables")
 
-    def __init__(self, segment: Segment, place: RecordsPlace) -> None:
+    def __init__(self, segment: Segment, tables: RecordTables) -> None:
         whole = memoryview(segment)
-        table_bytes = 8 * place.length
+        table_bytes = 8 * tables.length
         self._segment = segment
-        self._place = place
-        self._starts = whole[place.starts : place.starts + table_bytes].cast("q")
-        self._ends = whole[place.ends : place.ends + table_bytes].cast("q")
-        self._kinds = whole[place.kinds : place.kinds + place.length]
+        self._tables = tables
+        self._starts = whole[tables.starts : tables.starts + table_bytes].cast("q")
+        self._ends = whole[tables.ends : tables.ends + table_bytes].cast("q")
+        self._kinds = whole[tables.kinds : tables.kinds + tables.length]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A handle."""
-        return Records, (self._segment, self._place)
+        return Records, (self._segment, self._tables)
 
     def __len__(self) -> int:
-        """How many."""
-        return self._place.length
+        return self._tables.length
 
     def __getitem__(self, number: int) -> Any:  # noqa: PLR0911 - one for each kind, the fast first
-        """Read one, a new object each time. ``number`` is from 0 up to the count."""
+        """Read a record, as a new object each time. ``number`` must not be negative."""
         data = self._segment[self._starts[number] : self._ends[number]]
         kind = self._kinds[number]
         if kind == _TEXT:
@@ -232,15 +224,13 @@ class Records:
             return int.from_bytes(data, "little", signed=True)
         if kind == _FLOAT_KIND:
             return _FLOAT.unpack(data)[0]
-        if kind == _PARTS:
+        if kind == _OUT_OF_BAND:
             body, spans, order = pickle.loads(data)
-            return read_with_parts(body, BufferTable(spans, order), self._segment)
+            return load_with_buffers(body, BufferTable(spans, order), self._segment)
         return _CONSTANTS[Kind(kind)]
 
     def __iter__(self) -> Iterator[Any]:
-        """All of them, in turn."""
-        return map(self.__getitem__, range(self._place.length))
+        return map(self.__getitem__, range(self._tables.length))
 
     def __reversed__(self) -> Iterator[Any]:
-        """The same, the last one first."""
-        return map(self.__getitem__, reversed(range(self._place.length)))
+        return map(self.__getitem__, reversed(range(self._tables.length)))

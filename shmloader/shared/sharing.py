@@ -1,9 +1,8 @@
-"""``share`` returns an equivalent object whose bulk is in shared memory.
+"""``share`` returns an equivalent object whose bulk lies in shared memory.
 
-Three steps: the object's containers are walked, and the bulk in them is noted; it is written to one
-segment, which is sealed; the walk is done once more, and copies each container, with views of the
-segment in the place of the bulk. So a tensor that several fields share is there once, and so is
-each storage of several tensors.
+It walks through the object's containers and notes the bulk in them, writes the bulk to one segment,
+seals that, and walks once more to copy each container, with views of the segment in place of the
+bulk. So a tensor that several fields share is there once, and so is the storage of several tensors.
 """
 
 import collections
@@ -16,56 +15,54 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shmloader.memory.buffer_table import BufferTable, storage_at, write_parts
-from shmloader.memory.codec import Part, rebuild_tensor
-from shmloader.memory.encoder import Parts, is_plain
+from shmloader.memory.bulk import BufferTable, storage_at, write_buffers
+from shmloader.memory.codec import PartialStorage, rebuild_tensor
+from shmloader.memory.encoder import OutOfBand, is_plain, tensor_fields
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
-from shmloader.shared.attributes import attributes_of
-from shmloader.shared.mappings import SharedDict, stable_hash, write_index
-from shmloader.shared.records import Records, RecordWriter
-from shmloader.shared.sequences import SharedList
+from shmloader.shared.containers import SharedDict, SharedList, stable_hash, write_index
+from shmloader.shared.counting import attributes_of
+from shmloader.shared.records import Records, RecordTables, RecordWriter
 
 _T = TypeVar("_T")
 
-#: A list, tuple or dict of at least so many items is bulk. A shorter one stays what it is, and
-#: what is in it is looked at.
+#: A list, tuple or dict of at least this many items is bulk. In a shorter one, bulk is looked for.
 LONG = 1_000
 
-# What is never taken apart.
+# Types in which no bulk is looked for.
 _WHOLE = (SharedList, SharedDict, np.ndarray, torch.Tensor, str, bytes, type)
 
 
 def share(obj: _T, writable: bool = False) -> _T:
     """Return an equivalent object whose bulk lies in shared memory, once for all processes.
 
-    Bulk is: numpy arrays and CPU tensors; lists, tuples and dicts of 1,000 items and more, which
-    become a ``SharedList`` or ``SharedDict``: these read as they did, cannot be changed, and build
-    an item whenever it is asked for. It is looked for in the object itself, its attributes if it is
-    a dataset (torch's, or anything with ``__getitem__``) or a dataclass, and in shorter lists,
-    tuples and dicts, at any depth. What has no bulk in it is the very object that it was. A memory
-    map stays: it is there once already. What was shared before is not copied again.
+    Bulk is numpy arrays, CPU tensors, and lists, tuples and dicts of at least 1,000 items. The
+    latter become a ``SharedList`` or ``SharedDict``, which reads like the original, cannot be
+    changed, and builds an item whenever it is accessed. Bulk is looked for in the object itself, in
+    its attributes if it is a dataset (torch's, or anything with ``__getitem__``) or a dataclass,
+    and in shorter lists, tuples and dicts, at any depth. Objects without bulk are used as they are,
+    not copied. Memory maps are left as they are, and what was shared before is not copied again.
 
-    The shared copy may be used here, be in a dataset of a loader, and be sent to any process that
-    multiprocessing starts, under fork, spawn or forkserver: what crosses is a handle. The memory
-    has no name, cannot be changed, and is gone with its last user.
+    The shared copy may be used in this process, in a loader's dataset, and in any process that
+    multiprocessing starts with fork, spawn or forkserver; only a handle is sent. The memory has no
+    name, cannot be changed, and is freed with its last user.
 
     Args:
-        obj: What to share. It stays as it is: drop it, for its memory.
-        writable: Whether arrays may be written to. What a process writes is its own, as with
-            tensors, which torch has no read-only kind of: pages are copied when they are written.
-            A process that is started with such an array has it as it was shared; wherever else
-            the array is pickled, in a batch or for a queue, it goes with what was written to it.
+        obj: The object to share. It is not changed; drop it to free its memory.
+        writable: Whether arrays may be written to. What a process writes is its own, since pages
+            are copied when they are written; the same holds for tensors, which are always writable.
+            A process that is started with such an array gets it as it was shared; when it is
+            pickled otherwise, in a batch or for a queue, it is sent with what was written to it.
 
     Returns:
-        An object that behaves as ``obj``; ``obj`` itself if there is nothing to share. Arrays in it
-        are read-only, and writing raises ValueError, unless ``writable``. A tensor that is part of
-        a larger storage brings the bytes that tensors of it span.
+        An object that behaves like ``obj``, or ``obj`` itself if it has no bulk. Its arrays are
+        read-only, so that writing raises ValueError, unless ``writable``. Of a storage, only the
+        bytes that the tensors in ``obj`` span are shared.
 
     Raises:
-        SharedMemoryError: If there is no memory for it; found before it is touched.
+        SharedMemoryError: If there is not enough memory; raised before it is touched.
         TypeError: If an item of a long list or dict cannot be pickled.
         RuntimeError: On a system without ``memfd`` (Linux has it).
     """
@@ -74,7 +71,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     if not walk.has_found:
         return obj
     if not is_supported():
-        raise RuntimeError(f"share() cannot be had here, since {why_unsupported()}")
+        raise RuntimeError(f"share() does not work here, since {why_unsupported()}")
     with SegmentWriter() as writer:
         build = _write(walk, writer, writable=writable)
         segment = writer.finish()
@@ -85,10 +82,11 @@ def share(obj: _T, writable: bool = False) -> _T:
 
 
 class _Walk:
-    """Finds the bulk. What it has found it keeps, so that no address is used twice.
+    """Finds the bulk in an object. Keeps what it finds alive, so that no id is used twice.
 
     Attributes:
-        changing: The ids of what has bulk in it, at any depth: all that gets a shared copy.
+        changing: The ids of objects that have bulk in them, at any depth; these get a shared copy.
+        arrays, tensors, lists, dicts: The bulk of each kind, by id.
     """
 
     def __init__(self) -> None:
@@ -102,22 +100,22 @@ class _Walk:
 
     @property
     def has_found(self) -> bool:
-        """Whether there is any."""
+        """Whether there is any bulk."""
         return bool(self.arrays or self.tensors or self.lists or self.dicts)
 
     def visit(self, root: object) -> None:
-        """Look at an object and all that is in it."""
+        """Look for bulk in an object and all that is in it."""
         bulk: list[int] = []
         waiting: list[tuple[Any, int]] = [(root, 0)]
         while waiting:
             value, holder = waiting.pop()
             key = id(value)
             if key not in self._seen:
-                found = self._bulk_of(value)
-                if found is not None:
-                    found[key] = value
+                same_kind = self._bulk_of(value)
+                if same_kind is not None:
+                    same_kind[key] = value
                     bulk.append(key)
-                elif (inner := _parts_of(value, is_root=value is root)) is not None:
+                elif (inner := _contents(value, is_root=value is root)) is not None:
                     waiting += [(one, key) for one in inner]
                 else:
                     continue
@@ -130,7 +128,7 @@ class _Walk:
                     bulk.append(holder)
 
     def _bulk_of(self, value: Any) -> dict[int, Any] | None:
-        """Where bulk of its kind is noted; None if it is none."""
+        """Return the dict in which bulk of this kind is noted; None if the value is no bulk."""
         kind = type(value)
         if kind is np.ndarray:
             return self.arrays if value.size and not value.dtype.hasobject else None
@@ -148,19 +146,19 @@ def _may_share(tensor: torch.Tensor) -> bool:
         is_plain(tensor)
         and tensor.is_leaf
         and tensor.numel() > 0
-        and not tensor.is_shared()  # its user wants writes to be seen
+        and not tensor.is_shared()  # writes to it must stay visible to all processes
         and reduce_tensor(tensor) is None
     )
 
 
 def _fields_of(value: Any, *, is_root: bool) -> dict[str, Any] | None:
-    """Return the attributes of a dataset, a dataclass or any root that can have a shared copy."""
+    """Return the attributes of a dataset, a dataclass or the root, if they can be replaced."""
     kind = type(value)
     is_looked_at = (
         is_root
         or dataclasses.is_dataclass(kind)
         or isinstance(value, Dataset)
-        # Of its own, not of its metaclass, as an enum's.
+        # Defined by its class, not by a metaclass, as an enum's is.
         or any("__getitem__" in vars(base) for base in kind.__mro__)
     )
     if not is_looked_at or isinstance(value, _WHOLE):
@@ -174,8 +172,8 @@ def _is_container(value: object) -> bool:
     return isinstance(value, list | tuple | dict)
 
 
-def _parts_of(value: Any, *, is_root: bool) -> Iterable[Any] | None:
-    """What is to be looked at in a value; None if it stays what it is."""
+def _contents(value: Any, *, is_root: bool) -> Iterable[Any] | None:
+    """Return the objects in a value that may have bulk; None if the value is used as it is."""
     if _is_container(value):
         return list(value.values()) if isinstance(value, dict) else list(value)
     fields = _fields_of(value, is_root=is_root)
@@ -185,15 +183,13 @@ def _parts_of(value: Any, *, is_root: bool) -> Iterable[Any] | None:
 def _write(
     walk: _Walk, writer: SegmentWriter, *, writable: bool
 ) -> Callable[[Segment], dict[int, Any]]:
-    """Write all bulk; gives what then opens it: each piece's shared copy, by the piece's id."""
-    parts = Parts()
+    """Write all bulk. Returns a function that opens it: each item's shared copy, by its id."""
+    out_of_band = OutOfBand()
     storages = {}
     for key, tensor in walk.tensors.items():
-        storage = storages[key] = parts.storage(tensor.untyped_storage())
-        item, first = tensor.element_size(), tensor.storage_offset()
-        last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        storage.add(first * item, (last + 1) * item, item)
-    table = write_parts(parts, writer)
+        storage = storages[key] = out_of_band.storage(tensor.untyped_storage())
+        storage.add_tensor(tensor)
+    table = write_buffers(out_of_band, writer)
     arrays = {key: _write_array(array, writer) for key, array in walk.arrays.items()}
     lists = {
         key: _write_items(items, writer, "item", writable=writable)
@@ -210,16 +206,12 @@ def _write(
     def build(segment: Segment) -> dict[int, Any]:
         opened = _open_storages(table, segment)
         copies: dict[int, Any] = {
-            key: open_array(segment, *place, is_writable=writable) for key, place in arrays.items()
+            key: open_array(segment, *where, is_writable=writable) for key, where in arrays.items()
         }
         for key, tensor in walk.tensors.items():
-            copies[key] = rebuild_tensor(
-                opened[storages[key].index], tensor.dtype, tuple(tensor.shape), tensor.stride(),
-                int(tensor.storage_offset()), tensor.requires_grad,
-                type(tensor) is torch.nn.Parameter,
-            )  # fmt: skip
-        for key, place in lists.items():
-            copies[key] = SharedList(Records(segment, place))
+            copies[key] = rebuild_tensor(opened[storages[key].index], *tensor_fields(tensor))
+        for key, tables in lists.items():
+            copies[key] = SharedList(Records(segment, tables))
         for key, (keys, values, index) in dicts.items():
             copies[key] = SharedDict(
                 segment, Records(segment, keys), Records(segment, values), index
@@ -229,22 +221,24 @@ def _write(
     return build
 
 
-def _open_storages(table: BufferTable, segment: Segment) -> list[Part]:
+def _open_storages(table: BufferTable, segment: Segment) -> list[PartialStorage]:
     return [
-        Part(storage_at(segment, offset, nbytes), first_byte)
+        PartialStorage(storage_at(segment, offset, nbytes), first_byte)
         for offset, nbytes, first_byte in table.spans
     ]
 
 
 def _write_array(array: Any, writer: SegmentWriter) -> tuple[int, Any, Any, Any]:
-    """Write an array; offset, dtype, shape and strides of its shared copy, which has its order."""
+    """Write an array; return offset, dtype, shape and strides of its shared copy."""
     strides = np.empty_like(array, order="K", subok=False).strides
     dense = array if array.strides == strides else array.copy(order="K")
     address = dense.__array_interface__["data"][0]
     return writer.append_memory(address, dense.nbytes), array.dtype, array.shape, strides
 
 
-def _write_items(items: Iterable[Any], writer: SegmentWriter, word: str, *, writable: bool) -> Any:
+def _write_items(
+    items: Iterable[Any], writer: SegmentWriter, word: str, *, writable: bool
+) -> RecordTables:
     records = RecordWriter(writer, writable=writable)
     for number, item in enumerate(items):
         try:
@@ -254,21 +248,21 @@ def _write_items(items: Iterable[Any], writer: SegmentWriter, word: str, *, writ
         except Exception as error:
             raise TypeError(
                 f"{word} {number} of a long list or dict cannot be shared: it is a "
-                f"{type(item).__module__}.{type(item).__qualname__}, and cannot be pickled "
+                f"{type(item).__module__}.{type(item).__qualname__} and cannot be pickled "
                 f"({type(error).__name__}: {error})"
             ) from error
     return records.finish()
 
 
 class _SharedCopies:
-    """Copies what has bulk in it, with what lies in a segment in the place of the bulk."""
+    """Copies objects that have bulk in them, with the shared copies in place of the bulk."""
 
     def __init__(self, walk: _Walk, made: dict[int, Any]) -> None:
         self._walk = walk
         self._made = made
 
     def shared_copy(self, value: Any) -> Any:
-        """Return an object's shared copy, always the same one; or the object, if it has no bulk."""
+        """Return an object's shared copy, always the same one; the object if it has no bulk."""
         key = id(value)
         if key in self._made:
             return self._made[key]
@@ -276,14 +270,14 @@ class _SharedCopies:
             return value
         if isinstance(value, tuple):
             inner = [self.shared_copy(one) for one in value]
-            # It may hold itself, by way of a list.
+            # The tuple may contain itself, inside a list, and then has been made meanwhile.
             return self._made.setdefault(key, _tuple_like(value, inner))
         made = self._made[key] = _copy_of(value)
         if made is value:
             return value
         if isinstance(value, list):
-            for place, one in enumerate(value):
-                list.__setitem__(made, place, self.shared_copy(one))
+            for number, one in enumerate(value):
+                list.__setitem__(made, number, self.shared_copy(one))
         elif isinstance(value, dict):
             for name, one in value.items():
                 dict.__setitem__(made, name, self.shared_copy(one))
@@ -294,10 +288,10 @@ class _SharedCopies:
 
 
 def _tuple_like(value: Any, inner: list[Any]) -> Any:
-    """A tuple of the same class, with other items."""
+    """Return a tuple of the same class with other items."""
     try:
         made = tuple.__new__(type(value), inner)
-    except TypeError:  # a structseq: a class written in C that tells names from places
+    except TypeError:  # a structseq, such as os.stat_result
         return type(value)(inner)
     if probe(value, "__dict__") is not None:
         made.__dict__.update(value.__dict__)
@@ -305,8 +299,8 @@ def _tuple_like(value: Any, inner: list[Any]) -> Any:
 
 
 def _copy_of(value: Any) -> Any:
-    """A new object of the same class, a container with its items; itself, if there can be none."""
+    """Return a new object of the same class, a container with its items; itself if impossible."""
     try:
         return copy.copy(value) if _is_container(value) else object.__new__(type(value))
-    except Exception:  # noqa: BLE001 - a class written in C below it, or a dict that refuses
+    except Exception:  # noqa: BLE001 - a base class in C, or a dict that refuses to be copied
         return value

@@ -33,7 +33,7 @@ from shmloader.memory import gather as gather_module
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
-from shmloader.sampling.index_arrays import IndexArray, array_batches, as_list
+from shmloader.sampling.indices import IndexArray, array_batches, as_list
 from tests.parity.compare import (
     TorchLoader,
     assert_private_tensors,

@@ -136,7 +136,7 @@ def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
             told.append((size, str(error)))
     assert [size for size, _ in told] == [6_000_000]
     text = told[0][1]
-    assert "a batch needs 6.0 MB or more of shared memory, 6.0 MB more than its slot has" in text
+    assert "a batch needs at least 6.0 MB of shared memory, 6.0 MB more than its slot has" in text
     assert "but 5.0 MB is free (limit of the control group /job;" in text
     assert "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 6.0 MB = 36.0 MB" in text
     assert sum(slots.files().values()) < MIB, "it was touched"

@@ -28,7 +28,7 @@ from torch.utils.data import get_worker_info
 import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.device.exchange import Call
-from shmloader.memory.debug import is_debugging
+from shmloader.memory.lease import is_debugging
 from shmloader.pools.status_page import STACK_SIGNAL, Phase
 from tests.late import switched_on, to_host
 from tests.process.support import (

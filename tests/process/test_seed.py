@@ -491,7 +491,7 @@ def distributed() -> DistributedSampler[Any]:
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
 def test_what_is_no_epoch_is_refused(epoch) -> None:
-    with pytest.raises((TypeError, ValueError), match="epoch option should be"):
+    with pytest.raises((TypeError, ValueError), match="epoch should be"):
         DataLoader(range(4)).set_epoch(epoch)
 
 
@@ -765,12 +765,12 @@ def test_none_is_the_default_and_all_is_torch_s() -> None:
 @pytest.mark.parametrize("seed", [-1, 1.0, True, "5"])
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 def test_what_is_no_seed_is_refused(seed, kind) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"seed option should be .*seed="):
+    with pytest.raises((TypeError, ValueError), match=r"seed should be .*seed="):
         kind(range(4), 2, seed=seed)
 
 
 def test_a_sharded_loader_has_a_seed_always() -> None:
-    with pytest.raises(TypeError, match="seed option should be an int, but got seed=None"):
+    with pytest.raises(TypeError, match="seed should be an int, but got seed=None"):
         ShardedDataLoader(range(4), 2, seed=None)
 
 

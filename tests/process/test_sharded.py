@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
-from shmloader.loader import dataloader
+from shmloader.loader import arguments, dataloader
 from shmloader.sampling import (
     BucketBatchSampler,
     DistributedWeightedSampler,
@@ -659,7 +659,7 @@ def test_devices_that_are_all_the_cpu_need_no_thread() -> None:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        ([1, 2], "step 1 .* should be a list of index lists, one for each of 2 devices"),
+        ([1, 2], "step 1 .* should be a list of index lists, one for each of the 2 devices"),
         ([[1], [2], [3]], "step 1 .* has 3 index lists, and there are 2 devices"),
     ],
 )
@@ -783,6 +783,10 @@ def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
     assert values(DataLoader(stream, 2, last_batch="discard")) == [[0, 1], [2, 3]]
 
 
+def as_if_present(device: Any) -> torch.device | None:
+    return None if device in {None, "cpu"} else torch.device("meta", device)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
@@ -791,17 +795,20 @@ def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
         (DataLoader, {"on_error": "skip"}, "on_error"),
         (DataLoader, {"last_batch": "rollover"}, "last_batch"),
         (DataLoader, {"seed": 0}, "seed"),
+        (DataLoader, {"device": 0}, "device"),
         (ShardedDataLoader, {}, "steps of several batches"),
     ],
 )
-def test_where_torchs_workers_have_to_do_our_own_options_are_refused(
+def test_where_torchs_workers_have_to_do_our_own_arguments_are_refused(
     kind, options, named, monkeypatch
 ) -> None:
     monkeypatch.setattr(dataloader, "is_supported", lambda: False)
+    for module in (arguments, dataloader):  # as on a machine with a device of index 0
+        monkeypatch.setattr(module, "parse_device", as_if_present)
     loader = kind(torch.arange(8), 2, num_workers=1, **options)
     with pytest.raises(RuntimeError, match=f"cannot be combined with {named}"):
         iter(loader)
-    plain = DataLoader(torch.arange(8), 2, num_workers=1)
+    plain = DataLoader(torch.arange(8), 2, num_workers=1, device="cpu")  # asks for no copy
     with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
         assert values(plain) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

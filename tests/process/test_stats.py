@@ -381,7 +381,7 @@ def test_cached_batches_come_again_and_again(kind) -> None:
     assert len(list(itertools.islice(CachedBatches([7], 5), 3))) == 3
     with pytest.raises(ValueError, match="empty"):
         CachedBatches([], 1)
-    with pytest.raises(ValueError, match="n option should be 1 or more"):
+    with pytest.raises(ValueError, match="n should be 1 or more"):
         CachedBatches([1], 0)
 
 

@@ -483,7 +483,7 @@ STATEFUL = {
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_samplers_own_state_is_of_what_was_handed_over(kind, seed, every, monkeypatch):
-    monkeypatch.setattr("shmloader.sampling.resumable_sampler._OWN_STATE_EVERY", every)
+    monkeypatch.setattr("shmloader.sampling.sampler_order._OWN_STATE_EVERY", every)
 
     def make():
         return shmloader.DataLoader(Squares(), seed=seed, **STATEFUL[kind]())
@@ -528,7 +528,7 @@ def test_a_sampler_that_is_passed_over_is_told_in_the_log(kind, caplog):
     other.load_state_dict(state)
     with caplog.at_level(logging.INFO, "shmloader"):
         stop(other, 1)
-    assert "goes on at batch 5" in caplog.text
+    assert "the epoch continues at batch 5" in caplog.text
     assert "GlobalShuffle" in caplog.text
 
 
@@ -555,7 +555,7 @@ def test_a_sampler_that_gives_another_order_is_found_out():
     stop(loader, 3)
     other = shmloader.DataLoader(Squares(), 4, sampler=Unsteady(1))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"gives another batch 2 .*seed it"):
+    with pytest.raises(ValueError, match=r"yields another batch 2 .*seed it"):
         next(iter(other))
 
 
@@ -585,7 +585,7 @@ def test_a_sampler_that_gives_too_little_is_found_out():
     stop(loader, 8)
     other = shmloader.DataLoader(Squares(), 4, sampler=list(range(20)))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="gives only 5 batches"):
+    with pytest.raises(ValueError, match="yields only 5 batches"):
         next(iter(other))
 
 
@@ -756,7 +756,7 @@ def test_a_generators_state_that_cannot_be_read_is_refused():
     state = loader.state_dict()
     state["origin"]["generators"] = ["no base64"]
     state = sealed(state)
-    with pytest.raises(ValueError, match="generator's state in it cannot be read"):
+    with pytest.raises(ValueError, match=r"^a generator's state cannot be read"):
         loader.load_state_dict(state)
 
 
@@ -846,7 +846,7 @@ def test_the_epoch_that_is_named_goes_on_and_another_gives_the_state_up(caplog):
     other.load_state_dict(state)
     assert not caplog.text
     other.set_epoch(2)
-    assert "of epoch 1 at batch 3, is given up: epoch 2 is to come next" in caplog.text
+    assert "of epoch 1 at batch 3, is discarded, since set_epoch(2) was called" in caplog.text
     assert rest_of(other) == epochs[2]
 
 
@@ -997,7 +997,7 @@ def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
         loader.load_state_dict(state)
         next(iter(loader))
 
-    with pytest.raises(ValueError, match=r"is of batch 12.*(gives only|has) 11"):
+    with pytest.raises(ValueError, match=r"was taken at batch 12.*(yields only|has) 11"):
         go_on()
 
 

@@ -10,7 +10,7 @@ from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer
-from shmloader.sampling.positions import PositionedIndices
+from shmloader.sampling.indices import PositionedIndices
 
 
 class Squares(torch.utils.data.Dataset):

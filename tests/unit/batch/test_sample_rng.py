@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shmloader import sample_rng
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import SampleRng, base_seed, loading
-from shmloader.sampling.positions import PositionedIndices
+from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 
 

@@ -28,7 +28,7 @@ def test_sampler_and_batch_sampler_are_the_order_that_is_delivered(last_batch) -
     loader = make(last_batch=last_batch)
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
-        carried = loader._plan.order.carry_over.rest
+        carried = loader._plan.order.carry_over.samples
         indices, batches = list(loader.sampler), list(loader.batch_sampler)
         assert sorted(indices) == list(range(LENGTH))
         assert [*itertools.chain(*batches)] == (carried + indices)[: sum(map(len, batches))]

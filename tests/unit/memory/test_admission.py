@@ -28,8 +28,8 @@ def resident(slot: Slot) -> int:
     return os.fstat(slot.fileno()).st_blocks * 512
 
 
-def make_admission(system: System, free_bytes: int, **demand) -> MemoryAdmission:
-    """A room with so much free, beyond the reserve, at the start and now."""
+def make_admission(system: System, free_bytes: int, **config) -> MemoryAdmission:
+    """An admission with this much free beyond the reserve, at the start and now."""
     free = free_bytes + RESERVE_BYTES
     system.set_available(free)
     options = {
@@ -38,7 +38,7 @@ def make_admission(system: System, free_bytes: int, **demand) -> MemoryAdmission
         "loop_holds": 2,
         "batch_count": 1000,
         "free_at_start": Free(free, "MemAvailable"),
-        **demand,
+        **config,
     }
     return MemoryAdmission(MemoryConfig(**options, root=str(system.root)))
 
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, s
     with pytest.raises(SharedMemoryError) as caught:
         admission.grow(slot, 20 * 10**6, 97 * 10**6)
     assert str(caught.value) == (
-        "a batch needs 97.0 MB or more of shared memory, 77.0 MB more than its slot has, but "
+        "a batch needs at least 97.0 MB of shared memory, 77.0 MB more than its slot has, but "
         "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs "
         "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 97.0 MB = 582.0 MB of shared "
         "memory: lower prefetch_factor, num_workers or batch_size, or set shm_size."
@@ -162,8 +162,8 @@ def test_slots_that_may_never_be_used_raise_no_alarm(system, slot, batch_count):
 
 
 def test_an_epoch_of_few_batches_is_told_as_such():
-    demand = MemoryConfig(8, 2, 2, batch_count=6)
-    text = demand.describe(10**6)
+    config = MemoryConfig(8, 2, 2, batch_count=6)
+    text = config.describe(10**6)
     assert text == "6 slots (one for each batch of an epoch) × 1.0 MB = 6.0 MB of shared memory"
     assert "18 slots (prefetch_factor 2" in MemoryConfig(8, 2, 2, batch_count=18).describe(10**6)
 
@@ -179,7 +179,7 @@ def test_memory_is_short_if_it_may_not_do_for_slots_and_samples(
     assert admission.is_short(present_mib * MIB, 10 * MIB) == is_short
 
 
-def test_for_little_memory_nobody_looks_whether_it_is_short(system):
+def test_for_little_memory_free_memory_is_not_read(system):
     admission = make_admission(system, 0)
     assert not admission.is_short(0, 2 * MIB)
     assert admission.is_short(0, 3 * MIB)

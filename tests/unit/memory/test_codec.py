@@ -174,7 +174,7 @@ BATCHES = st.recursive(LEAVES, containers, max_leaves=8)
 
 
 def without_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor, of nothing rather than of somebody's storage."""
+    """An empty tensor, with a storage of its own rather than the tensor's."""
     nothing = torch.empty(0, dtype=tensor.dtype)
     nothing.set_(torch.UntypedStorage(0), 0, tensor.shape, tensor.stride())
     if isinstance(tensor, torch.nn.Parameter):
@@ -269,7 +269,7 @@ def test_unusual_tensors_arrive(bench, make, lent):
         assert_same(arrived, value)
     alive = weakref.ref(arrived)
     del arrived
-    assert alive() is None, "somebody holds it for ever"
+    assert alive() is None, "it is held forever"
 
 
 def test_a_tensor_brings_only_the_bytes_that_it_spans(bench):

@@ -165,12 +165,12 @@ def test_quantized_and_nested_samples_are_left_to_torch():
 def test_what_there_is_no_memory_for_is_told_and_not_made_elsewhere():
     class NoRoom:
         def grow(self, slot, backed, end):
-            raise SharedMemoryError("no room")
+            raise SharedMemoryError("no memory")
 
     writer = SlotWriter(NoRoom())
     with open_bench() as bench, installed(writer):
         writer.open(bench.slot, is_offered=True)
-        with pytest.raises(SharedMemoryError, match="no room"):
+        with pytest.raises(SharedMemoryError, match="no memory"):
             default_collate(SAMPLES)
 
 

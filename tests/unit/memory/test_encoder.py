@@ -63,7 +63,7 @@ def test_what_collate_put_into_the_slot_is_not_copied_again(bench):
     assert arrived["flat"][0] == 9
 
 
-def test_a_batch_that_was_encoded_is_held_by_nobody(bench):
+def test_a_batch_that_was_encoded_is_not_held(bench):
     bench.encode({"image": bench.writer.empty((3, 4), torch.float32), "name": "x"})
     assert not bench.writer.is_kept(), "the slot would be retired after a single use"
 

@@ -1,4 +1,4 @@
-"""Leases: alive under every view, back exactly once, unclean after a fork."""
+"""Leases: alive under every view, back exactly once, unclean after a fork; debug checks."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.memory.lease import LeaseBook
+from shmloader.memory.lease import POISON, LeaseBook, checksum, is_debugging, poison
 from shmloader.memory.slot import Slot
 
 MIB = 1 << 20
@@ -161,3 +161,37 @@ def test_a_book_may_die_before_its_leases(slot):
     tensor = lend(book, slot)
     del book
     assert tensor.sum() == 1000
+
+
+# The checks of SHMLOADER_DEBUG ------------------------------------------------------------
+
+
+def test_a_checksum_is_that_of_the_used_bytes_and_no_others(slot):
+    slot.mapping[:1000] = bytes(range(250)) * 4
+    before = checksum(slot, 1000)
+    slot.mapping[1000] = 7
+    assert checksum(slot, 1000) == before
+    slot.mapping[999] ^= 1
+    assert checksum(slot, 1000) != before
+    assert checksum(slot, 0) == 0
+
+
+def test_poison_covers_what_was_used_and_no_more(slot):
+    poison(slot, 1000)
+    assert slot.mapping[:1001] == bytes([POISON]) * 1000 + b"\0"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_the_variable_is_read_once(value, expected, monkeypatch):
+    monkeypatch.delenv("SHMLOADER_DEBUG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SHMLOADER_DEBUG", value)
+    is_debugging.cache_clear()
+    try:
+        assert is_debugging() is expected
+        monkeypatch.setenv("SHMLOADER_DEBUG", "0" if expected else "1")
+        assert is_debugging() is expected
+    finally:
+        is_debugging.cache_clear()

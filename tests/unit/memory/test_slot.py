@@ -124,7 +124,7 @@ def test_a_huge_slot_costs_nothing_until_it_is_written():
 
 
 @pytest.mark.parametrize("nbytes", [0, MIB, 16 * MIB])
-def test_nobody_can_change_a_slot_s_length(slot, nbytes):
+def test_the_length_of_a_slot_cannot_be_changed(slot, nbytes):
     with pytest.raises(PermissionError):
         os.ftruncate(slot.fileno(), nbytes)
 
@@ -319,7 +319,7 @@ def test_where_files_may_not_be_long_a_slot_is_as_long_as_they_may_be():
         return f"{slot.most_bytes} {describe_most(slot.most_bytes)}"
 
     assert in_a_child(work) == (
-        f"{MIB} as long as a file may be here (`ulimit -f`): raise that limit"
+        f"{MIB} the longest file allowed here (`ulimit -f`): raise that limit"
     )
 
 
@@ -331,7 +331,7 @@ def test_what_a_slot_may_hold_is_told_with_what_helps():
 def test_a_slot_is_mapped_further_under_its_views():
     slot = Slot.create(64 * MIB, PAGESIZE)
     slot.mapping[:3] = b"abc"
-    slot.views = ("somebody", [memoryview(slot.mapping)])
+    slot.views = ("a reader", [memoryview(slot.mapping)])
     before, address = slot.array(), slot.address
     slot.reach(8 * MIB)
     assert slot.nbytes == 10 * MIB

@@ -111,7 +111,7 @@ def test_what_is_still_held_when_the_task_ends_is_noticed(writer, hold):
     assert not writer.is_kept()
 
 
-def test_bytes_that_were_put_are_held_by_nobody(writer):
+def test_bytes_that_were_put_are_not_held(writer):
     writer.put(b"x" * 100)
     assert writer.slot.mapping[:100] == b"x" * 100
     assert not writer.is_kept()
@@ -171,7 +171,7 @@ def test_a_rewound_writer_begins_at_the_front(writer):
 
 def test_without_a_task_there_is_no_slot():
     writer = SlotWriter()
-    with pytest.raises(RuntimeError, match="no task is in work"):
+    with pytest.raises(RuntimeError, match=r"^there is no current task$"):
         writer.allocate(1)
 
 
@@ -188,7 +188,7 @@ def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said():
     slot.close()
 
 
-class Room:
+class Admission:
     """Grants up to a limit, in whole thousands; notes what it is asked."""
 
     def __init__(self, limit: int) -> None:
@@ -198,42 +198,42 @@ class Room:
     def grow(self, slot, backed, end):
         self.asked.append((backed, end))
         if end > self.limit:
-            raise SharedMemoryError("no room")
+            raise SharedMemoryError("no memory")
         return -(-end // 1000) * 1000
 
 
-def test_room_is_asked_for_only_beyond_what_was_touched_or_granted(bench):
-    room = Room(100_000)
-    writer = SlotWriter(room)
+def test_memory_is_admitted_only_beyond_what_was_touched_or_granted(bench):
+    admission = Admission(100_000)
+    writer = SlotWriter(admission)
     writer.open(bench.slot, touched_bytes=5000)
     writer.allocate(5000)
-    assert room.asked == []
+    assert admission.asked == []
     writer.allocate(100)
     writer.allocate(700)
     writer.allocate(1000)
-    assert room.asked == [(5000, 5056 + 100), (6000, 5888 + 1000)]
+    assert admission.asked == [(5000, 5056 + 100), (6000, 5888 + 1000)]
     writer.open(bench.slot, touched_bytes=7000)
     writer.empty((7000,), torch.uint8)
-    assert len(room.asked) == 2, "the slot is as large as it was"
+    assert len(admission.asked) == 2, "the slot is as large as it was"
 
 
-def test_without_room_nothing_is_taken_and_smaller_parts_may_follow(bench):
-    writer = SlotWriter(Room(10_000))
+def test_without_memory_nothing_is_taken_and_smaller_fields_may_follow(bench):
+    writer = SlotWriter(Admission(10_000))
     writer.open(bench.slot)
     writer.allocate(5000)
-    with pytest.raises(SharedMemoryError, match="no room"):
+    with pytest.raises(SharedMemoryError, match="no memory"):
         writer.allocate(6000)
     assert writer.used_bytes == 5056
     writer.allocate(4000)
 
 
-def test_a_share_that_is_too_small_is_told_before_room_is_asked_for(bench):
-    room = Room(0)
-    writer = SlotWriter(room)
+def test_a_share_that_is_too_small_is_told_before_memory_is_admitted(bench):
+    admission = Admission(0)
+    writer = SlotWriter(admission)
     writer.open(bench.slot)
     with pytest.raises(SharedMemoryError, match="shm_size"):
         writer.allocate(MIB + 1)
-    assert room.asked == []
+    assert admission.asked == []
 
 
 def test_what_was_touched_counts_what_was_rewound(writer):
@@ -252,9 +252,9 @@ def test_what_was_touched_counts_what_was_rewound(writer):
 def test_place_is_where_a_tensor_fits_to_the_last_byte(writer, used):
     writer.allocate(used)
     left = (MIB - writer.used_bytes) // 4
-    assert writer.has_place((left,), torch.float32)
-    assert not writer.has_place((left + 1,), torch.float32)
-    assert writer.has_place((0, 10**9), torch.float32)
+    assert writer.fits((left,), torch.float32)
+    assert not writer.fits((left + 1,), torch.float32)
+    assert writer.fits((0, 10**9), torch.float32)
 
 
 # A slot that is mapped further in the midst of a task ---------------------------------------------
@@ -287,7 +287,7 @@ def test_what_was_handed_out_before_a_slot_was_mapped_further_is_still_in_it(gro
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_whoever_holds_memory_of_any_of_a_slot_s_mappings_is_noticed(growing, held):
+def test_memory_that_is_held_of_any_of_a_slot_s_mappings_is_noticed(growing, held):
     _, writer = growing
     tensors = [writer.empty((nbytes,), torch.uint8) for nbytes in (100, MIB, 4 * MIB)]
     kept = tensors[held]

@@ -231,37 +231,37 @@ def test_torchs_loader_takes_it():
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"lengths": [1, -1]}, ValueError, "lengths option should have no negative"),
+        ({"lengths": [1, -1]}, ValueError, "lengths should have no negative"),
         (
             {"lengths": [[1, 2]]},
             ValueError,
-            "lengths option should have one dimension, but got len",
+            "lengths should have one dimension, but got len",
         ),
-        ({"lengths": ["a"]}, TypeError, "lengths option should be a sequence of ints or floats"),
+        ({"lengths": ["a"]}, TypeError, "lengths should be a sequence of ints or floats"),
         (
             {"batch_size": 0},
             ValueError,
-            "batch_size option should be 1 or more, but got batch_size",
+            "batch_size should be 1 or more, but got batch_size",
         ),
         (
             {"batch_size": 2.0},
             TypeError,
-            "batch_size option should be an int, but got batch_size=2",
+            "batch_size should be an int, but got batch_size=2",
         ),
         (
             {"num_buckets": 0},
             ValueError,
-            "num_buckets option should be 1 or more, but got num_buck",
+            "num_buckets should be 1 or more, but got num_buck",
         ),
-        ({"num_buckets": None}, TypeError, "num_buckets option should be an int, but got num_buck"),
+        ({"num_buckets": None}, TypeError, "num_buckets should be an int, but got num_buck"),
         (
             {"num_shards": -1},
             ValueError,
-            "num_shards option should be 0 or more, but got num_shard",
+            "num_shards should be 0 or more, but got num_shard",
         ),
-        ({"num_shards": True}, TypeError, "num_shards option should be an int, but got num_shards"),
-        ({"shuffle": 1}, TypeError, "shuffle option should be True or False, but got shuffle=1"),
-        ({"seed": 2**64}, ValueError, "seed option should be below 18446744073709551616, but got"),
+        ({"num_shards": True}, TypeError, "num_shards should be an int, but got num_shards"),
+        ({"shuffle": 1}, TypeError, "shuffle should be True or False, but got shuffle=1"),
+        ({"seed": 2**64}, ValueError, "seed should be below 18446744073709551616, but got"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments, kind, text):

@@ -18,16 +18,16 @@ def test_a_whole_number_is_an_int_afterwards(value):
     "value", [None, True, np.True_, 3.0, np.float32(3), "3", [3], torch.tensor(3)]
 )
 def test_what_is_no_whole_number_is_a_type_error(value):
-    with pytest.raises(TypeError, match="some option should be an int, but got some=") as caught:
+    with pytest.raises(TypeError, match="some should be an int, but got some=") as caught:
         whole_number(value, "some", minimum=0)
     assert repr(value) in str(caught.value)
 
 
 def test_the_bounds_are_told():
     assert whole_number(1, "some", minimum=1, below=2) == 1
-    with pytest.raises(ValueError, match=r"some option should be 1 or more, but got some=0$"):
+    with pytest.raises(ValueError, match=r"some should be 1 or more, but got some=0$"):
         whole_number(0, "some", minimum=1, below=2)
-    with pytest.raises(ValueError, match=r"some option should be below 2, but got some=2$"):
+    with pytest.raises(ValueError, match=r"some should be below 2, but got some=2$"):
         whole_number(2, "some", minimum=1, below=2)
 
 
@@ -38,7 +38,7 @@ def test_a_flag_is_itself(value):
 
 @pytest.mark.parametrize("value", [None, 0, 1, "True", np.True_, torch.tensor(True)])
 def test_what_is_neither_true_nor_false_is_a_type_error(value):
-    with pytest.raises(TypeError, match="some option should be True or False, but") as caught:
+    with pytest.raises(TypeError, match="some should be True or False, but") as caught:
         flag(value, "some")
     assert f"got some={value!r}" in str(caught.value)
 
@@ -95,7 +95,7 @@ def test_the_array_is_a_copy_that_cannot_be_written_to():
     ],
 )
 def test_what_are_no_numbers_is_a_type_error(values):
-    with pytest.raises(TypeError, match="some option should be a sequence of ints or floats, but"):
+    with pytest.raises(TypeError, match="some should be a sequence of ints or floats, but"):
         non_negatives(values, "some")
 
 
@@ -117,5 +117,5 @@ def test_other_than_one_dimension_is_refused(values, shape):
     ],
 )
 def test_numbers_below_0_or_without_bounds_are_refused(values, got):
-    with pytest.raises(ValueError, match=f"some option should have no negative .* but got {got}$"):
+    with pytest.raises(ValueError, match=f"some should have no negative .* but got {got}$"):
         non_negatives(values, "some")

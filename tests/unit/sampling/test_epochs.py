@@ -80,10 +80,10 @@ def test_a_copy_goes_on_from_the_same_epoch():
 
 @pytest.mark.parametrize("value", [None, True, 1.5, "1"])
 def test_a_seed_or_an_epoch_that_is_no_int_is_a_type_error(value):
-    with pytest.raises(TypeError, match="seed option should be an int") as caught:
+    with pytest.raises(TypeError, match="seed should be an int") as caught:
         Numbered(value)
     assert f"seed={value!r}" in str(caught.value)
-    with pytest.raises(TypeError, match="epoch option should be an int") as caught:
+    with pytest.raises(TypeError, match="epoch should be an int") as caught:
         Numbered(0).set_epoch(value)
     assert f"epoch={value!r}" in str(caught.value)
 
@@ -91,10 +91,10 @@ def test_a_seed_or_an_epoch_that_is_no_int_is_a_type_error(value):
 @pytest.mark.parametrize("value", [-1, 2**64])
 def test_a_seed_or_an_epoch_is_a_word_without_sign(value):
     Numbered(2**64 - 1).set_epoch(2**64 - 1)
-    with pytest.raises(ValueError, match="seed option should be") as caught:
+    with pytest.raises(ValueError, match="seed should be") as caught:
         Numbered(value)
     assert f"seed={value}" in str(caught.value)
-    with pytest.raises(ValueError, match="epoch option should be") as caught:
+    with pytest.raises(ValueError, match="epoch should be") as caught:
         Numbered(0).set_epoch(value)
     assert f"epoch={value}" in str(caught.value)
 

@@ -268,7 +268,7 @@ def test_a_sampler_of_torchs_has_the_epochs_streams_for_its_first_index_alone(
     def order_of(items: Any) -> list[list[int]]:
         times.clear()
         plan = SeededOrder(2, 0, Cut(2), "rollover", 0, items=items)
-        plan.carry_over.rest = list(rest)
+        plan.carry_over.samples = list(rest)
         return epoch_of(plan)
 
     expected = order_of(Unknown(sampler))

@@ -82,10 +82,10 @@ def test_one_of_the_two_alone_is_refused(rank, world_size):
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", [1]])
 def test_what_is_no_int_is_a_type_error(value):
-    with pytest.raises(TypeError, match="rank option should be an int") as caught:
+    with pytest.raises(TypeError, match="rank should be an int") as caught:
         resolve_ranks(value, 2)
     assert f"rank={value!r}" in str(caught.value)
-    with pytest.raises(TypeError, match="world_size option should be an int") as caught:
+    with pytest.raises(TypeError, match="world_size should be an int") as caught:
         resolve_ranks(0, value)
     assert f"world_size={value!r}" in str(caught.value)
 
@@ -93,11 +93,11 @@ def test_what_is_no_int_is_a_type_error(value):
 @pytest.mark.parametrize(
     ("rank", "world_size", "text"),
     [
-        (0, 0, "world_size option should be 1 or more, but got world_size=0"),
-        (0, -1, "world_size option should be 1 or more, but got world_size=-1"),
-        (-1, 2, "rank option should be 0 or more, but got rank=-1"),
-        (2, 2, "rank option should be below world_size=2, but got rank=2"),
-        (7, 2, "rank option should be below world_size=2, but got rank=7"),
+        (0, 0, "world_size should be 1 or more, but got world_size=0"),
+        (0, -1, "world_size should be 1 or more, but got world_size=-1"),
+        (-1, 2, "rank should be 0 or more, but got rank=-1"),
+        (2, 2, "rank should be below world_size=2, but got rank=2"),
+        (7, 2, "rank should be below world_size=2, but got rank=7"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(rank, world_size, text):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shmloader
-from shmloader.shared.counting import MANY, Held, describe_many, estimate_objects
+from shmloader.shared.counting import MANY, ObjectCount, describe_many, estimate_objects
 from tests.process.support import Calls
 
 
@@ -67,8 +67,8 @@ def test_a_look_at_a_large_dataset_is_short():
 
 
 def test_many_objects_are_told_with_their_number():
-    assert describe_many(Held(MANY, 10**9), 4) is None
-    text = describe_many(Held(2_340_000, 140_000_000), 4)
+    assert describe_many(ObjectCount(MANY, 10**9), 4) is None
+    text = describe_many(ObjectCount(2_340_000, 140_000_000), 4)
     assert text is not None
     assert "about 2.3 million Python objects (140 MB)" in text
     assert "up to 560 MB" in text

@@ -1,4 +1,4 @@
-"""share() finds the bulk in an object, and gives a twin that behaves as the object does."""
+"""share() finds the bulk in an object, and returns a copy that behaves like the object."""
 
 import collections
 import dataclasses
@@ -21,8 +21,7 @@ from shmloader.memory.encoder import batch_dispatch_table
 from shmloader.memory.limits import Free
 from shmloader.memory.segment import find_segment
 from shmloader.shared.arrays import SharedArray
-from shmloader.shared.mappings import SharedDict
-from shmloader.shared.sequences import SharedList
+from shmloader.shared.containers import SharedDict, SharedList
 
 LONG = 1_000
 
@@ -84,18 +83,18 @@ class Wrapper:
 
 def test_a_dataset_s_attributes_are_shared_and_it_reads_the_same():
     dataset = Texts()
-    twin = shmloader.share(dataset)
-    assert type(twin) is Texts
-    assert twin is not dataset
-    assert isinstance(twin.texts, SharedList)
-    assert isinstance(twin.lengths, SharedDict)
-    assert isinstance(twin.matrix, SharedArray)
-    assert lies_shared(twin.matrix)
-    assert lies_shared(twin.weights)
-    assert twin.lock is dataset.lock
-    assert len(twin) == len(dataset)
+    ours = shmloader.share(dataset)
+    assert type(ours) is Texts
+    assert ours is not dataset
+    assert isinstance(ours.texts, SharedList)
+    assert isinstance(ours.lengths, SharedDict)
+    assert isinstance(ours.matrix, SharedArray)
+    assert lies_shared(ours.matrix)
+    assert lies_shared(ours.weights)
+    assert ours.lock is dataset.lock
+    assert len(ours) == len(dataset)
     for index in (0, 5, -1):
-        for found, expected in zip(twin[index], dataset[index], strict=True):
+        for found, expected in zip(ours[index], dataset[index], strict=True):
             assert np.array_equal(found, expected)
     assert type(dataset.texts) is list
     assert not lies_shared(dataset.matrix)
@@ -113,23 +112,23 @@ def test_bulk_is_found_in_containers_of_every_kind():
         "deeper": [{"list": [(array,)]}],
         "long": tuple(range(LONG)),
     }
-    twin = shmloader.share(value)
-    assert {name: type(inner) for name, inner in twin.items()} == {
+    ours = shmloader.share(value)
+    assert {name: type(inner) for name, inner in ours.items()} == {
         **{name: type(inner) for name, inner in value.items()},
         "long": SharedList,
     }
-    assert twin["record"].name == "name"
-    assert twin["record"].derived == 7
-    assert twin["frozen"].number == 3
-    assert list(twin["ordered"]) == ["b", "a"]
-    shared_array, shared_tensor = twin["list"][0], twin["tuple"][0]
+    assert ours["record"].name == "name"
+    assert ours["record"].derived == 7
+    assert ours["frozen"].number == 3
+    assert list(ours["ordered"]) == ["b", "a"]
+    shared_array, shared_tensor = ours["list"][0], ours["tuple"][0]
     assert lies_shared(shared_array)
     assert lies_shared(shared_tensor)
     # What was one object is one.
-    assert twin["point"].x is twin["record"].array is twin["ordered"]["b"] is shared_array
-    assert twin["deeper"][0]["list"][0][0] is shared_array
-    assert twin["point"].y is twin["frozen"].tensor is shared_tensor
-    assert twin["long"] == value["long"]
+    assert ours["point"].x is ours["record"].array is ours["ordered"]["b"] is shared_array
+    assert ours["deeper"][0]["list"][0][0] is shared_array
+    assert ours["point"].y is ours["frozen"].tensor is shared_tensor
+    assert ours["long"] == value["long"]
     assert value["list"][0] is array
 
 
@@ -157,12 +156,12 @@ class SlotsAndMore(Slots):
 @pytest.mark.parametrize("kind", [Slots, SlotsAndMore])
 def test_attributes_in_slots_are_shared_as_others_are(kind):
     dataset = kind()
-    twin = shmloader.share(dataset)
-    assert twin[3] == dataset[3] == (3, "line 3")
-    assert lies_shared(twin.rows)
-    assert isinstance(twin._Slots__private, SharedList)
-    assert not hasattr(twin, "unset")
-    assert kind is Slots or lies_shared(twin.more)
+    ours = shmloader.share(dataset)
+    assert ours[3] == dataset[3] == (3, "line 3")
+    assert lies_shared(ours.rows)
+    assert isinstance(ours._Slots__private, SharedList)
+    assert not hasattr(ours, "unset")
+    assert kind is Slots or lies_shared(ours.more)
 
 
 class Color(enum.Enum):
@@ -182,9 +181,9 @@ def test_what_holds_no_bulk_stays_the_very_same_beside_what_does():
     same.append([same[1], same[2]])
     holds_itself = ["d"]
     holds_itself.append(holds_itself)
-    twin = shmloader.share({"same": [*same, holds_itself], "rows": np.arange(3)})
-    assert twin["same"] is not same
-    assert all(one is other for one, other in zip(twin["same"], [*same, holds_itself], strict=True))
+    ours = shmloader.share({"same": [*same, holds_itself], "rows": np.arange(3)})
+    assert ours["same"] is not same
+    assert all(one is other for one, other in zip(ours["same"], [*same, holds_itself], strict=True))
 
 
 class Pair(tuple):
@@ -207,20 +206,20 @@ def test_containers_with_ways_of_their_own_are_copied_or_stay():
         "refuses": Refuses(a=rows),
         "sorted": most,
     }
-    twin = shmloader.share(value)
-    assert type(twin["pair"]) is Pair
-    assert lies_shared(twin["pair"][0])
-    assert twin["refuses"] is value["refuses"]
-    assert type(twin["sorted"]) is type(most)
-    assert lies_shared(twin["sorted"].values)
+    ours = shmloader.share(value)
+    assert type(ours["pair"]) is Pair
+    assert lies_shared(ours["pair"][0])
+    assert ours["refuses"] is value["refuses"]
+    assert type(ours["sorted"]) is type(most)
+    assert lies_shared(ours["sorted"].values)
 
 
 def test_a_tuple_that_holds_itself_still_does():
     value: Any = ([], np.arange(3))
     value[0].append(value)
-    twin = shmloader.share(value)
-    assert twin[0][0] is twin
-    assert lies_shared(twin[1])
+    ours = shmloader.share(value)
+    assert ours[0][0] is ours
+    assert lies_shared(ours[1])
 
 
 @pytest.mark.sampled(1)
@@ -252,8 +251,8 @@ def test_items_that_were_shared_before_last_as_long_as_their_list(make):
 
 def test_a_tensor_without_memory_stays():
     zeros = torch._efficientzerotensor((3,))
-    twin = shmloader.share([zeros, np.arange(3)])
-    assert twin[0] is zeros
+    ours = shmloader.share([zeros, np.arange(3)])
+    assert ours[0] is zeros
 
 
 def test_what_holds_no_bulk_is_the_very_same():
@@ -261,8 +260,8 @@ def test_what_holds_no_bulk_is_the_very_same():
     for value in (5, "text", lock, [1, 2], {"a": lock}, tensor, np.array(["a"], dtype=object)):
         assert shmloader.share(value) is value
     inner = (1, 2)
-    twin = shmloader.share([inner, np.arange(3)])
-    assert twin[0] is inner
+    ours = shmloader.share([inner, np.arange(3)])
+    assert ours[0] is inner
     once = shmloader.share([np.arange(3), list(range(LONG)), torch.arange(3)])
     assert shmloader.share(once) is once
 
@@ -275,11 +274,11 @@ def test_a_memory_map_stays_where_it_is(tmp_path):
 def test_datasets_of_torch_s_and_wrappers_that_hold_themselves():
     rows = torch.arange(20).reshape(10, 2)
     dataset = Wrapper(Subset(StackDataset(TensorDataset(rows), np.arange(10)), [3, 1]))
-    twin = shmloader.share(dataset)
-    assert twin.itself is twin
-    assert twin.inner.dataset is not dataset.inner.dataset
-    assert lies_shared(twin.inner.dataset.datasets[1])
-    (row,), number = twin[1]
+    ours = shmloader.share(dataset)
+    assert ours.itself is ours
+    assert ours.inner.dataset is not dataset.inner.dataset
+    assert lies_shared(ours.inner.dataset.datasets[1])
+    (row,), number = ours[1]
     assert row.tolist() == [2, 3]
     assert number == 1
 
@@ -304,20 +303,20 @@ ARRAYS = {
 def test_an_array_of_any_kind_is_equal_and_read_only(name):
     array = ARRAYS[name]
     before = array.copy()
-    twin = shmloader.share(array)
-    assert lies_shared(twin)
-    assert (twin.dtype, twin.shape) == (array.dtype, array.shape)
-    np.testing.assert_array_equal(twin, array)
+    ours = shmloader.share(array)
+    assert lies_shared(ours)
+    assert (ours.dtype, ours.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(ours, array)
     key: Any = (0,) * array.ndim
     with pytest.raises(ValueError, match="writable=True"):
-        twin[key] = array[key]
+        ours[key] = array[key]
     writable = shmloader.share(array, writable=True)
     writable[key] = np.zeros((), array.dtype)[()]
     np.testing.assert_array_equal(array, before)
-    again = pickle.loads(pickle.dumps(twin))
+    again = pickle.loads(pickle.dumps(ours))
     np.testing.assert_array_equal(again, array)
-    assert again.ctypes.data == twin.ctypes.data
-    assert again.strides == twin.strides
+    assert again.ctypes.data == ours.ctypes.data
+    assert again.strides == ours.strides
 
 
 @pytest.mark.parametrize(
@@ -335,29 +334,35 @@ def test_an_array_of_any_kind_is_equal_and_read_only(name):
     ],
 )
 def test_writing_to_a_shared_array_raises_with_a_hint(write):
-    twin = shmloader.share(np.arange(6))
+    ours = shmloader.share(np.arange(6))
     with pytest.raises(ValueError, match=r"read-only: .*array\.copy\(\)"):
-        write(twin)
-    assert twin.tolist() == [0, 1, 2, 3, 4, 5]
+        write(ours)
+    assert ours.tolist() == [0, 1, 2, 3, 4, 5]
     write(shmloader.share(np.arange(6), writable=True))
 
 
 def test_what_is_computed_of_a_shared_array_is_an_ordinary_one():
-    twin = shmloader.share(np.arange(6.0))
-    for result in (twin + 1, 1 + twin, twin * twin, np.concatenate([twin, twin]), -twin):
+    ours = shmloader.share(np.arange(6.0))
+    for result in (
+        ours + 1,
+        1 + ours,
+        ours * ours,
+        np.concatenate([ours, ours]),
+        -ours,
+    ):
         assert type(result) is np.ndarray
-    assert twin.sum() == 15
-    assert type(twin.sum()) is np.float64
-    assert twin.mean() == 2.5
+    assert ours.sum() == 15
+    assert type(ours.sum()) is np.float64
+    assert ours.mean() == 2.5
     out = np.empty(6)
-    assert np.multiply(twin, 2, out=out) is out
+    assert np.multiply(ours, 2, out=out) is out
     assert out.tolist() == [0, 2, 4, 6, 8, 10]
     writable = shmloader.share(np.arange(3), writable=True)
     same = writable
     writable += 1
     assert same is writable
     assert same.tolist() == [1, 2, 3]
-    copied = twin.copy()
+    copied = ours.copy()
     copied[0] = 9  # no longer shared
     assert pickle.loads(pickle.dumps(copied)).tolist() == copied.tolist()
     assert type(pickle.loads(pickle.dumps(copied))) is np.ndarray
@@ -377,14 +382,14 @@ def test_tensors_that_share_a_storage_still_do():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
 def test_a_tensor_of_any_kind_crosses_as_a_handle(dtype):
     tensor = torch.arange(20_000).to(dtype).view(100, 200).T[1:]
-    twin = shmloader.share(tensor)
-    assert torch.equal(twin, tensor)
-    assert (twin.dtype, twin.stride()) == (tensor.dtype, tensor.stride())
-    data = ForkingPickler.dumps(twin)
+    ours = shmloader.share(tensor)
+    assert torch.equal(ours, tensor)
+    assert (ours.dtype, ours.stride()) == (tensor.dtype, tensor.stride())
+    data = ForkingPickler.dumps(ours)
     assert len(data) < 1_000
     again = pickle.loads(data)
     assert torch.equal(again, tensor)
-    assert again.data_ptr() == twin.data_ptr()
+    assert again.data_ptr() == ours.data_ptr()
     # And one that does not lie there goes as ever: into torch's own shared memory.
     other = torch.arange(3)
     try:
@@ -402,12 +407,12 @@ def test_batches_are_pickled_as_before_once_tensors_have_handles():
 def test_parameters_keep_their_type_and_others_stay():
     parameter = torch.nn.Parameter(torch.ones(3))
     product = parameter * 2
-    twin = shmloader.share([parameter, product, torch.ones(2, requires_grad=True)])
-    assert type(twin[0]) is torch.nn.Parameter
-    assert twin[0].requires_grad
-    assert lies_shared(twin[0])
-    assert twin[1] is product
-    assert twin[2].requires_grad
+    ours = shmloader.share([parameter, product, torch.ones(2, requires_grad=True)])
+    assert type(ours[0]) is torch.nn.Parameter
+    assert ours[0].requires_grad
+    assert lies_shared(ours[0])
+    assert ours[1] is product
+    assert ours[2].requires_grad
 
 
 def test_an_item_that_cannot_be_pickled_is_named_and_nothing_remains():
@@ -427,13 +432,13 @@ def test_memory_that_is_not_there_is_an_error_before_it_is_touched(monkeypatch):
 
 
 def test_the_memory_is_gone_with_its_last_user():
-    twin = shmloader.share([np.arange(1_000), list(range(LONG)), torch.arange(5)])
-    segment = find_segment(twin[0].ctypes.data, 8)
+    ours = shmloader.share([np.arange(1_000), list(range(LONG)), torch.arange(5)])
+    segment = find_segment(ours[0].ctypes.data, 8)
     fd, token = segment._fd, segment._token
     assert token in segment_module._Segments.live
     del segment
-    row, items = twin[0][3:4], twin[1][5:6]
-    del twin
+    row, items = ours[0][3:4], ours[1][5:6]
+    del ours
     assert row.tolist() == [3]
     del row
     assert list(items) == [5]
@@ -444,8 +449,8 @@ def test_the_memory_is_gone_with_its_last_user():
 
 
 def test_the_memory_can_be_changed_by_nobody_not_even_by_its_maker():
-    twin = shmloader.share(np.arange(1_000))
-    segment = find_segment(twin.ctypes.data, 8)
+    ours = shmloader.share(np.arange(1_000))
+    segment = find_segment(ours.ctypes.data, 8)
     with open(f"/proc/self/fd/{segment._fd}", "r+b", buffering=0) as file:  # noqa: PTH123
         for change in (
             lambda: file.write(b"x"),
@@ -455,10 +460,10 @@ def test_the_memory_can_be_changed_by_nobody_not_even_by_its_maker():
         ):
             with pytest.raises(PermissionError):
                 change()
-    assert twin[-1] == 999
+    assert ours[-1] == 999
 
 
 def test_a_handle_of_memory_that_is_gone_says_so():
     data = pickle.dumps(shmloader.share(np.arange(1_000)))
-    with pytest.raises(shmloader.SharedMemoryError, match="has dropped it, or ended"):
+    with pytest.raises(shmloader.SharedMemoryError, match="has dropped it, or has ended"):
         pickle.loads(data)

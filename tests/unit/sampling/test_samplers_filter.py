@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from shmloader.sampling.filter import FilterSampler
+from shmloader.sampling.samplers import FilterSampler
 
 
 class Watched(list):
@@ -52,7 +52,7 @@ def test_samples_are_looked_at_only_as_they_are_drawn():
 
 def test_the_length_is_unknown_before_a_full_pass():
     sampler = FilterSampler(is_even, [1, 2, 3, 4, 5])
-    unknown = "known only after a first full pass: fn has to look at each of the 5 samples"
+    unknown = "first full pass, since fn has to be called with each of the 5 samples"
     with pytest.raises(TypeError, match=unknown):
         len(sampler)
     assert list(itertools.islice(sampler, 2)) == [1, 3]  # all that there are, but not to the end
@@ -123,14 +123,14 @@ class Endless:
 
 @pytest.mark.parametrize("dataset", [Stream(), Endless(), iter([1]), {1, 2}, None])
 def test_a_dataset_that_is_not_map_style_is_refused(dataset):
-    with pytest.raises(TypeError, match="dataset option should be map-style, with") as caught:
+    with pytest.raises(TypeError, match="dataset should be map-style, with") as caught:
         FilterSampler(is_even, dataset)
     assert f"got dataset={dataset!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("fn", [None, 1, "even"])
 def test_what_cannot_be_called_is_refused(fn):
-    with pytest.raises(TypeError, match=f"^fn option should be callable, but got fn={fn!r}$"):
+    with pytest.raises(TypeError, match=f"^fn should be callable, but got fn={fn!r}$"):
         FilterSampler(fn, [1])
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from shmloader.sampling.interval import IntervalSampler
+from shmloader.sampling.samplers import IntervalSampler
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_torchs_loader_takes_it():
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ((-1, 2), ValueError, "length option should be 0 or more, but got length=-1"),
-        (("5", 2), TypeError, "length option should be an int, but got length='5'"),
-        ((5, 0), ValueError, "interval option should be 1 or more, but got interval=0"),
-        ((5, True), TypeError, "interval option should be an int, but got interval=True"),
-        ((5, 2, 1), TypeError, "rollover option should be True or False, but got rollover=1"),
+        ((-1, 2), ValueError, "length should be 0 or more, but got length=-1"),
+        (("5", 2), TypeError, "length should be an int, but got length='5'"),
+        ((5, 0), ValueError, "interval should be 1 or more, but got interval=0"),
+        ((5, True), TypeError, "interval should be an int, but got interval=True"),
+        ((5, 2, 1), TypeError, "rollover should be True or False, but got rollover=1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments, kind, text):

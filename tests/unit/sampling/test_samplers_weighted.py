@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from shmloader.sampling.weighted import DistributedWeightedSampler
+from shmloader.sampling.samplers import DistributedWeightedSampler
 
 WEIGHTS = st.lists(st.integers(0, 5), min_size=1, max_size=40).filter(any)
 WORLD_SIZES = st.integers(1, 6)
@@ -190,47 +190,47 @@ def test_torchs_loader_takes_it():
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"weights": [1, -1]}, ValueError, "weights option should have no negative"),
+        ({"weights": [1, -1]}, ValueError, "weights should have no negative"),
         (
             {"weights": [[1, 2]]},
             ValueError,
-            "weights option should have one dimension, but got wei",
+            "weights should have one dimension, but got wei",
         ),
-        ({"weights": "12"}, TypeError, "weights option should be a sequence of ints or floats"),
+        ({"weights": "12"}, TypeError, "weights should be a sequence of ints or floats"),
         (
             {"weights": [0, 0]},
             ValueError,
-            "weights option should have a positive number, but got 2",
+            "weights should have a positive number, but got 2",
         ),
-        ({"weights": []}, ValueError, "weights option should have a positive number, but got 0"),
+        ({"weights": []}, ValueError, "weights should have a positive number, but got 0"),
         (
             {"num_samples": 0},
             ValueError,
-            "num_samples option should be 1 or more, but got num_samp",
+            "num_samples should be 1 or more, but got num_samp",
         ),
         (
             {"num_samples": 2.0},
             TypeError,
-            "num_samples option should be an int, but got num_samples",
+            "num_samples should be an int, but got num_samples",
         ),
         (
             {"num_samples": 1},
             ValueError,
-            "num_samples option should be at least one .*=2 ranks, but",
+            "num_samples should be at least one .*=2 ranks, but",
         ),
         (
             {"replacement": 0},
             TypeError,
-            "replacement option should be True or False, but got repla",
+            "replacement should be True or False, but got repla",
         ),
         (
             {"num_samples": 3, "replacement": False},
             ValueError,
-            "num_samples option should be at most 2 without replacement, .* but got num_samples=3",
+            "num_samples should be at most 2 without replacement, .* but got num_samples=3",
         ),
-        ({"rank": 2}, ValueError, "rank option should be below world_size=2, but got rank=2"),
-        ({"rank": None}, ValueError, "rank and world_size options should be given both or not"),
-        ({"seed": True}, TypeError, "seed option should be an int, but got seed=True"),
+        ({"rank": 2}, ValueError, "rank should be below world_size=2, but got rank=2"),
+        ({"rank": None}, ValueError, "rank and world_size should be given both or not"),
+        ({"seed": True}, TypeError, "seed should be an int, but got seed=True"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments, kind, text):

@@ -147,5 +147,5 @@ def test_wrong_arguments_are_told(options, error) -> None:
     ],
 )
 def test_a_part_of_a_rank_is_not_cut_again(sampler) -> None:
-    with pytest.raises(ValueError, match="Sampler gives a part of the samples to each rank"):
+    with pytest.raises(ValueError, match="Sampler yields only one rank's share of the samples"):
         ShardedSampler(sampler, rank=0, world_size=2)

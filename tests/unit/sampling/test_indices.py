@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.engine.wording import describe_indices
-from shmloader.sampling.positions import PositionedIndices, PositionedStreams, without_position
+from shmloader.sampling.indices import PositionedIndices, PositionedStreams, without_position
 from shmloader.sampling.sampler_checkpoint import set_epoch_of
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from shmloader.sampling.split import SplitSampler
+from shmloader.sampling.samplers import SplitSampler
 
 LENGTHS = st.integers(0, 60)
 PART_COUNTS = st.integers(1, 12)
@@ -135,26 +135,26 @@ def test_torchs_loader_takes_it():
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"length": -1}, ValueError, "length option should be 0 or more, but got length=-1"),
-        ({"length": 2.5}, TypeError, "length option should be an int, but got length=2.5"),
-        ({"num_parts": 0}, ValueError, "num_parts option should be 1 or more, but got num_parts=0"),
-        ({"num_parts": True}, TypeError, "num_parts option should be an int, but got num_parts=T"),
-        ({"part_index": -1}, ValueError, "part_index option should be 0 or more, but got part_ind"),
+        ({"length": -1}, ValueError, "length should be 0 or more, but got length=-1"),
+        ({"length": 2.5}, TypeError, "length should be an int, but got length=2.5"),
+        ({"num_parts": 0}, ValueError, "num_parts should be 1 or more, but got num_parts=0"),
+        ({"num_parts": True}, TypeError, "num_parts should be an int, but got num_parts=T"),
+        ({"part_index": -1}, ValueError, "part_index should be 0 or more, but got part_ind"),
         (
             {"part_index": 2},
             ValueError,
-            "part_index option should be below num_parts=2, but got part_index=2",
+            "part_index should be below num_parts=2, but got part_index=2",
         ),
         (
             {"part_index": "0"},
             TypeError,
-            "part_index option should be an int, but got part_index='0",
+            "part_index should be an int, but got part_index='0",
         ),
-        ({"even_size": 1}, TypeError, "even_size option should be True or False, but got even_siz"),
-        ({"repeat": 0}, ValueError, "repeat option should be 1 or more, but got repeat=0"),
-        ({"repeat": None}, TypeError, "repeat option should be an int, but got repeat=None"),
-        ({"shuffle": "yes"}, TypeError, "shuffle option should be True or False, but got shuffle"),
-        ({"seed": -3}, ValueError, "seed option should be 0 or more, but got seed=-3"),
+        ({"even_size": 1}, TypeError, "even_size should be True or False, but got even_siz"),
+        ({"repeat": 0}, ValueError, "repeat should be 1 or more, but got repeat=0"),
+        ({"repeat": None}, TypeError, "repeat should be an int, but got repeat=None"),
+        ({"shuffle": "yes"}, TypeError, "shuffle should be True or False, but got shuffle"),
+        ({"seed": -3}, ValueError, "seed should be 0 or more, but got seed=-3"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments, kind, text):
