@@ -25,8 +25,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _DatasetKind
 
+from shmloader.batch.arrays import is_plain_data
 from shmloader.batch.fetch import FetchConfig, OnError
-from shmloader.batch.plain_data import only_hands_out
 from shmloader.device.target import parse_device
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
@@ -337,7 +337,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             is_iterable=isinstance(dataset, IterableDataset | MapDataPipe),
             thread_pool=self.thread_pool,
         )
-        if not (is_seeded or self._may_shard or only_hands_out(dataset)):
+        if not (is_seeded or self._may_shard or is_plain_data(dataset)):
             warnings.warn(_AUTO_WARNING, stacklevel=3)
         cores = usable_cores(Path("/"))
         self._adapter = Adapter(max(1, cores // 2), 2 * cores)

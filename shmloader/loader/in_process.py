@@ -10,7 +10,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from shmloader.batch.array_fetch import ArrayFetcher, ArraysHere
+from shmloader.batch.arrays import ArrayFetcher, ArraysHere
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.iterable_state import (
@@ -79,9 +79,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
         sample_rng: SampleRng | None = None
         if fetch.seed is not None:
-            sample_rng = SampleRng(
-                fetch.seed, epoch=plan.epoch, sets_global=fetch.sets_global_streams
-            )
+            sample_rng = SampleRng(fetch.seed, epoch=plan.epoch, sets_global=fetch.sets_global_rngs)
         with _as_before(checkpoint.rng) if sample_rng is None else kept():
             self._maker = BatchMaker(
                 fetch,

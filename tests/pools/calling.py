@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import RemoteError
 from shmloader.insight.readings import Readings
 from shmloader.insight.record import Counts
 from shmloader.pools import Events, SentTicket

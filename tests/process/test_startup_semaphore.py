@@ -32,7 +32,7 @@ if __name__ != "__main__":
         os._exit(3)
 
 import torch.utils.data
-import shmloader.pools.worker_processes
+import shmloader.pools.starting
 from shmloader import DataLoader
 
 class Data(torch.utils.data.Dataset):
@@ -51,7 +51,7 @@ class Data(torch.utils.data.Dataset):
         return {{"it": "has a state"}}
 
 def main():
-    shmloader.pools.worker_processes.usable_cores = lambda root: 1
+    shmloader.pools.starting.usable_cores = lambda root: 1
     loader = DataLoader(
         Data(), num_workers=3, multiprocessing_context="spawn", collate_fn=list,
         worker_restarts=1 if {at!r} == "dies" else 0,
@@ -156,7 +156,7 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
     second = read()
     second.join(0.1)
     assert second.is_alive()
-    turns.go_on()
+    turns.release()
     second.join(20)
     assert found == ["Process-7"] * 2
     assert {type(name) for name in found} == {str}
@@ -167,4 +167,4 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
 def test_a_worker_that_is_lost_while_another_thread_closes_needs_no_token():
     turns = StartupSemaphore(1)
     turns.close()
-    turns.go_on()
+    turns.release()

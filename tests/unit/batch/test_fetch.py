@@ -240,7 +240,7 @@ def test_indices_that_can_be_read_once_are_tried_again_all_the_same():
 def test_lists_that_are_none_cannot_be_told_apart_and_that_is_said(on_error):
     fetcher = tolerant(Opaque(1), on_error, collate=lambda batch: batch)
     assert fetcher.fetch([0, 2]) == {"samples": [[0], [2]]}
-    with pytest.raises(TypeError, match="gave no list of one sample but a dict"):
+    with pytest.raises(TypeError, match="returned a dict instead of a list of one sample"):
         fetcher.fetch([0, 1])
 
 

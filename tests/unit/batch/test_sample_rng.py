@@ -285,7 +285,9 @@ def test_a_dataset_without_either_fails_as_it_does_by_itself():
 
 
 def test_outside_of_a_sample_there_is_no_generator_and_the_error_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"give the loader seed=, and call this in the dataset"):
+    with pytest.raises(
+        RuntimeError, match="give the loader seed=, and call this function in the dataset"
+    ):
         sample_rng()
     load(PositionedIndices([0], 0, 0))
     with pytest.raises(RuntimeError, match="sample_rng"):

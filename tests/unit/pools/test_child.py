@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.fetch import FetchConfig, TolerantFetcher
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.slot import Slot
@@ -49,14 +48,14 @@ class Bench:
     """A worker with one slot."""
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
-        plan = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
+        config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
         self.worker = _Worker(
-            None, WorkerStart(3, 4, 0, plan, parent_death=None, status_page=None), None
+            None, WorkerStart(3, 4, 0, config, parent_death=None, status_page=None), None
         )
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
-        maker = BatchMaker(plan, [], list, where="here", timer=self.worker._timer)
+        maker = BatchMaker(config, [], list, where="here", timer=self.worker._timer)
         self.fetcher = maker.fetcher = Fetcher()
-        self.worker._maker = maker
+        self.worker._dataset.maker = maker
         self.seq = -1
 
     def serve(self, *results, indices=()):
@@ -275,8 +274,8 @@ def report_of(bench: Bench, answer: BatchDone | BatchFailed | BatchEmpty) -> Sam
 
 
 def tolerate(bench: Bench, dataset: object, collate_fn=list) -> None:
-    fetcher = TolerantFetcher(bench.worker._start.plan, dataset, collate_fn, "skip", "here")
-    bench.worker._maker.fetcher = fetcher
+    fetcher = TolerantFetcher(bench.worker._start.config, dataset, collate_fn, "skip", "here")
+    bench.worker._dataset.maker.fetcher = fetcher
 
 
 def test_an_answer_reports_on_its_own_samples_only(make_bench):

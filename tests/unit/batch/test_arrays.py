@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import share
-from shmloader.batch.plain_data import only_hands_out
+from shmloader.batch.arrays import is_plain_data
 
 
 class OwnList(list):
@@ -52,7 +52,7 @@ TENSORS = TensorDataset(torch.arange(3))
     ],
 )
 def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
-    assert only_hands_out(dataset)
+    assert is_plain_data(dataset)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
     ],
 )
 def test_any_other_may(dataset) -> None:
-    assert not only_hands_out(dataset)
+    assert not is_plain_data(dataset)
