@@ -141,9 +141,9 @@ def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypat
             time.sleep(0)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     assert not fork_safety.is_exiting()
-    fork_safety._stand_still_for_good()
+    fork_safety._park_for_good()
     assert fork_safety.is_exiting()
-    assert loader.stands_for_good
+    assert loader.is_parked_for_good
     loader.release()
     loader.end()
 
@@ -209,15 +209,15 @@ def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_at_the_interpreter_s_exit_they_stand_still_for_good(monkeypatch) -> None:
+def test_at_the_interpreter_s_exit_they_park_for_good(monkeypatch) -> None:
     counter = Counter()
     while not counter.count:
         time.sleep(0)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
-    fork_safety._stand_still_for_good()
+    fork_safety._park_for_good()
     before = counter.count
     time.sleep(0.01)
     assert counter.count == before
-    assert counter.stands_for_good
+    assert counter.is_parked_for_good
     counter.release()
     counter.end()
