@@ -198,21 +198,21 @@ class SampleRng:
             self._begin_epoch(epoch)
         self._sets_global = sets_global
         self.position = 0
-        self._placed = PositionedIndices(None, 0, 0)
+        self._positioned = PositionedIndices(None, 0, 0)
         # Samples of the ticket that were begun, and those of them before the batch in work.
         self._count = 0
         self._batch_start = 0
 
     @contextlib.contextmanager
-    def at(self, placed: PositionedIndices) -> Iterator[Any]:
+    def at(self, positioned: PositionedIndices) -> Iterator[Any]:
         """Set the position of the samples that are loaded in this block; yields plain indices."""
-        self._placed = placed
-        if placed.epoch != self._epoch:
-            self._begin_epoch(placed.epoch)
+        self._positioned = positioned
+        if positioned.epoch != self._epoch:
+            self._begin_epoch(positioned.epoch)
         self._count = self._batch_start = 0
         before = _CURRENT.set(None)
         try:
-            yield placed.indices
+            yield positioned.indices
         finally:
             _CURRENT.reset(before)
 
@@ -254,13 +254,13 @@ class SampleRng:
 
     def begin_sample(self) -> None:
         """Seed for the next sample of the ticket."""
-        key = self._placed.key(self._count)
+        key = self._positioned.key(self._count)
         self._count += 1
         self._set(_Use.SAMPLE, *key)
 
     def begin_collate(self) -> None:
         """Seed for collating the samples that were begun since the last batch."""
-        self._set(_Use.COLLATE, *self._placed.key(self._batch_start))
+        self._set(_Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""

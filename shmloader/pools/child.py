@@ -58,7 +58,7 @@ from shmloader.messages import (
 )
 from shmloader.pools.answer_writer import AnswerWriter
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
-from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, is_ready
+from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, end_startup
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Phase, StatusPage, WorkerStatusPage
 from shmloader.pools.waker import receive_soon
 from shmloader.pools.worker_dataset import WorkerDataset
@@ -232,7 +232,7 @@ class _Worker:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
                 if start.is_fresh:
-                    is_ready(start.startup)
+                    end_startup(start.startup)
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=start.worker_id,
                 num_workers=start.worker_count,

@@ -40,7 +40,7 @@ from shmloader.pools.cores import usable_cores
 from shmloader.pools.fork_server import preload
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.parent_death import ParentDeathPipe
-from shmloader.pools.startup_semaphore import StartupSemaphore, get_ready
+from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from shmloader.pools.status_page import StatusPage
 from shmloader.process_state import PROCESS
 from shmloader.threads.fork_safety import all_parked
@@ -150,7 +150,7 @@ class WorkerStarter:
             target=worker_main, args=(self.payload, theirs, start, closer), daemon=True
         )
         if start.is_fresh:
-            get_ready(process, self.startup)
+            set_startup(process, self.startup)
         self._channel = ours
         try:
             if self.method == "forkserver":

@@ -66,12 +66,11 @@ class _CallingName(str):
         return operator.itemgetter(-1), ((*calls, str(self)),)
 
 
-def get_ready(process: Any, startup: "StartupSemaphore | None") -> None:
-    """Set what a process does before all else.
+def set_startup(process: Any, startup: "StartupSemaphore | None") -> None:
+    """Define what a process does before all else, until it calls :func:`end_startup`.
 
     Args:
-        process: A process that was not started yet, a fresh interpreter. It calls
-            :func:`is_ready` later.
+        process: A process that was not started yet, which will be a fresh interpreter.
         startup: The semaphore that the process acquires first; None if nothing limits it.
     """
     # A fork server that the user started does not block SIGINT.
@@ -85,7 +84,7 @@ def get_ready(process: Any, startup: "StartupSemaphore | None") -> None:
     process.name = name
 
 
-def is_ready(startup: Any) -> None:
+def end_startup(startup: Any) -> None:
     """Enable the collector, and let another worker start up. Called once, in the worker.
 
     Args:

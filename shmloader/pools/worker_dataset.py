@@ -102,9 +102,8 @@ class WorkerDataset:
 
     def fail(self, error: RemoteError) -> None:
         """Answer every task of all epochs with an error."""
-        self._open_error = error
-        if not self._config.is_iterable:
-            self._get_ready(self._index)
+        self._open_error = self.error = error
+        self.is_ready = True
 
     def get_ready(self) -> None:
         """Begin the iterable dataset's first epoch. Called before the first task."""
@@ -160,10 +159,9 @@ class WorkerDataset:
         # One for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
-        assert self._collate is not None
-        maker = self._make_maker(self._collate)
+        maker = self._make_maker()
         if self._on_error == "raise" and config.auto_collation:
-            if self._collate.packer is None:
+            if not self._is_packed:
                 maker.fetcher = AnyIndexFetcher(maker.fetcher)
             else:
                 maker.fetcher = fetcher_of_arrays(
@@ -178,33 +176,38 @@ class WorkerDataset:
     def _iterate(self, saved: Saved | None = None) -> BatchMaker:
         """Call ``iter(dataset)``, and make what makes batches of it."""
         load_dataset(self._dataset, saved)
-        assert self._collate is not None
-        maker = self._make_maker(self._collate)
+        maker = self._make_maker()
         load_iterator(maker.fetcher, saved)
         self._fingerprints = take_fingerprints(maker.fetcher)
         return maker
 
-    def _make_maker(self, collate: SlotCollate) -> BatchMaker:
+    def _make_maker(self) -> BatchMaker:
         config = self._config
+        assert self._collate is not None
         rng: SampleRng | None = None
         if config.seed is not None:
             rng = SampleRng(config.seed, self._worker_id, sets_global=config.sets_global_rngs)
-        # Packing a batch draws no random numbers, and seeding the batch's generators takes as long
-        # as seeding a sample's.
-        is_packed = rng is not None and collate.packer is not None and not config.is_iterable
-        if is_packed and rng is not None:
-            collate.before = rng.begin_collate
+        # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
+        # seeding a sample's, so the collate function does that only where it does not pack.
+        begins_collate = config.is_iterable or not self._is_packed
+        if rng is not None and not begins_collate:
+            self._collate.before = rng.begin_collate
         return BatchMaker(
             config,
             self._dataset,
-            cast("Callable[[Any], Any]", collate),
+            cast("Callable[[Any], Any]", self._collate),
             self._on_error,
             where=self._where,
             timer=self._timer,
             rng=rng,
             concurrent_fetcher=self._concurrent_fetcher,
-            begins_collate=not is_packed,
+            begins_collate=begins_collate,
         )
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether torch's own ``default_collate`` packs batches into the slot."""
+        return self._collate is not None and self._collate.packer is not None
 
     # Resuming ----------------------------------------------------------------------------
 
@@ -251,14 +254,14 @@ class WorkerDataset:
     def _replay(self, indices: object) -> None:
         """Read again what was delivered before. If that fails, so does every task of the epoch."""
         self._has_to_replay = False
-        assert self._collate is not None
-        assert self._fingerprints is not None
-        assert self.maker is not None
-        only_reads = self._collate.packer is not None
-        fetcher = self.maker.fetcher
+        maker, fingerprints = self.maker, self._fingerprints
+        assert maker is not None
+        assert fingerprints is not None
         try:
-            with self.maker.loading(indices) as plain, self._writer.withheld():
-                replay(fetcher, self._checkpoint, plain, self._fingerprints, only_reads=only_reads)
+            with maker.loading(indices) as plain, self._writer.withheld():
+                replay(
+                    maker.fetcher, self._checkpoint, plain, fingerprints, only_reads=self._is_packed
+                )
         except BaseException:
             self._note_lost()
             raise

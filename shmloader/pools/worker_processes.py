@@ -240,18 +240,19 @@ class WorkerProcesses:
         worker = self._workers[worker_id]
         if worker.is_lost or self._is_closed:
             return
-        worker.is_lost = True
+        self._note_lost(worker)
         for fd in (worker.channel.fileno(), worker.pidfd):
             self._by_fd.pop(fd, None)
-            with contextlib.suppress(KeyError, ValueError):
-                self._poll.unregister(fd)
-        worker.outbox.clear()
         worker.hang_up()
         end_all([worker], grace_s)
-        self._release_startup()
 
-    def _release_startup(self) -> None:
-        """Let another worker start up in place of one that is dead."""
+    def _note_lost(self, worker: WorkerHandle) -> None:
+        """Stop talking to a worker, and let another one start up in its place."""
+        worker.is_lost = True
+        worker.outbox.clear()
+        for fd in (worker.channel.fileno(), worker.pidfd):
+            with contextlib.suppress(KeyError, ValueError):
+                self._poll.unregister(fd)
         if self._starter.startup is not None:
             self._starter.startup.release()
 
@@ -362,12 +363,7 @@ class WorkerProcesses:
             return
         while (data := worker.receive()) is not None:
             yield worker_id, data
-        worker.is_lost = True
-        self._release_startup()
-        worker.outbox.clear()
-        with contextlib.suppress(KeyError):
-            self._poll.unregister(worker.channel)
-        self._poll.unregister(worker.pidfd)
+        self._note_lost(worker)
         worker.reap(time.monotonic() + KILL_S)
         yield worker_id, None
 

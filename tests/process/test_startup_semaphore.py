@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmloader.pools.startup_semaphore import StartupSemaphore, get_ready
+from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from tests.process.support import Program, run_program
 
 pytestmark = pytest.mark.timeout(90)
@@ -143,7 +143,7 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
 
     def read() -> threading.Thread:
         process = SimpleNamespace(name="Process-7")
-        get_ready(process, turns)
+        set_startup(process, turns)
         data = pickle.dumps(process.name)
         # The process itself is pickled after its name.
         assert pickle.loads(pickle.dumps(process.name)) == "Process-7"

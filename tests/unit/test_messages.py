@@ -81,7 +81,7 @@ def test_every_kind_is_tried():
     assert {type(message) for message in MESSAGES} == {*get_args(ToWorker), *get_args(FromWorker)}
 
 
-def test_on_the_wire_is_a_plain_tuple_with_the_number_of_its_kind_first():
+def test_a_message_is_sent_as_a_plain_tuple_with_the_number_of_its_kind_first():
     number, *fields = pickle.loads(pack(Task(1, 2, 3, [4], 5)))
     assert fields == [1, 2, 3, [4], 5]
     assert type(number) is int

@@ -51,7 +51,7 @@ TENSORS = TensorDataset(torch.arange(3))
         StackDataset(a=TENSORS, b=np.arange(3)),
     ],
 )
-def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
+def test_datasets_of_torch_over_arrays_and_lists_run_no_code_of_the_user_s(dataset) -> None:
     assert is_plain_data(dataset)
 
 
@@ -70,5 +70,5 @@ def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
         StackDataset(a=TENSORS, b=Own()),
     ],
 )
-def test_any_other_may(dataset) -> None:
+def test_any_other_dataset_may_run_code_of_the_user_s(dataset) -> None:
     assert not is_plain_data(dataset)

@@ -39,7 +39,7 @@ class FailingStrError(Exception):
 
 
 class CancelledOtherwiseError(BaseException):
-    """As trio's is."""
+    """Derives from BaseException, as trio's Cancelled does."""
 
 
 class UnpicklableError(Exception):
@@ -61,7 +61,7 @@ def raised_by(call: Callable[[], object]) -> BaseException:
 
 
 def raised_in_main(error: BaseException) -> BaseException:
-    """The exception as it is raised in the main process."""
+    """Return the exception as it is raised in the main process."""
     try:
         raise error.with_traceback(None)
     except BaseException:
@@ -70,7 +70,7 @@ def raised_in_main(error: BaseException) -> BaseException:
 
 
 def of_torch(error: BaseException) -> BaseException:
-    """The same with torch's wrapper alone."""
+    """Return the exception as torch's wrapper raises it."""
     try:
         raise error.with_traceback(None)
     except BaseException:
@@ -104,7 +104,7 @@ def test_type_and_text_are_torch_s(error):
     assert type(ours) is type(theirs)
 
     def text_of(raised):
-        """Without the two lines that differ: where this file raised it."""
+        """Return the text without the lines that name this file, which differ."""
         text = str(raised.args[0])
         return [line for line in text.splitlines() if "test_failures.py" not in line]
 
@@ -144,13 +144,13 @@ def test_a_class_with_a_message_that_takes_none_becomes_a_runtime_error(error):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_would_end_something_arrives_as_a_runtime_error(error):
+def test_control_flow_arrives_as_a_runtime_error(error):
     arrived = raised_in_main(error)
     assert type(arrived) is RuntimeError
     assert str(arrived).startswith(f"Caught {type(error).__name__} {WHERE}.\nOriginal Traceback")
 
 
-def test_an_exception_of_a_subclass_of_these_does_as_well():
+def test_subclasses_of_control_flow_arrive_as_a_runtime_error():
     class Stop(StopIteration):
         pass
 
@@ -212,7 +212,7 @@ def test_the_worker_s_traceback_and_the_cause_are_in_the_text():
         assert part in text
 
 
-def test_an_error_holds_nothing_of_the_frames_it_was_raised_in():
+def test_an_error_keeps_no_frame_alive():
     class Witness:
         pass
 
@@ -272,7 +272,7 @@ def crossed(report: SampleReport) -> SampleReport:
 
 
 def assert_is_plain(value: object) -> None:
-    """Only types that can be read without any module."""
+    """Check that the value unpickles without any module."""
     assert type(value) in {int, str, bytes, type(None), tuple, list}
     if type(value) in {tuple, list}:
         for item in value:
@@ -340,7 +340,7 @@ def test_a_report_names_the_newest_and_counts_all():
         ("k" * 100_000, "'kkkk"),
     ],
 )
-def test_a_key_that_cannot_cross_is_named_by_its_text(index, text):
+def test_a_key_that_cannot_be_pickled_is_listed_by_its_text(index, text):
     report = SampleReport(1)
     report.note(bad(index, ValueError("bad")))
     (one,) = crossed(report).newest
@@ -356,7 +356,7 @@ def test_a_traceback_is_shortened_to_its_beginning_and_its_end():
     assert one.error.text.endswith("is the end\n")
 
 
-def test_where_there_is_no_room_the_counts_and_the_last_failure_remain():
+def test_a_shortened_report_has_the_counts_and_the_last_failure():
     class Local(Exception):  # noqa: N818 - a class that pickles by value
         filler = "f" * 3000
 
@@ -374,7 +374,7 @@ def test_where_there_is_no_room_the_counts_and_the_last_failure_remain():
     assert SampleReport(5).shortened() == SampleReport(5)
 
 
-def test_a_short_key_and_class_stay_what_they_are_where_there_is_no_room():
+def test_a_shortened_report_keeps_a_short_key_and_class():
     report = SampleReport(300)
     report.note(bad((1, "two"), LookupError("x" * 100_000)))
     (one,) = crossed(report.shortened()).newest
@@ -385,5 +385,5 @@ def test_a_short_key_and_class_stay_what_they_are_where_there_is_no_room():
 @pytest.mark.parametrize(
     "index", [3, "key", Shy(), [Shy()] * 100, "x" * 10**6, pytest.param(10**5000, id="long")]
 )
-def test_any_index_is_described_shortly(index):
+def test_every_index_has_a_short_description(index):
     assert 0 < len(describe_index(index)) <= 200

@@ -22,7 +22,7 @@ def ends():
 
 
 def test_a_message_waits_while_there_are_too_many_descriptors_on_their_way(ends):
-    """In a thread of its own, for its privileges are gone then."""
+    """Runs the check in a thread of its own, which drops its privileges."""
     ours, theirs = ends
 
     def check() -> None:
