@@ -108,21 +108,19 @@ class Arena:
 
     def note_use(self, slot_id: int, used_bytes: int) -> None:
         """Note that a batch takes ``used_bytes`` of a slot."""
-        if used_bytes > self._touched.get(slot_id, 0):
-            self._grow_to(slot_id, used_bytes)
+        self.note_failed_use(slot_id, used_bytes)
         self._recent_bytes = max(self._recent_bytes, used_bytes)
         self.batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
         """Note how much of a slot a failed batch touched, which tells nothing about others."""
-        if touched_bytes > self._touched.get(slot_id, 0):
-            self._grow_to(slot_id, touched_bytes)
-
-    def _grow_to(self, slot_id: int, nbytes: int) -> None:
+        before = self._touched.get(slot_id, 0)
+        if touched_bytes <= before:
+            return
         counts = self.counts
-        counts.grown += self._touched.get(slot_id, 0) > 0
-        counts.largest_bytes = max(counts.largest_bytes, nbytes)
-        self._count_pages(slot_id, nbytes)
+        counts.grown += before > 0
+        counts.largest_bytes = max(counts.largest_bytes, touched_bytes)
+        self._count_pages(slot_id, touched_bytes)
         if self._admission is not None:
             self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
 

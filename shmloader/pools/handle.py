@@ -92,23 +92,21 @@ class WorkerHandle:
             self.outbox.popleft()
         return True
 
-    def receive_soon(self) -> bytes | None:
-        """Return the next message, if one is there or about to arrive. Does not sleep."""
-        try:
-            return receive_soon(self.channel.recv, RECEIVE_BYTES) or None
-        except OSError as error:
-            if is_interruption(error):  # a TimeoutError is an OSError
-                raise
-            return None  # the pidfd will tell why
+    def receive(self, *, soon: bool = False) -> bytes | None:
+        """Return the next message, if one is there. Does not sleep.
 
-    def receive(self) -> bytes | None:
-        """Return the next message, if one is there."""
+        Args:
+            soon: Whether to look a few times, for a message that is about to arrive.
+        """
+        receive = self.channel.recv
         try:
-            return self.channel.recv(RECEIVE_BYTES) or None
-        except OSError as error:  # BlockingIOError is one
+            return (
+                receive_soon(receive, RECEIVE_BYTES) if soon else receive(RECEIVE_BYTES)
+            ) or None
+        except OSError as error:  # also a BlockingIOError, or a TimeoutError of a signal handler
             if is_interruption(error):
                 raise
-            return None
+            return None  # if the socket has failed, the pidfd will tell why
 
     def hang_up(self) -> None:
         """Close the socket. The worker ends when it has answered its present task."""

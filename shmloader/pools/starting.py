@@ -244,7 +244,7 @@ def raise_with_remedy(error: OSError) -> None:
         errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
         errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
         errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
-        errno.ENOMEM: "give it more memory",
+        errno.ENOMEM: "make more memory available",
     }.get(error.errno or 0)
     if remedy is not None:
         text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "

@@ -276,7 +276,7 @@ class WorkerProcesses:
 
     def receive(self, worker_id: int) -> bytes | None:
         """Return a worker's next message, if one is there or about to arrive. Does not sleep."""
-        return self._workers[worker_id].receive_soon()
+        return self._workers[worker_id].receive(soon=True)
 
     def enable_wake(self) -> None:
         """Enable the three methods below. Called before another thread uses this."""

@@ -232,3 +232,12 @@ def test_memory_is_measured_early_and_then_rarely_unless_the_worker_is_idle(
     status_page.clear(0)
     steps = [(second, has_task) for second in seconds]
     assert noted(status_page, *steps)[1:] == (memory_s, is_due)
+
+
+def test_the_times_of_replaced_workers_are_added_but_not_their_memory(status_page):
+    status_page.clear(0)
+    assert noted(status_page, (1.1, True))[:2] == (1.1, 1.1)
+    status_page.clear(0)
+    usage = status_page.usage(0, 7)
+    assert (usage.pid, usage.cpu_ns, usage.pss_bytes) == (7, 1_100_000_000, None)
+    assert noted(status_page, (0.06, False))[:2] == (1.16, None)

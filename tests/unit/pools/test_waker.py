@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from shmloader.pools import waker
-from shmloader.pools.waker import Waker
+from shmloader.pools.waker import Waker, receive_soon
 
 
 def polled() -> tuple[Waker, select.poll]:
@@ -94,3 +94,27 @@ def test_without_descriptors_it_raises_and_keeps_none(left) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert process.num_fds() == before
+
+
+def test_a_message_that_arrives_soon_is_received() -> None:
+    arrivals = [BlockingIOError(), BlockingIOError(), b"message"]
+
+    def receive(nbytes: int) -> bytes:
+        assert nbytes == 7
+        result = arrivals.pop(0)
+        if isinstance(result, bytes):
+            return result
+        raise result
+
+    assert receive_soon(receive, 7) == b"message"
+
+
+def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
+    looks = []
+
+    def receive() -> bytes:
+        looks.append(1)
+        raise BlockingIOError
+
+    assert receive_soon(receive) is None
+    assert 1 < len(looks) < 1000
