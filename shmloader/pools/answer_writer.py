@@ -1,8 +1,8 @@
-"""Writes what a worker answers: into the message while it is short, otherwise into the slot.
+"""Writes what a worker answers: into the message if it is short, otherwise into the slot.
 
-All of it runs in the worker, on its main thread, between two calls of ``SlotWriter.open``. A state
-or report that has no room in its slot is left out or shortened; so is an error. The task is
-answered in any case.
+All of it runs in the worker, on its main thread, between two calls of ``SlotWriter.open``. Only a
+batch that does not fit into its slot fails. An error or report that does not fit is shortened, and
+a state is left out.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from shmloader.memory.flat import FlatLayout, ShardLayouts
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import INLINE_BYTES, Spilled, TooLong
 
-# Batches whose memory the user's code may keep before it gets none of the slot any more.
+# After the user's code has kept memory of this many batches, it gets no memory of slots any more.
 _KEPT_LIMIT = 4
 
 
@@ -87,7 +87,7 @@ class AnswerWriter:
         """Write the report on a batch's samples, shortened if the slot has no room for it."""
         if report is None:
             return None
-        sent = self.put_state(report.dumps())
+        sent = self.put_state(report.dumps())  # with the same limits
         return report.shortened().dumps() if isinstance(sent, TooLong) else sent
 
     def put_state(self, state: bytes | None) -> bytes | Spilled | TooLong | None:

@@ -53,6 +53,7 @@ from shmloader.messages import (
     StatePart,
     StreamEnded,
     Task,
+    TooLong,
     pack,
     unpack,
 )
@@ -321,7 +322,7 @@ class _Worker:
             snapshot, times, self._dataset.fingerprint,
         )  # fmt: skip
 
-    def _put_notes(self) -> tuple[Any, Any]:
+    def _put_notes(self) -> tuple[bytes | Spilled | None, bytes | Spilled | TooLong | None]:
         """Write what goes with a batch: the report on its samples, and the dataset's state."""
         maker = self._dataset.maker
         report = self._answers.put_report(None if maker is None else maker.take_report())
@@ -342,7 +343,7 @@ class _Worker:
         try:
             beginning = self._dataset.next_beginning() if is_persistent else None
         except BaseException:  # noqa: BLE001 - it is the answer
-            # In place of a batch. The next task is answered by the end.
+            # The error answers this task, and the end answers the next one.
             error = self._answers.put_error(RemoteError.caught(self._where), is_kept=is_kept)
             return BatchFailed(seq, epoch, slot_id, error, is_kept, self._writer.touched_bytes)
         sent = self._answers.put_state(beginning)
@@ -388,7 +389,7 @@ def _read_attached(data: bytes | Attached, ancillary: list[Any], flags: int) -> 
 
 
 def _give_freed_memory_back() -> None:
-    """Make glibc's ``malloc`` return free memory to the kernel; other ones lack the function."""
+    """Make glibc's ``malloc`` return free memory to the kernel. Does nothing with another libc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The status page says what each worker is doing, although a stuck worker answers no message.
+"""The status page shows what each worker is doing, even a stuck one, which answers no message.
 
 It is anonymous shared memory with one line for each worker. The worker writes its line and the main
 process reads it. Beside it there is a pipe: a worker writes its Python stack into it when the main

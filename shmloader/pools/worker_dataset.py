@@ -1,4 +1,4 @@
-"""The dataset of a worker process: made ready, loaded from, resumed, and its state noted.
+"""Makes a worker's dataset ready, loads from it, resumes it, and takes its state.
 
 All of it runs in the worker, on its main thread. An exception of the user's code while the dataset
 is made ready or resumed answers every task of the epoch, in the order of the tasks.
@@ -69,7 +69,7 @@ class WorkerDataset:
         self._by_value = False
         self._concurrent_fetcher: ConcurrentFetcher | None = None
         self.maker: BatchMaker | None = None
-        # What :meth:`fail` was called with: the dataset is not there in any epoch.
+        # The argument of :meth:`fail`: there is no dataset in any epoch.
         self._open_error: RemoteError | None = None
         self.error: RemoteError | None = None
         self.is_lost = self.is_ready = self.has_ended = False
@@ -113,7 +113,7 @@ class WorkerDataset:
         """Begin a further epoch.
 
         Returns:
-            A pickled ``Beginning``, which says what it begins with; None if that is nothing.
+            A pickled ``Beginning``: what the epoch begins with. None if its fields are None.
         """
         if self._config.is_iterable and not self.is_ready:
             self.get_ready()
@@ -140,9 +140,9 @@ class WorkerDataset:
         config = self._config
         if not config.is_iterable and not config.snapshot_every:
             return None
-        saved = save_dataset(self._dataset)
+        snapshot = self._dump(save_dataset(self._dataset))
         draws = config.is_iterable and config.seed is None
-        return Beginning(global_rng_state() if draws else None, self._dump(saved)).dumps()
+        return Beginning(global_rng_state() if draws else None, snapshot).dumps()
 
     def _get_ready(self, make_maker: Callable[[], BatchMaker | None]) -> None:
         self.is_ready = True
