@@ -1,15 +1,14 @@
-"""Faults placed on purpose, for the fault campaign (``tests/faults``).
+"""Injects faults, for the fault campaign (``tests/faults``).
 
-``SHMLOADER_FAULT=point:nth:action`` is read once, in each process, when the package is imported;
-several are separated by commas. Where a point is reached for the nth time in a process (from 1),
-the action is taken there:
+Each process reads ``SHMLOADER_FAULT=point:nth:action`` when it imports the package. Commas separate
+several faults. When a process reaches the point for the nth time (from 1), the action happens:
 
-    * a signal's name (``SIGKILL``): the process sends it to itself;
+    * a signal's name (``SIGKILL``): the process sends itself this signal;
     * ``exit`` or ``exit=3``: the process ends at once, with this code;
-    * ``module.function``: it is called, without arguments, and may do anything.
+    * ``module.function``: this function is called without arguments, and may do anything.
 
-A point in the workers may name one worker alone: ``worker.task/1``. Unset, a point costs one look
-at a module's global.
+A point in the workers may name one worker: ``worker.task/1``. Without the variable, a point only
+reads a module's global.
 """
 
 import importlib
@@ -22,29 +21,32 @@ _VARIABLE = "SHMLOADER_FAULT"
 class _Faults:
     """The faults of this process.
 
+    Attributes:
+        worker_id: Number of the worker that this process is; None in other processes.
+
     Args:
-        text: As in the environment.
+        text: Value of the environment variable.
 
     Raises:
-        ValueError: If the text is not of the form above.
+        ValueError: If the text has another form than above.
     """
 
     def __init__(self, text: str) -> None:
-        self._placed: list[tuple[str, int, str]] = []
-        for part in text.split(","):
-            fields = part.strip().split(":")
+        self._faults: list[tuple[str, int, str]] = []
+        for fault in text.split(","):
+            fields = fault.strip().split(":")
             if len(fields) != 3 or not fields[1].isdecimal() or not all(fields):  # noqa: PLR2004
-                raise ValueError(f"{_VARIABLE} should be point:nth:action, but got {part!r}")
-            self._placed.append((fields[0], int(fields[1]), fields[2]))
+                raise ValueError(f"{_VARIABLE} should be point:nth:action, but got {fault!r}")
+            self._faults.append((fields[0], int(fields[1]), fields[2]))
         self._counts: dict[str, int] = {}
         self.worker_id: int | None = None
 
     def reach(self, point: str) -> None:
-        """A point is reached; may not return, and may raise anything."""
+        """Note that a point is reached. May not return, and may raise anything."""
         count = self._counts[point] = self._counts.get(point, 0) + 1
-        here = (point, f"{point}/{self.worker_id}")
-        for where, nth, action in self._placed:
-            if nth == count and where in here:
+        names = (point, f"{point}/{self.worker_id}")
+        for name, nth, action in self._faults:
+            if nth == count and name in names:
                 _take(action)
 
 
@@ -63,5 +65,5 @@ def _read() -> _Faults | None:
     return _Faults(text) if text else None
 
 
-#: None, unless the variable is set: ``if FAULTS is not None: FAULTS.reach("worker.task")``.
+#: None unless the variable is set: ``if FAULTS is not None: FAULTS.reach("worker.task")``.
 FAULTS = _read()

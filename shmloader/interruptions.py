@@ -1,7 +1,7 @@
-"""Tells what comes from outside, out of a signal handler, from what the user's code raises.
+"""Distinguishes interruptions, such as a signal handler's exception, from the user's own errors.
 
-A handler runs between any two instructions of the main thread. What it raises comes out of whatever
-was at work then: of a dataset, for instance, which did not raise it.
+A signal handler runs between any two instructions of the main thread. Its exception comes out of
+the code that runs at that moment, for instance a dataset's, which did not raise it.
 """
 
 import functools
@@ -13,15 +13,15 @@ from types import CodeType, FrameType, TracebackType
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether an exception came from outside, and not of the code that was at work.
+    """Whether an exception was not raised by the code that it came out of.
 
-    So does each that is no ``Exception`` (``KeyboardInterrupt``, ``SystemExit``), and each that a
-    signal handler or a trace function raised. Python gives these the frame that they interrupt, so
-    the traceback has a function that was called with its caller's frame; or, if it has let go of
-    that, the code of a handler that is installed.
+    This holds for every exception that is no ``Exception`` (``KeyboardInterrupt``, ``SystemExit``),
+    and for those of a signal handler or a trace function. Python passes these functions the frame
+    that they interrupt. So the traceback has a function that was called with its caller's frame, or
+    the code of an installed handler, if the handler has deleted that argument.
 
     An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a handler
-    written in C raises, has no such function, and is not found.
+    written in C raises, is not recognised.
 
     Args:
         error: The exception, as it was caught.
@@ -34,7 +34,7 @@ def is_interruption(error: BaseException) -> bool:
     while traceback is not None:
         frame = traceback.tb_frame
         if caller is not None:
-            # Not before: what our own code catches where it is raised is looked at often.
+            # Only now, since most exceptions that we check have no such frame.
             handlers = _codes_of_handlers() if handlers is None else handlers
             if frame.f_code in handlers or _was_given(frame, caller):
                 return True
@@ -43,13 +43,13 @@ def is_interruption(error: BaseException) -> bool:
 
 
 class Suppressed:
-    """As ``contextlib.suppress``, but not of what comes from outside."""
+    """Suppresses exceptions as ``contextlib.suppress`` does, but not interruptions."""
 
     def __init__(self, *kinds: type[Exception]) -> None:
         self._kinds = kinds
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(
         self,
@@ -57,19 +57,19 @@ class Suppressed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Whether an exception is suppressed."""
+        """Return whether an exception is suppressed."""
         return isinstance(error, self._kinds) and not is_interruption(error)
 
 
 def _codes_of_handlers() -> set[CodeType]:
-    """The code of the signal handlers, and of the trace function, that are installed."""
+    """Return the code of the installed signal handlers and of the trace function."""
     installed = [signal.getsignal(number) for number in signal.valid_signals()]
-    wanted = [handler for handler in (*installed, sys.gettrace()) if callable(handler)]
-    return {code for handler in wanted for code in _codes_of(handler)}
+    handlers = [handler for handler in (*installed, sys.gettrace()) if callable(handler)]
+    return {code for handler in handlers for code in _codes_of(handler)}
 
 
 def _codes_of(function: object) -> Iterator[CodeType]:
-    """The code that runs first when this is called, if it is written in Python."""
+    """Yield the code that runs first when this is called, if it is written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -85,13 +85,13 @@ def _was_given(frame: FrameType, caller: FrameType) -> bool:
     code = frame.f_code
     # A class's body has no arguments, and its f_locals may be any mapping.
     count = code.co_argcount
-    has_rest = bool(code.co_flags & inspect.CO_VARARGS)
-    if not count and not has_rest:
+    has_varargs = bool(code.co_flags & inspect.CO_VARARGS)
+    if not count and not has_varargs:
         return False
     values = frame.f_locals
     if any(values.get(name) is caller for name in code.co_varnames[:count]):
         return True
-    if not has_rest:
+    if not has_varargs:
         return False
-    rest = values.get(code.co_varnames[count + code.co_kwonlyargcount], ())
-    return isinstance(rest, tuple) and any(value is caller for value in rest)
+    varargs = values.get(code.co_varnames[count + code.co_kwonlyargcount], ())
+    return isinstance(varargs, tuple) and any(value is caller for value in varargs)

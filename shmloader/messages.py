@@ -1,74 +1,72 @@
-"""What crosses between the main process and its workers.
+"""The messages between the main process and its workers.
 
-Every message is a tuple type below. On the wire it is one pickled plain tuple whose
-first item names the kind: both ends run the same version of this file, and a plain
-tuple pickles several times faster than an object of a class. One message is one
-``SOCK_SEQPACKET`` datagram, so it arrives whole or not at all (I3).
+Every message is a named tuple below. On the wire it is one pickled plain tuple whose first item is
+the number of the kind: both ends run the same version of this file, and a plain tuple pickles
+several times faster than an object of a class. One message is one ``SOCK_SEQPACKET`` datagram, so
+it arrives whole or not at all (I3).
 
-Anything long (a list of many indices, the pickled body of a batch of Python objects,
-a traceback) lies in the task's slot and the message says where: :class:`Spilled`.
+Anything long (a list of many indices, the pickled body of a batch of Python objects, a traceback)
+lies in the task's slot, and the message tells where: :class:`Spilled`.
 """
 
-import enum
 import pickle
 from typing import NamedTuple
 
-#: Longest message, in bytes, that is sent as such. A SEQPACKET socket takes about
-#: 212 KB at once by default; far less than that, so that a window of them fits.
+#: Longest message, in bytes. A SEQPACKET socket takes about 212 KB at once by default. This is far
+#: less, so that it takes the messages of a whole window.
 INLINE_BYTES = 16 * 1024
 
-#: Receive buffer: INLINE_BYTES and what goes round it.
+#: Size of the receive buffer.
 RECEIVE_BYTES = 2 * INLINE_BYTES
 
 
-class Kind(enum.IntEnum):
-    """First item of a message on the wire."""
-
-    NEW_SLOT = 0
-    DROP_SLOT = 1
-    TASK = 2
-    START_EPOCH = 3
-    BATCH_DONE = 4
-    BATCH_FAILED = 5
-    STREAM_ENDED = 6
-    EPOCH_STARTED = 7
-    RESUME_STREAM = 8
-    BATCH_EMPTY = 9
-    STATE_PART = 10
-
-
 class Spilled(NamedTuple):
-    """Stands for a pickled value that lies in the slot, at ``offset``, ``nbytes`` long."""
+    """Stands for a pickled value of ``nbytes`` that lies in the slot, at ``offset``."""
 
     offset: int
     nbytes: int
 
 
+class Attached(NamedTuple):
+    """Stands for bytes that lie in a slot of their own, whose descriptor goes with the message."""
+
+    nbytes: int
+
+
+class TooLong(NamedTuple):
+    """Stands for a state of ``nbytes`` that did not fit in its slot."""
+
+    nbytes: int
+
+
+# From the main process to a worker ---------------------------------------------------------
+
+
 class NewSlot(NamedTuple):
-    """Main → worker, with one descriptor: a slot, whose file is ``nbytes`` long, for good."""
+    """Main → worker, with one descriptor: a slot, whose file has ``nbytes`` for its whole life."""
 
     slot_id: int
     nbytes: int
 
 
 class DropSlot(NamedTuple):
-    """Main → worker: unmap this slot; no task will name it again."""
+    """Main → worker: unmap this slot. No later task will name it."""
 
     slot_id: int
 
 
 class Task(NamedTuple):
-    """Main → worker: load the batch of these indices into this slot.
+    """Main → worker: write the batch of these indices to this slot.
 
     Attributes:
         seq: Number of the batch in its epoch, from 0.
         epoch: Number of the epoch within the iterator, from 0.
-        slot_id: The slot, which is the worker's until it answers.
-        indices: What the sampler gave, pickled: a list of keys, or one key where there is no
-            batching; with its position in the epoch (``PositionedIndices``) if samples have random
-            number generators of their own. Unpickled apart from the message, because a key of the
-            user's own class may fail to unpickle. Or :class:`Spilled`.
-        touched_bytes: Bytes from the slot's start that have pages.
+        slot_id: The slot, which belongs to the worker until it answers.
+        indices: What the sampler yielded, pickled: a list of keys, or one key without batching;
+            with its position in the epoch (``PositionedIndices``) if samples have random number
+            generators of their own. It is pickled by itself, because a key of the user's own class
+            may fail to unpickle.
+        touched_bytes: How many bytes from the slot's start have pages.
     """
 
     seq: int
@@ -79,19 +77,13 @@ class Task(NamedTuple):
 
 
 class StartEpoch(NamedTuple):
-    """Main → worker: make the fetcher anew (``iter(dataset)``), then answer."""
+    """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer."""
 
     epoch: int
 
 
-class Attached(NamedTuple):
-    """Stands for bytes that lie in a slot of their own, whose descriptor goes with the message."""
-
-    nbytes: int
-
-
 class ResumeStream(NamedTuple):
-    """Main → worker, before its first task: its dataset goes on where another one was.
+    """Main → worker, before its first task: resume the dataset.
 
     Attributes:
         checkpoint: A pickled :class:`~shmloader.batch.iterable_state.IterableCheckpoint`.
@@ -100,10 +92,7 @@ class ResumeStream(NamedTuple):
     checkpoint: bytes | Attached
 
 
-class TooLong(NamedTuple):
-    """Stands for a state of so many bytes that its slot had no room for."""
-
-    nbytes: int
+# From a worker to the main process ---------------------------------------------------------
 
 
 class BatchDone(NamedTuple):
@@ -113,19 +102,18 @@ class BatchDone(NamedTuple):
         seq: As in the task.
         epoch: As in the task.
         slot_id: As in the task.
-        layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`, which
-            may hold keys that only the worker can read, and so is not read with the message;
-            or :class:`Spilled`; or None: the same as that of this worker's last batch.
-        used_bytes: Bytes of the slot that were written.
-        kept: The user's code in the worker still holds memory of the slot, so that
-            it must never be filled again.
-        checksum: Of these bytes, where SHMLOADER_DEBUG asks for it.
-        report: Where failures of samples are counted, a ``SampleReport`` as it is written.
-        snapshot: Of a dataset that has a state, where one was due after this batch: a pickled
-            :class:`~shmloader.batch.iterable_state.Saved`.
-        times: The worker's clock of this batch: fields of
-            :class:`~shmloader.insight.measurements.WorkTimes`.
-        fingerprint: Of a batch of an iterable dataset, where one is taken.
+        layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; None if it
+            is that of this worker's last batch. It is pickled by itself, because it may hold keys
+            that only the worker can unpickle.
+        used_bytes: How many bytes of the slot were written.
+        kept: Whether the user's code in the worker still holds memory of the slot, so that the slot
+            must never be filled again.
+        checksum: Checksum of the used bytes, with SHMLOADER_DEBUG=1.
+        report: A pickled ``SampleReport``, if failed samples are counted.
+        snapshot: A pickled :class:`~shmloader.batch.iterable_state.Saved` of the dataset after this
+            batch, if one was due.
+        times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by the worker's clock.
+        fingerprint: Fingerprint of the batch, if the dataset is iterable.
     """
 
     seq: int
@@ -142,13 +130,21 @@ class BatchDone(NamedTuple):
 
 
 class BatchFailed(NamedTuple):
-    """Worker → main: loading raised.
+    """Worker → main: making the batch raised.
 
-    ``error`` is a pickled ``RemoteError``; ``kept``, ``report`` and ``snapshot`` as above.
-    ``touched_bytes`` of the slot were written, for the batch that failed, for the error or the
-    report. ``fingerprint`` as above, if it was not the reading of samples that failed.
-    ``is_final``: the dataset could not be resumed, so this is not in any batch's place, and no
-    batch follows.
+    Attributes:
+        seq: As in the task.
+        epoch: As in the task.
+        slot_id: As in the task.
+        error: A pickled ``RemoteError``.
+        kept: As for :class:`BatchDone`.
+        touched_bytes: How many bytes of the slot were written, for the batch, the error or the
+            report.
+        report: As for :class:`BatchDone`.
+        snapshot: As for :class:`BatchDone`.
+        fingerprint: As for :class:`BatchDone`; None also if reading the samples failed.
+        is_final: Whether the dataset could not be resumed. The error then takes the place of no
+            batch, and no batch follows.
     """
 
     seq: int
@@ -177,9 +173,14 @@ class BatchEmpty(NamedTuple):
 class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
-    ``kept`` and ``touched_bytes`` as above. ``beginning``: a pickled
-    :class:`~shmloader.batch.iterable_state.Beginning` of the next epoch, where workers are
-    persistent.
+    Attributes:
+        seq: As in the task.
+        epoch: As in the task.
+        slot_id: As in the task.
+        kept: As for :class:`BatchDone`.
+        touched_bytes: As for :class:`BatchFailed`.
+        beginning: A pickled :class:`~shmloader.batch.iterable_state.Beginning` of the next epoch,
+            if workers are persistent.
     """
 
     seq: int
@@ -191,19 +192,21 @@ class StreamEnded(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """Worker → main: a piece of the beginning that :class:`EpochStarted` gives the rest of.
+    """Worker → main: a piece of the state whose last piece comes with :class:`EpochStarted`.
 
-    Pieces, since that message has no slot.
+    The state is sent in pieces, since that message has no slot.
     """
 
     data: bytes
 
 
 class EpochStarted(NamedTuple):
-    """Worker → main: the answer to :class:`StartEpoch`; all earlier tasks are answered.
+    """Worker → main: the answer to :class:`StartEpoch`. All earlier tasks are answered.
 
-    ``beginning``: a pickled :class:`~shmloader.batch.iterable_state.Beginning` of the epoch, or
-    what is left of it after the pieces before.
+    Attributes:
+        epoch: As in the message that it answers.
+        beginning: A pickled :class:`~shmloader.batch.iterable_state.Beginning` of the epoch, or its
+            last piece.
     """
 
     epoch: int
@@ -211,43 +214,32 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
-FromWorker = BatchDone | BatchFailed | StreamEnded | EpochStarted | BatchEmpty | StatePart
+FromWorker = BatchDone | BatchFailed | BatchEmpty | StreamEnded | StatePart | EpochStarted
 
-_KINDS: dict[type, int] = {
-    NewSlot: int(Kind.NEW_SLOT),
-    DropSlot: int(Kind.DROP_SLOT),
-    Task: int(Kind.TASK),
-    StartEpoch: int(Kind.START_EPOCH),
-    BatchDone: int(Kind.BATCH_DONE),
-    BatchFailed: int(Kind.BATCH_FAILED),
-    StreamEnded: int(Kind.STREAM_ENDED),
-    EpochStarted: int(Kind.EPOCH_STARTED),
-    ResumeStream: int(Kind.RESUME_STREAM),
-    BatchEmpty: int(Kind.BATCH_EMPTY),
-    StatePart: int(Kind.STATE_PART),
-}
-_TYPES = (
+# A kind's number on the wire is its index here.
+_KINDS: tuple[type[ToWorker | FromWorker], ...] = (
     NewSlot,
     DropSlot,
     Task,
     StartEpoch,
+    ResumeStream,
     BatchDone,
     BatchFailed,
-    StreamEnded,
-    EpochStarted,
-    ResumeStream,
     BatchEmpty,
+    StreamEnded,
     StatePart,
+    EpochStarted,
 )
+_NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:
-    """Write a message for the wire."""
-    return pickle.dumps((_KINDS[type(message)], *message), pickle.HIGHEST_PROTOCOL)
+    """Return a message as it is sent."""
+    return pickle.dumps((_NUMBERS[type(message)], *message), pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(data: bytes) -> ToWorker | FromWorker:
-    """Read a message off the wire."""
-    kind, *fields = pickle.loads(data)
-    message: ToWorker | FromWorker = _TYPES[kind]._make(fields)
+    """Return the message that :func:`pack` has written."""
+    number, *fields = pickle.loads(data)
+    message: ToWorker | FromWorker = _KINDS[number]._make(fields)
     return message

@@ -1,4 +1,4 @@
-"""Looks for optional attributes of objects that users define."""
+"""Reads optional attributes of objects that users define."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from shmloader.interruptions import is_interruption
 
 
 def probe(value: object, name: str, default: object = None) -> Any:
-    """An attribute that a user's object may have, or a default.
+    """Return an attribute that a user's object may have, or a default.
 
-    For names that torch never asks for. A class's own ``__getattr__`` may raise anything for a
-    name that it does not know, and with torch's loader that is never noticed.
+    This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
+    for a name that it does not know, which never shows with torch's loader.
     """
     try:
         return getattr(value, name, default)
     except Exception as error:
-        # Whatever the class raises means that it has no such attribute.
+        # Whatever the class raises, it has no such attribute.
         if is_interruption(error):
             raise
         return default

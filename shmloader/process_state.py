@@ -1,17 +1,17 @@
 """All state that belongs to the process rather than to a loader.
 
-None of it can belong to an object: it is looked at by hooks that ``os.fork()`` runs, at the
-interpreter's exit, or while an object is unpickled, when no loader is at hand. Everything else has
-an owner. (``shmloader.faults`` is apart: it exists for the tests.)
+None of it can belong to an object: it is used by hooks that ``os.fork()`` runs, at the
+interpreter's exit, or while an object is unpickled, where no loader is known. Everything else has
+an owner. (``shmloader.faults`` is separate, since it exists for the tests.)
 
-=====================  ==========================================================================
-``forks``              how many forks there were: a page that a child may still read is not reused
-``threads``            our threads that can be parked while the process forks
-``worker_groups``      the workers of all loaders: a forked child closes what it inherited of them
-``parent_death_pipes`` the pipes by which workers notice that this process has ended; likewise
-``received``           in a worker: the descriptors that its payload came with
-``locked_for_good``    slots that could not be unlocked: a device may still read their pages
-=====================  ==========================================================================
+======================  =========================================================================
+``forks``               the number of forks: a page that a child may still read is not reused
+``threads``             our threads, which can be parked while the process forks
+``worker_groups``       the workers of all loaders: a forked child closes what it inherits of them
+``parent_death_pipes``  the pipes that end our workers with this process: a child closes them, too
+``received``            in a worker, the descriptors that came with its payload
+``locked_for_good``     slots that could not be unlocked: a device may still read their pages
+======================  =========================================================================
 """
 
 import os
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class Forks:
-    """Counts the forks of this process (I9). The count is all that its callback touches."""
+    """Counts the forks of this process (I9). The fork hook changes nothing else."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,7 +49,7 @@ class Threads:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked child, where none of the threads runs."""
+        """Forget all threads in a forked child, where none of them runs."""
         self.lock = threading.Lock()
         self.live: set[Any] = set()
         self.unwilling: set[int] = set()
@@ -57,7 +57,7 @@ class Threads:
 
 
 class ProcessState:
-    """The state of this process; see the head of the module for what each attribute is."""
+    """The state of this process. The module's docstring describes the attributes."""
 
     def __init__(self) -> None:
         self.forks = Forks()
@@ -68,22 +68,23 @@ class ProcessState:
         self.locked_for_good: list[Any] = []
 
     def close_pipes(self) -> None:
-        """Close the pipes, in a forked child: it must not keep our workers alive."""
+        """Close the pipes in a forked child, which must not keep our workers alive."""
         for pipe in list(self.parent_death_pipes):
             pipe.close_write()
 
     def leave_groups(self) -> None:
-        """Leave the workers to the parent, in a forked child."""
+        """Leave the workers to the parent. Called in a forked child."""
         for group in list(self.worker_groups):
             group.leave_to_parent()
 
 
-#: The only one. Import it by this name: at the interpreter's exit the modules' own names become
-#: None, and what is left of the package still needs it then.
+#: The only instance. Import it by this name, not through the module: at the interpreter's exit the
+#: names in modules become None, while remaining objects of the package still use it.
 PROCESS = ProcessState()
 
-# The count goes up on both sides of a fork: a lease may begin or end while other hooks run.
+# The count rises before and after a fork, since a lease may begin or end while other hooks run.
 os.register_at_fork(before=PROCESS.forks.one_more, after_in_parent=PROCESS.forks.one_more)
-# In the child, in this order. Each by itself: what one raises does not keep the next from running.
+# In the child, in this order. Registered separately, so that an error in one does not prevent the
+# others.
 for _hook in (PROCESS.threads.forget, PROCESS.close_pipes, PROCESS.leave_groups):
     os.register_at_fork(after_in_child=_hook)

@@ -1,26 +1,28 @@
-"""Several samples of a batch at once, inside one worker (``fetch_concurrency=``).
+"""Loads several samples of a batch at once inside one worker (``fetch_concurrency=``).
 
-Runs wherever samples are loaded: in a worker process, in a worker thread, in the main process.
+Runs wherever samples are loaded: in a worker process, in a worker thread, or in the main process.
 
 ::
 
     the worker's own thread                    k - 1 helper threads, or an event loop
     ───────────────────────                    ─────────────────────────────────────
-    gather(get, indices, begin)
-      for each sample, in order: a context, in which begin() has set its random stream
-      one sample after the other, and so do ─▶ get(index), in the sample's context
+    load(get, indices, begin)
+      makes a context for each sample, in
+      order, in which begin() seeds
+      loads one sample after the other, ─────▶ which helpers also do: get(index),
+                                               in the sample's context
       waits for the last
-    outcomes, in the order of the indices
+    results, in the order of the indices
 
-What a dataset is shows when it is first asked: where ``dataset[index]`` gives a coroutine, samples
-are awaited together, on an event loop of its own, which stays the same for its life; else
-threads share them.
+The dataset's first sample decides: if ``dataset[index]`` returns a coroutine, samples are awaited
+together, on one event loop that is kept for the dataset; otherwise threads share them.
 
 Guarantees:
-    * At most k samples are under way at once, and all are over when ``gather`` returns. What is no
-      ``Exception`` on its own thread, a Ctrl-C, is raised at once, and waits for no other sample.
-    * Once one has failed, no further one is begun, unless all are wanted.
-    * A helper that waits holds nothing but the queue.
+    * At most k samples are loaded at once, and all are done when ``load`` returns. An exception on
+      the worker's own thread that is no ``Exception``, such as Ctrl-C, is raised at once, without
+      waiting for other samples.
+    * Once a sample has failed, no further one is begun, unless the caller wants all.
+    * A helper that waits refers only to the queue.
 """
 
 import asyncio
@@ -38,19 +40,19 @@ from shmloader.threads.wakeup import Wakeup
 
 Get = Callable[[Any], Any]
 
-# How long close() waits for helpers that are in a sample.
+# How long close() waits for helpers that are loading a sample.
 _JOIN_S = 1.0
 
 
 class SampleResult:
-    """What came of one sample.
+    """The result of loading one sample.
 
     Attributes:
-        index: Its index.
-        context: The context that it was loaded in.
+        index: The sample's index.
+        context: The context in which it was loaded.
         value: The sample.
-        error: What was raised in its place; None if nothing was.
-        is_begun: Whether it was loaded at all, or begun to be.
+        error: What loading it raised; None if it did not raise.
+        is_begun: Whether loading it was begun.
     """
 
     __slots__ = ("context", "error", "index", "is_begun", "value")
@@ -63,14 +65,14 @@ class SampleResult:
         self.is_begun = False
 
     def take(self) -> Any:
-        """The sample; or what was raised is raised."""
+        """Return the sample, or raise what loading it raised."""
         if self.error is not None:
             raise self.error
         return self.value
 
 
 class _Batch:
-    """The samples of one call of ``gather``, as threads share them."""
+    """The samples of one call of ``load``, which threads share."""
 
     def __init__(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
         self._get: Get | None = get
@@ -82,7 +84,7 @@ class _Batch:
         self.over = Wakeup()
 
     def work(self) -> None:
-        """Load one sample after the other, until none waits."""
+        """Load one sample after the other, until none is left."""
         while True:
             try:
                 result = self._waiting.popleft()
@@ -93,7 +95,7 @@ class _Batch:
 
     def _load(self, result: SampleResult) -> None:
         get = self._get
-        if get is None:  # one has failed, or nobody wants them
+        if get is None:  # dropped
             return
         result.is_begun = True
         try:
@@ -151,7 +153,7 @@ class ConcurrentFetcher:
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._helpers: list[_Helper] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Whether the dataset gives coroutines; None: it was not asked yet.
+        # Whether the dataset returns coroutines; None before its first sample.
         self._is_async: bool | None = None
 
     def load(
@@ -165,14 +167,14 @@ class ConcurrentFetcher:
         """Load samples.
 
         Args:
-            get: Gives a sample for an index, or a coroutine for it. Called from several threads.
-            indices: Of the samples.
-            begin: Called for each sample, in order, in the context that it will be loaded in.
-            wants_all: Whether others are loaded though one has failed.
+            get: Returns the sample of an index, or a coroutine for it. Called from several threads.
+            indices: Indices of the samples.
+            begin: Called for each sample, in order, in the sample's context.
+            wants_all: Whether the others are loaded if one fails.
 
         Returns:
-            What came of each, in order; an outcome that has failed was the first to fail, or
-            began before that one had.
+            The samples' results, in order. Without ``wants_all``, samples that were not begun when
+            the first one failed have neither value nor error.
         """
         results = []
         for index in indices:
@@ -180,22 +182,22 @@ class ConcurrentFetcher:
             if begin is not None:
                 context.run(begin)
             results.append(SampleResult(index, context))
-        rest = results
+        left = results
         if self._is_async is None and results:
-            self._ask_first(get, results[0], wants_all=wants_all)
+            self._load_first(get, results[0], wants_all=wants_all)
             if results[0].error is not None and not wants_all:
                 return results
-            rest = results[1:]
-        if not self._is_async and rest:
-            self._share(get, rest, wants_all=wants_all)
-            rest = []
-        left = [*rest, *(result for result in results if inspect.iscoroutine(result.value))]
-        if left:
-            self._await_all(get, left, wants_all=wants_all)
+            left = results[1:]
+        if not self._is_async and left:
+            self._share(get, left, wants_all=wants_all)
+            left = []
+        to_await = [*left, *(result for result in results if inspect.iscoroutine(result.value))]
+        if to_await:
+            self._await_all(get, to_await, wants_all=wants_all)
         return results
 
-    def _ask_first(self, get: Get, result: SampleResult, *, wants_all: bool) -> None:
-        """Load the first sample of all, which says what the dataset is."""
+    def _load_first(self, get: Get, result: SampleResult, *, wants_all: bool) -> None:
+        """Load the dataset's first sample, which tells whether samples are coroutines."""
         alone = _Batch(get, [result], wants_all=wants_all)
         alone.work()
         if result.error is None:
@@ -219,7 +221,7 @@ class ConcurrentFetcher:
             batch.drop()  # a Ctrl-C
             raise
 
-    # A loop ------------------------------------------------------------------------------
+    # Event loop --------------------------------------------------------------------------
 
     def _await_all(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
         if self._loop is None:
@@ -230,7 +232,7 @@ class ConcurrentFetcher:
         if asyncio._get_running_loop() is None:
             self._run_here(loop, work)
             return
-        # A notebook's thread, which has a loop already.
+        # This thread runs an event loop already, as a notebook's does.
         thread = threading.Thread(target=self._run_here, args=(loop, work), daemon=True)
         thread.start()
         thread.join()
@@ -254,7 +256,7 @@ class ConcurrentFetcher:
         ]
         await asyncio.gather(*runners)
         for result in results:
-            if inspect.iscoroutine(result.value):  # the first, after another has failed
+            if inspect.iscoroutine(result.value):  # not awaited, since another has failed
                 result.value.close()
 
     async def _work(
@@ -272,15 +274,15 @@ class ConcurrentFetcher:
                     loop = asyncio.get_running_loop()
                     sample = await loop.create_task(sample, context=result.context)
                 result.value = sample
-            except BaseException as error:  # noqa: BLE001 - the worker's thread looks at it
+            except BaseException as error:  # noqa: BLE001 - handed on
                 result.error = error
                 if not wants_all:
                     waiting.clear()
 
-    # Ends --------------------------------------------------------------------------------
+    # End ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the helpers and the loop. May be called again; what is used afterwards is new."""
+        """End the helpers and the loop. May be called again. A later ``load`` makes new ones."""
         helpers, self._helpers = self._helpers, []
         loop, self._loop = self._loop, None
         for _ in helpers:

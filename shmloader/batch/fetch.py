@@ -1,21 +1,23 @@
-"""Loading a batch: torch's fetchers, one that bad samples do not stop, and our StopIteration."""
+"""Loads the samples of a batch: by torch's fetchers, or by one that tolerates bad samples."""
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Literal, NamedTuple
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _DatasetKind
 
-from shmloader.batch.bad_samples import BadSample, SampleReport
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
-from shmloader.batch.sample_rng import one_by_one
+from shmloader.batch.failures import BadSample, SampleReport
 from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded
 
-#: What is done about a sample that fails; a function gets its index and its exception, and gives
-#: a sample in its place.
+#: What is done about a sample that fails. A function gets the sample's index and the exception,
+#: and returns another sample.
 OnError = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
 
 # Stands for a sample that failed and was not replaced.
@@ -23,25 +25,26 @@ _SKIPPED = object()
 
 
 class EmptyBatchError(Exception):
-    """All samples of a batch failed and none was replaced. Does not reach the user."""
+    """All samples of a batch failed and none was replaced. Never reaches the user."""
 
 
 class FetchConfig(NamedTuple):
-    """How batches are made of a dataset: the part that crosses to the workers.
+    """How batches are made of a dataset: the part of the configuration that crosses to workers.
 
     Attributes:
         is_iterable: Whether the dataset is an IterableDataset.
-        auto_collation: Whether an index is a list of keys, or one key.
-        drop_last: Whether an iterable's last batch is left out when it is short.
+        auto_collation: Whether a ticket's index is a list of keys rather than one key.
+        drop_last: Whether the last batch of an iterable dataset is dropped if it is short.
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
-            ranks or shards count on as many.
-        may_shard: Whether what is fetched may be a list of index lists: a list of batches.
-        seed: Of the samples' own random streams; None if they have none.
-        snapshot_every: After how many batches of a worker an iterable dataset's state is taken,
-            if it has one; 0: never.
-        is_persistent: Whether workers have further epochs.
-        concurrency: How many samples of a batch are loaded at once in a worker; None: one after
-            the other, on its own thread.
+            ranks or shards expect batches of the same size.
+        may_shard: Whether a ticket's index may be a list of index lists, one for each shard, which
+            makes a list of batches.
+        seed: Seed of the samples' own random number generators; None if they have none.
+        snapshot_every: After how many batches of a worker a stateful dataset's state is saved;
+            0 for never.
+        is_persistent: Whether workers persist for further epochs.
+        concurrency: How many samples of a batch are loaded at once in a worker; None if the
+            worker's own thread loads one after the other.
     """
 
     is_iterable: bool
@@ -55,12 +58,12 @@ class FetchConfig(NamedTuple):
     concurrency: int | None = None
 
     @property
-    def sets_global_streams(self) -> bool:
-        """Whether the process's random streams can be set for a sample: not for several at once."""
+    def sets_global_rngs(self) -> bool:
+        """Whether a sample can seed the process's generators: not if several are loaded at once."""
         return self.concurrency is None
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
-        """What loads several samples at once, if that is wanted; its owner closes it."""
+        """Return what loads several samples at once, or None. The caller closes it."""
         return None if self.concurrency is None else ConcurrentFetcher(self.concurrency)
 
     def make_fetcher(
@@ -71,15 +74,15 @@ class FetchConfig(NamedTuple):
         where: str = "in the main process",
         sample_loader: "SampleLoader | None" = None,
     ) -> Any:
-        """A fetcher of torch's, which calls ``iter(dataset)`` for an iterable one; or ours.
+        """Return a fetcher. For an iterable dataset, torch's fetcher calls ``iter(dataset)`` now.
 
         Args:
-            dataset: What to load from.
+            dataset: The dataset.
             collate_fn: Makes a batch of samples.
             on_error: Other than "raise", it makes a :class:`TolerantFetcher`. Not for an iterable
-                dataset: an iterator that has raised gives nothing more.
-            where: Where it runs, as the texts of failures have it.
-            sample_loader: Loads several samples at once.
+                dataset: an iterator that has raised yields nothing more.
+            where: Where this runs, for the texts of errors.
+            sample_loader: Loads several samples at once; None loads one after the other.
         """
         if on_error != "raise" and not self.is_iterable:
             return TolerantFetcher(self, dataset, collate_fn, on_error, where, sample_loader)
@@ -93,12 +96,30 @@ class FetchConfig(NamedTuple):
         )
 
 
+def one_by_one(dataset: Any) -> Callable[[Any], Any]:
+    """Return a function that loads one sample of a map-style dataset by the method that it has."""
+    if _gives_lists_alone(dataset):
+        return functools.partial(_get_by_list, dataset)
+    return functools.partial(operator.getitem, dataset)
+
+
+def _gives_lists_alone(dataset: Any) -> bool:
+    """Whether a dataset has only ``__getitems__``; torch's base class has a raising other one."""
+    own = getattr(type(dataset), "__getitem__", None)
+    return own in (None, Dataset.__getitem__) and bool(probe(dataset, "__getitems__"))
+
+
+def _get_by_list(dataset: Any, index: Any) -> Any:
+    (sample,) = dataset.__getitems__([index])
+    return sample
+
+
 class SampleLoader:
     """Loads several samples of a dataset at once, in order.
 
     Args:
-        concurrent_fetcher: Does it.
-        begin: Sets a sample's random stream, in its context; None: it has none of its own.
+        concurrent_fetcher: Loads them.
+        begin: Seeds a sample's generators, in its context; None if it has none of its own.
     """
 
     def __init__(
@@ -110,12 +131,12 @@ class SampleLoader:
     def load(
         self, get: Callable[[Any], Any], indices: Iterable[Any], *, wants_all: bool
     ) -> list[SampleResult]:
-        """See :meth:`ConcurrentFetcher.load`."""
+        """Load samples; see :meth:`ConcurrentFetcher.load`."""
         return self._concurrent_fetcher.load(get, indices, self._begin, wants_all=wants_all)
 
 
 class _ConcurrentSamples:
-    """A map-style dataset for torch's fetcher, which asks for a batch by ``__getitems__``."""
+    """A map-style dataset for torch's fetcher, which calls ``__getitems__`` for a batch."""
 
     def __init__(self, dataset: Any, sample_loader: SampleLoader) -> None:
         self._get = one_by_one(dataset)
@@ -124,7 +145,7 @@ class _ConcurrentSamples:
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         results = self._sample_loader.load(self._get, indices, wants_all=False)
         for result in results:
-            result.take()  # the first that failed is raised, whether or not others were begun
+            result.take()  # the first failure is raised, whether or not others were begun
         return [result.value for result in results]
 
     def __getitem__(self, index: Any) -> Any:
@@ -133,10 +154,10 @@ class _ConcurrentSamples:
 
 
 class ShardFetcher(_MapDatasetFetcher):
-    """torch's fetcher; where the index is a list of index lists, it makes a list of batches."""
+    """torch's fetcher, which makes a list of batches of a list of index lists."""
 
     def fetch(self, possibly_batched_index: Any) -> Any:
-        """The batch, or the batches."""
+        """Return the batch, or the shards' batches."""
         fetch: Callable[[Any], Any] = super().fetch
         if is_sharded(possibly_batched_index):
             return [fetch(shard) for shard in possibly_batched_index]
@@ -144,15 +165,15 @@ class ShardFetcher(_MapDatasetFetcher):
 
 
 class TolerantFetcher:
-    """Makes batches of a map-style dataset, leaving out or replacing what fails.
+    """Makes batches of a map-style dataset, and skips or replaces samples that fail.
 
-    An ``Exception`` out of the dataset makes a bad sample; what else it raises (``SystemExit``,
-    ``KeyboardInterrupt``), and what collate raises, is raised.
+    A sample is bad if loading it raises an ``Exception``. Other exceptions of the dataset
+    (``SystemExit``, ``KeyboardInterrupt``) and those of ``collate_fn`` are raised.
     """
 
     def __init__(
         self,
-        plan: FetchConfig,
+        config: FetchConfig,
         dataset: object,
         collate_fn: Callable[[Any], Any],
         on_error: OnError,
@@ -160,7 +181,7 @@ class TolerantFetcher:
         sample_loader: SampleLoader | None = None,
     ) -> None:
         self._sample_loader = sample_loader
-        self._plan = plan
+        self._config = config
         self._dataset: Any = dataset
         self._collate_fn = collate_fn
         self._replace = on_error if callable(on_error) else None
@@ -168,50 +189,51 @@ class TolerantFetcher:
         self._report = SampleReport()
 
     def take_report(self) -> SampleReport:
-        """What became of the samples since it was last asked: of one batch, raised or not."""
+        """Return the report on the samples since the last call, whether or not fetching raised."""
         report, self._report = self._report, SampleReport()
         return report
 
     def fetch(self, index: Any) -> Any:
-        """The batch of these indices, or of this one without batching; or a list of batches.
+        """Return the batch of an index list, or of one key without batching, or shards' batches.
 
         Raises:
-            EmptyBatchError: If all samples failed and were to be skipped; of one batch of a list
-                where none may be left out.
-            BaseException: What collate or ``on_error`` raises.
+            EmptyBatchError: If all samples failed and were to be skipped; with ``keep_size``, if
+                that is so for any shard.
+            BaseException: What ``collate_fn`` or ``on_error`` raises.
         """
-        if self._plan.may_shard and is_sharded(index):
+        if self._config.may_shard and is_sharded(index):
             return self._fetch_batches(index)
         return self._fetch_batch(index)
 
     def _fetch_batches(self, shards: Iterable[Any]) -> list[Any]:
-        """Those of which something is left."""
+        """Return the batches of those shards that are not empty."""
         batches = []
         for shard in shards:
             try:
                 batches.append(self._fetch_batch(shard))
             except EmptyBatchError:
-                if self._plan.keep_size:
+                if self._config.keep_size:
                     raise
         if not batches:
             raise EmptyBatchError
         return batches
 
     def _fetch_batch(self, index: Any) -> Any:
-        if not self._plan.auto_collation:
-            return self._collate_fn(self._settle(self._load_each(self._get_one, [index]))[0])
+        if not self._config.auto_collation:
+            samples = self._without_skipped(self._load_each(self._get_one, [index]))
+            return self._collate_fn(samples[0])
         getitems = getattr(self._dataset, "__getitems__", None)
         if getitems and self._sample_loader is None:
-            samples = self._load_together(getitems, index)
+            samples = self._load_by_getitems(getitems, index)
         else:
-            samples = self._settle(self._load_each(self._get_one, index))
+            samples = self._without_skipped(self._load_each(self._get_one, index))
         return self._collate_fn(samples)
 
     def _get_one(self, index: Any) -> Any:
         return self._dataset[index]
 
     def _load_at_once(self, sample_loader: SampleLoader, indices: Iterable[Any]) -> list[Any]:
-        """As :meth:`_load_each`."""
+        """Do as :meth:`_load_each`, several samples at once."""
         samples = []
         for result in sample_loader.load(one_by_one(self._dataset), indices, wants_all=True):
             self._report.sample_count += 1
@@ -220,30 +242,31 @@ class TolerantFetcher:
             except Exception as error:
                 if _is_from_outside(error):
                     raise
-                sample = result.context.run(self._instead_of, result.index, error)
+                sample = result.context.run(self._replacement, result.index, error)
             samples.append(sample)
         return samples
 
-    def _instead_of(self, index: Any, error: Exception) -> Any:
-        """Note a bad sample that is being handled; what comes in its place, or ``_SKIPPED``."""
+    def _replacement(self, index: Any, error: Exception) -> Any:
+        """Note a bad sample, whose exception is being handled; return another or ``_SKIPPED``."""
         self._report.note(BadSample.caught(index, self._where))
         return _SKIPPED if self._replace is None else self._replace(index, error)
 
-    def _load_together(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
-        """By one call; one by one if that fails."""
+    def _load_by_getitems(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
+        """Load all samples by one call, or by one call for each if that fails."""
         if isinstance(indices, Iterator):
-            indices = list(indices)  # else nothing of it is left for a second look
+            indices = list(indices)  # it may be read twice
         try:
             samples = getitems(indices)
         except Exception as error:
             if _is_from_outside(error):
                 raise
-            # Which of the samples it was shows when each is asked for.
+            # Loading them one by one tells which sample it was.
         else:
             self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
             return samples
-        # Not by __getitem__: a dataset need not have it.
-        return self._settle(self._load_each(lambda index: getitems([index]), indices, _only_one))
+        # The dataset need not have __getitem__.
+        each = self._load_each(lambda index: getitems([index]), indices, _only_one)
+        return self._without_skipped(each)
 
     def _load_each(
         self,
@@ -251,7 +274,7 @@ class TolerantFetcher:
         indices: Iterable[Any],
         unwrap: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
-        """A sample for each index; for one that failed what ``on_error`` gives, or ``_SKIPPED``."""
+        """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
         if self._sample_loader is not None:
             return self._load_at_once(self._sample_loader, indices)
         samples = []
@@ -262,66 +285,66 @@ class TolerantFetcher:
             except Exception as error:
                 if _is_from_outside(error):
                     raise
-                samples.append(self._instead_of(index, error))
+                samples.append(self._replacement(index, error))
             else:
                 samples.append(sample if unwrap is None else unwrap(sample))
         return samples
 
-    def _settle(self, samples: list[Any]) -> list[Any]:
-        """The samples without those that were skipped, or with the first good one in their place.
+    def _without_skipped(self, samples: list[Any]) -> list[Any]:
+        """Return the samples without skipped ones, which ``keep_size`` replaces by a good one.
 
         Raises:
-            EmptyBatchError: If none is left.
+            EmptyBatchError: If all were skipped.
         """
         good = [sample for sample in samples if sample is not _SKIPPED]
         if len(good) == len(samples):
             return samples
         if not good:
             raise EmptyBatchError
-        if not self._plan.keep_size:
+        if not self._config.keep_size:
             return good
         return [_copy(good[0]) if sample is _SKIPPED else sample for sample in samples]
 
 
 def _is_from_outside(error: Exception) -> bool:
-    """Whether an exception is no bad sample, but for the program, out of a signal handler.
+    """Whether an exception is meant for the program, such as one of a signal handler.
 
-    Not so in a worker process, where a handler is the dataset's own: an alarm that ends a sample
-    which takes too long, say.
+    In a worker process none is: a handler there is the dataset's own, such as an alarm that ends a
+    slow sample.
     """
     return get_worker_info() is None and is_interruption(error)
 
 
 def _only_one(samples: Any) -> Any:
-    """The sample in what ``__getitems__`` gave for one index.
+    """Return the sample in what ``__getitems__`` returned for one index.
 
     Raises:
-        TypeError: If that is not a sequence of one.
+        TypeError: If that is not a sequence of one sample.
     """
     if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
         raise TypeError(
-            "__getitems__ failed for a batch, and for one index of it gave no list of one sample "
-            f"but a {type(samples).__name__}: bad samples cannot be told apart"
+            "__getitems__ failed for a batch, and for one index of it returned a "
+            f"{type(samples).__name__} instead of a list of one sample, so the bad samples cannot "
+            "be identified"
         )
     return samples[0]  # type: ignore[index]
 
 
 def _copy(sample: Any) -> Any:
-    """A sample of its own, since collate may change it: take a field out, scale it in place."""
-    with Suppressed(Exception):  # what cannot be copied is there twice
+    """Copy a sample, since collate may change it: remove a field, or scale it in place."""
+    with Suppressed(Exception):  # a sample that cannot be copied is used twice
         return copy.deepcopy(sample)
     return sample
 
 
 def map_style_stop(error: StopIteration) -> RuntimeError:
-    """What a StopIteration out of a map-style dataset becomes.
+    """Return the RuntimeError that replaces a StopIteration of a map-style dataset.
 
-    torch's loader takes it for the end of the epoch and says nothing of the batches that are
-    missing.
+    torch's loader takes it for the end of the epoch, and silently drops the other batches.
     """
     stop = RuntimeError(
-        "a map-style dataset (or its collate_fn) raised StopIteration, which would have ended the "
-        "epoch in silence"
+        "a map-style dataset (or its collate_fn) raised StopIteration, which would silently end "
+        "the epoch"
     )
     stop.__cause__ = error
     return stop

@@ -1,14 +1,14 @@
-"""Fingerprints of batches: how a resumed stream finds that it reads other samples than before.
+"""Fingerprints of batches, which show whether a resumed dataset yields the same samples as before.
 
-A stream without a state of its own is resumed by reading, and discarding, what was delivered
-before. That is exact only if the dataset gives the same samples again, which cannot be known
-beforehand. So each delivered batch leaves a fingerprint, the loader's state keeps a checksum over
-them, and the resumed stream compares.
+An iterable dataset without a state of its own is resumed by reading, and discarding, what was
+delivered before. That is exact only if the dataset yields the same samples again, which cannot be
+known beforehand. So the loader's state keeps a checksum over the fingerprints of the delivered
+batches, and a resumed dataset is compared with it.
 
-A fingerprint covers up to four samples of a batch, the first and the last among them, and of each
-some 40 numbers, texts or arrays, of which at most a few hundred bytes are read. It costs 2 to 40 µs
-a batch. A sample that is lost, or comes twice, moves the samples of every batch after it; so other
-samples go unseen only where they look alike at all the places that are looked at.
+A fingerprint covers up to four samples of a batch, the first and the last among them; of each, some
+40 numbers, texts or arrays; and of each array, at most a few hundred bytes. It takes 2 to 40 µs a
+batch. A missing or repeated sample shifts the samples of all later batches, so a difference remains
+unnoticed only if the samples are alike in all these bytes.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ import torch
 
 from shmloader.interruptions import is_interruption
 
-# Samples of a batch, leaves of a sample, and containers around a leaf.
+# The most samples of a batch, leaves of a sample, and containers around a leaf that are covered.
 _SAMPLES = 4
 _LEAVES = 40
 _DEPTH = 16
 
 # Elements at either end of a long container, and bytes of a long array: at either end, and spread
-# over what is between.
+# over its length.
 _END_ELEMENTS = 12
 _END_BYTES = 256
 _SPREAD_BYTES = 251
 _WHOLE_BYTES = 2 * _END_BYTES + _SPREAD_BYTES
 
-# Of the others, NumPy is shown the bytes.
+# Tensors of other types are converted to bytes for NumPy.
 _NUMPY_DTYPES = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -43,7 +43,7 @@ _NUMPY_DTYPES = frozenset(
     }
 )
 
-# Their texts are the same in every process, and short.
+# Types whose repr is short and the same in every process.
 _SHOWN_BY_REPR = frozenset({bool, float, complex, type(None), type(...), range, slice})
 _MODULES_SHOWN_BY_REPR = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid"})
 
@@ -54,11 +54,11 @@ class FingerprintingCollate:
     Runs on the thread that loads.
 
     Attributes:
-        value: Of the batch in work, or the last one; None until its samples were read.
+        value: Fingerprint of the present or the last batch; None until its samples were read.
 
     Args:
-        collate_fn: The function.
-        takes_list: Whether its argument is a list of samples, rather than one sample.
+        collate_fn: The collate function.
+        takes_list: Whether its argument is a list of samples rather than one sample.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, takes_list: bool) -> None:
@@ -67,16 +67,16 @@ class FingerprintingCollate:
         self.value: int | None = None
 
     def reset(self) -> None:
-        """A batch is about to be read."""
+        """Forget the last fingerprint. Called before a batch is read."""
         self.value = None
 
     def __call__(self, samples: Any) -> Any:
-        """Collate."""
+        """Take the fingerprint, and collate."""
         self.take(samples)
         return self._collate_fn(samples)
 
     def take(self, samples: Any) -> None:
-        """Take the fingerprint alone."""
+        """Take the fingerprint only."""
         if not self._takes_list:
             self.value = fingerprint(samples)
             return
@@ -88,19 +88,19 @@ class FingerprintingCollate:
 
 
 def chained(check: int, value: int) -> int:
-    """The checksum over a sequence of fingerprints that this one follows."""
+    """Return the checksum over a sequence of fingerprints, from that before the last one."""
     return zlib.crc32(value.to_bytes(4, "little"), check)
 
 
 def fingerprint(sample: object, check: int = 0) -> int:
-    """A checksum of a sample, the same in every process.
+    """Return a checksum of a sample that is the same in every process.
 
-    Numbers, texts, bytes, arrays and CPU tensors count by their values, in containers and in the
-    attributes of objects as well; what else there is counts by its type alone.
+    Numbers, texts, bytes, arrays and CPU tensors count by their values, also in containers and in
+    the attributes of objects. Anything else counts by its type only.
 
     Args:
         sample: The sample.
-        check: Checksum of what came before.
+        check: Checksum of what comes before it.
     """
     if type(sample) is torch.Tensor:
         return _of_tensor(sample, check)
@@ -110,7 +110,7 @@ def fingerprint(sample: object, check: int = 0) -> int:
 
 
 class _Walk:
-    """A walk over a sample's parts, as long as leaves may be looked at.
+    """A walk over the leaves of a sample, up to their limit.
 
     Attributes:
         check: The checksum so far.
@@ -123,7 +123,7 @@ class _Walk:
         self._left = _LEAVES
 
     def over(self, sample: object, depth: int = 0) -> "_Walk":
-        """Take in a sample, or a part of it."""
+        """Add a sample, or something in it, to the checksum."""
         if self._left <= 0:
             return self
         self.check = zlib.crc32(type(sample).__qualname__.encode(), self.check)
@@ -138,7 +138,7 @@ class _Walk:
 
 
 def _parts_of(sample: object) -> Iterable[object] | None:
-    """Some parts of a container or an object; None of anything else."""
+    """Return some elements of a container, or the attributes of an object; None of a leaf."""
     kind = type(sample)
     if kind in _LEAF_TYPES or issubclass(kind, torch.Tensor):
         return None
@@ -146,12 +146,12 @@ def _parts_of(sample: object) -> Iterable[object] | None:
     if issubclass(kind, list | tuple):
         count = list.__len__(sample) if isinstance(sample, list) else tuple.__len__(sample)  # type: ignore[arg-type]
         get = list.__getitem__ if issubclass(kind, list) else tuple.__getitem__
-        parts += [count, *(get(sample, at) for at in _some_places(count))]  # type: ignore[call-overload]
+        parts += [count, *(get(sample, at) for at in _some_indices(count))]  # type: ignore[call-overload]
     elif issubclass(kind, dict):
         items = dict.items(cast("dict[object, object]", sample))
         parts += [len(items), *itertools.chain(*itertools.islice(items, _END_ELEMENTS * 2))]
     elif issubclass(kind, set | frozenset):
-        # In whatever order they come: it differs from process to process.
+        # Regardless of the order, which differs from process to process.
         some = itertools.islice(cast("Iterable[object]", sample), _LEAVES)
         parts.append(sum(fingerprint(part) for part in some) if len(sample) <= _LEAVES else 0)  # type: ignore[arg-type]
     elif issubclass(kind, np.ndarray):
@@ -165,7 +165,7 @@ def _parts_of(sample: object) -> Iterable[object] | None:
     return parts if parts or issubclass(kind, list | tuple | dict) else None
 
 
-def _some_places(count: int) -> Iterable[int]:
+def _some_indices(count: int) -> Iterable[int]:
     if count <= 2 * _END_ELEMENTS:
         return range(count)
     ends = range(_END_ELEMENTS), range(count - _END_ELEMENTS, count)
@@ -173,18 +173,18 @@ def _some_places(count: int) -> Iterable[int]:
 
 
 def _attributes_of(sample: object) -> list[object]:
-    """The attributes of an object, without any code of its own."""
-    found: list[object] = []
+    """Return an object's attributes, without running code of its class."""
+    attributes: list[object] = []
     with contextlib.suppress(AttributeError):
-        found += object.__getattribute__(sample, "__dict__").items()
+        attributes += object.__getattribute__(sample, "__dict__").items()
     for kind in type(sample).__mro__[:-1]:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
             descriptor = kind.__dict__.get(name)
             if isinstance(descriptor, types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):
-                    found.append((name, descriptor.__get__(sample)))
-    return found
+                    attributes.append((name, descriptor.__get__(sample)))
+    return attributes
 
 
 _LEAF_TYPES = frozenset({*_SHOWN_BY_REPR, int, str, bytes, bytearray, type, type(len), type(_Walk)})
@@ -222,7 +222,7 @@ def _of_int(number: int, check: int) -> int:
 def _of_tensor(tensor: torch.Tensor, check: int) -> int:
     if type(tensor) is torch.Tensor:
         return _of_plain_tensor(tensor, check)
-    # A tensor of another class may have no memory at all, and any code in its operations.
+    # A tensor of a subclass may have no memory, and its operations may run any code.
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return _of_plain_tensor(tensor, check)
@@ -257,7 +257,7 @@ def _of_array(array: "np.ndarray[Any, Any]", check: int) -> int:
     if not array.nbytes or array.dtype.hasobject:
         return check
     if not array.flags.c_contiguous:
-        # In the order of its memory, an image with its channels moved to the front is contiguous.
+        # In memory order, an image whose channels were moved to the front is contiguous.
         array = array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array[tuple(map(_some_of, array.shape))])
@@ -267,16 +267,15 @@ def _of_array(array: "np.ndarray[Any, Any]", check: int) -> int:
 
 
 def _some_of(length: int) -> slice:
-    """A few indices along a dimension, the first among them."""
+    """Return a slice of a few indices along a dimension, the first among them."""
     return slice(None, None, length // 4 + 1)
 
 
 def _of_bytes(data: "np.ndarray[Any, Any]", check: int) -> int:
-    """Of contiguous bytes."""
     size = len(data)
     if size <= _WHOLE_BYTES:
         return zlib.crc32(data.data, check)
-    # An odd distance, so that the bytes are not all of one place in their elements.
+    # An odd step, so that not all of the bytes have the same offset in their elements.
     spread = data[:: (size // _SPREAD_BYTES) | 1].copy()
     for part in (data[:_END_BYTES], data[-_END_BYTES:], spread):
         check = zlib.crc32(part.data, check)

@@ -1,14 +1,14 @@
-"""Checkpoints of datasets: how one is taken within an epoch, and how a dataset is resumed from it.
+"""Checkpoints of datasets: takes one within an epoch, and resumes a dataset from it.
 
-Runs where the dataset is: in a worker, or in-process. What is saved of an iterable dataset is the
-iterator's own state if it has both ``state_dict`` and ``load_state_dict``, else the dataset's if it
-has both, else nothing. A dataset's state is loaded before ``iter(dataset)``, an iterator's after
-it; a dataset that is its own iterator has an iterator's.
+Runs where the dataset is: in a worker, or in-process. The state of an iterable dataset is that of
+its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``; otherwise that of the
+dataset, if the dataset has both; otherwise there is none. A dataset's state is loaded before
+``iter(dataset)``, an iterator's after it. A dataset that is its own iterator counts as an iterator.
 
-A stream is resumed exactly where its samples are a function of its own state and of the process's
-global random generators, which are set to what they were when the stream began: an order that is
-drawn in ``__iter__`` is drawn again. What was delivered since the newest state is then read again
-and discarded, and a checksum over it shows whether it is the same.
+A stream is resumed exactly if its samples depend only on its own state and on the process's global
+random generators. These are set to their states at the stream's beginning, so that an order that is
+drawn in ``__iter__`` is drawn again. Batches that were delivered since the newest state are read
+again and discarded, and a checksum shows whether they are the same.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from shmloader.sampling.sampler_checkpoint import has_own_state
 
 
 class Saved(NamedTuple):
-    """A stream's state.
+    """A dataset's state.
 
     Attributes:
-        of: Whose it is.
-        is_short: Whether torch's fetcher has seen the stream's end, and given what was left as a
-            short batch.
-        state: What ``state_dict()`` gave.
-        position: Samples that it has given in the epoch, where they have random streams.
+        of: Whether ``state`` is the iterator's or the dataset's.
+        is_short: Whether torch's fetcher has reached the stream's end, and made a short last batch.
+        state: What ``state_dict()`` returned.
+        position: How many samples the stream has given in the epoch, if samples have random number
+            generators of their own.
     """
 
     of: Literal["iterator", "dataset"]
@@ -45,21 +45,22 @@ class Saved(NamedTuple):
 class IterableCheckpoint(NamedTuple):
     """How far the dataset of one worker has come in an epoch.
 
-    Of a map-style dataset with a state of its own, the state is taken after every batch, and
-    nothing is read again: of the fields, only ``given`` and ``snapshot`` are used.
+    The state of a map-style dataset is taken after every batch, and nothing is read again, so only
+    ``given`` and ``snapshot`` are used.
 
     Attributes:
         given: Batches that were delivered in this epoch, or exceptions in their place.
-        snapshot: Newest state of the dataset, a pickled :class:`Saved`; None: the stream's
+        snapshot: Newest state of the dataset, a pickled :class:`Saved`; None means the stream's
             beginning.
         at: After how many batches the snapshot was taken.
-        has_ended: Whether the stream has ended. The snapshot, and ``rng``, are then what the
-            next epoch begins with.
-        rng: States of the global random generators that the stream began with; None: those that
-            a worker's base seed and ``worker_init_fn`` leave, or, in-process, whatever they are.
-        rng_at: In-process, where other code draws from them as well: numbers of batches, and the
-            states before them. Before the first batch, since an order may be drawn at
-            ``iter(dataset)`` or with the first sample; and where the epoch was resumed.
+        has_ended: Whether the stream has ended. Then the next epoch begins with the snapshot and
+            with ``rng``.
+        rng: States of the global random generators at the stream's beginning; None means those that
+            a worker's base seed and ``worker_init_fn`` leave, or, in-process, the present ones.
+        rng_at: In-process, where other code uses these generators, too: numbers of batches, and the
+            states before them. These are the first batch, since an order may be drawn in
+            ``iter(dataset)`` or with the first sample, and the batch at which the epoch was
+            resumed.
         check: Checksum over the fingerprints of the batches since the snapshot.
         failed: Numbers, from the stream's beginning, of the batches since the snapshot that
             raised.
@@ -76,7 +77,7 @@ class IterableCheckpoint(NamedTuple):
 
     @property
     def skip(self) -> int:
-        """Batches delivered since the snapshot."""
+        """How many batches were delivered since the snapshot."""
         return self.given - self.at
 
     def gave(
@@ -86,11 +87,11 @@ class IterableCheckpoint(NamedTuple):
         *,
         has_failed: bool = False,
     ) -> "IterableCheckpoint":
-        """The same after a further batch.
+        """Return the checkpoint after a further batch.
 
         Args:
-            snapshot: The state after it, if one was taken.
-            fingerprint: Of the batch; None if its samples could not be read.
+            snapshot: The state after the batch, if one was taken.
+            fingerprint: The batch's fingerprint; None if its samples could not be read.
             has_failed: Whether an exception came in its place.
         """
         given = self.given + 1
@@ -101,13 +102,13 @@ class IterableCheckpoint(NamedTuple):
         return self._replace(given=given, check=check, failed=failed)
 
     def ended(self, next_epoch: "Beginning") -> "IterableCheckpoint":
-        """The same at the stream's end."""
+        """Return the checkpoint at the stream's end."""
         return IterableCheckpoint(
             self.given, next_epoch.snapshot, self.given, has_ended=True, rng=next_epoch.rng
         )
 
     def begun_anew(self) -> "IterableCheckpoint":
-        """The next epoch's beginning, if the dataset persists."""
+        """Return the checkpoint at the next epoch's beginning, if the dataset persists."""
         return (
             IterableCheckpoint(0, self.snapshot, rng=self.rng)
             if self.has_ended
@@ -116,32 +117,32 @@ class IterableCheckpoint(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What an epoch of a dataset that was iterated before begins with.
+    """What a further epoch of a persistent dataset begins with.
 
     Attributes:
         rng: States of the global random generators; None if samples do not depend on them.
-        snapshot: The dataset's own state, a pickled :class:`Saved`; None if it has none.
+        snapshot: The dataset's state, a pickled :class:`Saved`; None if it has none.
     """
 
     rng: dict[str, Any] | None = None
     snapshot: bytes | None = None
 
     def dumps(self) -> bytes | None:
-        """Write it down; None if there is nothing to write."""
+        """Return the pickled fields; None if both are None."""
         return None if self == (None, None) else pickle.dumps(tuple(self))
 
     @classmethod
     def loads(cls, data: bytes | None) -> Self:
-        """Read what :meth:`dumps` gave."""
+        """Return what :meth:`dumps` has pickled."""
         return cls() if data is None else cls(*pickle.loads(data))
 
 
 def save(fetcher: Any) -> Saved | None:
-    """The state of torch's fetcher of an iterable dataset; None if it has none.
+    """Return the state of an iterable dataset, which torch's fetcher iterates; None without one.
 
     Raises:
-        Exception: What ``state_dict()`` raises; a StopIteration as RuntimeError, since it would
-            end the stream.
+        Exception: What ``state_dict()`` raises. A StopIteration, which would end the stream,
+            becomes a RuntimeError.
     """
     iterator, dataset, position = parts_of(fetcher)
     saved = None
@@ -153,7 +154,7 @@ def save(fetcher: Any) -> Saved | None:
 
 
 def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
-    """What torch's fetcher iterates, of which dataset, and how many seeded samples came of it."""
+    """Return the iterator of torch's fetcher, its dataset, and how many seeded samples it gave."""
     iterator = fetcher.dataset_iter
     if isinstance(iterator, SeededIterator):
         return iterator.source, iterator.dataset, iterator.position
@@ -161,39 +162,39 @@ def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
 
 
 def take_fingerprints(fetcher: Any) -> FingerprintingCollate:
-    """Have torch's fetcher of an iterable dataset take the fingerprint of each batch."""
+    """Make torch's fetcher of an iterable dataset take the fingerprint of each batch."""
     collate = FingerprintingCollate(fetcher.collate_fn, takes_list=fetcher.auto_collation)
     fetcher.collate_fn = collate
     return collate
 
 
 def save_dataset(dataset: Any) -> Saved | None:
-    """The state of a dataset alone, between two epochs."""
+    """Return the state of a dataset between two epochs; None if it has none."""
     return _saved("dataset", dataset, is_short=False) if has_own_state(dataset) else None
 
 
 def _saved(of: Literal["iterator", "dataset"], thing: Any, *, is_short: bool) -> Saved | None:
     try:
         return Saved(of, is_short, thing.state_dict())
-    except NotImplementedError:  # of a base class, in place of a method
+    except NotImplementedError:  # the method is a base class's stub
         return None
     except StopIteration as error:
         raise RuntimeError("state_dict() raised StopIteration") from error
 
 
 def load_dataset(dataset: Any, saved: Saved | None) -> None:
-    """Restore what is loaded before ``iter(dataset)``."""
+    """Load a dataset's state. Called before ``iter(dataset)``."""
     if saved is not None and saved.of == "dataset":
         dataset.load_state_dict(saved.state)
 
 
 def load_iterator(fetcher: Any, saved: Saved | None) -> None:
-    """Restore what is loaded after ``iter(dataset)``."""
+    """Load an iterator's state, and the fetcher's. Called after ``iter(dataset)``."""
     if saved is None:
         return
     iterator = fetcher.dataset_iter
     if isinstance(iterator, SeededIterator):
-        iterator.go_on(saved.position, saved.state if saved.of == "iterator" else None)
+        iterator.resume(saved.position, saved.state if saved.of == "iterator" else None)
     elif saved.of == "iterator":
         iterator.load_state_dict(saved.state)
     fetcher.ended = saved.is_short
@@ -210,16 +211,16 @@ def replay(
     """Read again, and discard, the batches that a stream has delivered since its snapshot.
 
     Args:
-        fetcher: torch's, of the dataset, at the snapshot.
+        fetcher: torch's fetcher of the dataset, at the snapshot.
         checkpoint: Where the stream is resumed.
-        indices: What the index sampler gives; only its length counts.
+        indices: What the index sampler yields; only its length counts.
         collate: The fetcher's collate function.
-        only_reads: Whether batches need not be collated: to collate them draws nothing, and keeps
-            nothing.
+        only_reads: Whether batches are not collated, since collating draws no random numbers and
+            keeps no state.
 
     Raises:
-        ValueError: If the stream ends too early, or gives other samples than it gave before.
-        BaseException: What the dataset, or collate, raises where it did not raise before.
+        ValueError: If the stream ends too early, or yields other samples than before.
+        BaseException: What the dataset or ``collate_fn`` raises where it did not raise before.
     """
     check, failed, rng_at = 0, frozenset(checkpoint.failed), dict(checkpoint.rng_at)
     if only_reads:
@@ -233,14 +234,14 @@ def replay(
                 fetcher.fetch(indices)
             except StopIteration:
                 raise ValueError(
-                    f"the state does not fit: the stream had given {checkpoint.given} batches, "
+                    f"the state does not fit: the dataset had yielded {checkpoint.given} batches, "
                     f"and now ends after {number}"
                 ) from None
             except BaseException as error:
                 if number not in failed or isinstance(error, KeyboardInterrupt):
                     raise
-            # Samples that were read where they could not be before, or the other way round, show
-            # in the checksum.
+            # The checksum also shows samples that can be read now but could not be before, or the
+            # other way round.
             if collate.value is not None:
                 check = chained(check, collate.value)
     finally:
@@ -252,20 +253,20 @@ def replay(
 def _other_samples(checkpoint: IterableCheckpoint) -> ValueError:
     start = "the start" if checkpoint.snapshot is None else "its state"
     return ValueError(
-        f"the state does not fit: read again from {start}, the dataset gives other samples than "
-        f"the {checkpoint.skip} batches that it gave before, so that some would be lost and others "
-        "come twice. Have its order depend on the loader's seed=, on the global random generators "
-        "of a worker process, or on get_worker_info().seed alone; or give it "
-        "state_dict() and load_state_dict()"
+        f"the state does not fit: read again from {start}, the dataset yields other samples than "
+        f"the {checkpoint.skip} batches that it yielded before, so some samples would be lost and "
+        "others repeated. Make its order depend only on the loader's seed=, on the global random "
+        "generators of a worker process, or on get_worker_info().seed; or give it state_dict() and "
+        "load_state_dict()"
     )
 
 
 def dump_here(saved: Saved, *, by_value: bool) -> bytes:
-    """Write a state down, in a worker.
+    """Pickle a state in a worker.
 
     Args:
-        saved: It.
-        by_value: Whether the dataset came by cloudpickle, and its state may need it, too.
+        saved: The state.
+        by_value: Whether the dataset came by cloudpickle, which its state may need, too.
 
     Raises:
         Exception: What pickling the user's state raises.
@@ -275,7 +276,7 @@ def dump_here(saved: Saved, *, by_value: bool) -> bytes:
 
 
 def dump_for_workers(saved: Saved) -> bytes:
-    """Write a state down, in the main process: one that the user loads.
+    """Pickle a state in the main process, after the user has loaded it.
 
     Raises:
         Exception: What pickling the user's state raises.
@@ -287,5 +288,5 @@ def dump_for_workers(saved: Saved) -> bytes:
 
 
 def read(data: bytes) -> Saved:
-    """Read one that was written down; each time afresh."""
+    """Return a new copy of a pickled state."""
     return Saved(*pickle.loads(data))

@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmloader.batch.bad_samples import SampleReport
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig, OnError, SampleLoader, TolerantFetcher
 from shmloader.batch.sample_rng import SampleRng, loading
 from shmloader.batch.timer import Timer

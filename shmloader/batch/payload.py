@@ -1,15 +1,14 @@
-"""Dataset and functions on their way to the workers: pickled once, loaded by each.
+"""Carries the dataset and the functions to the workers: pickled once, loaded by each.
 
-Under fork nothing is pickled: the child has the objects. Under spawn and forkserver torch
-pickles everything once a worker, one after the other, through a pipe that each child reads when
-it is ready. Here the bytes lie in shared memory; a worker gets a handle and some descriptors, and
-all of them load side by side. Arrays and tensors leave the pickle's stream for a place of their
-own, and a worker has views of it, mapped copy-on-write: they are there once, and yet each worker's
-own.
+Under fork nothing is pickled: the child has the objects. Under spawn and forkserver, torch pickles
+everything once for each worker, one after the other, through a pipe that each child reads when it
+is ready. Here the pickle lies in shared memory. Each worker gets a handle and some descriptors, and
+all of them load at the same time. Arrays and tensors lie beside the pickle, and workers map them
+copy-on-write: their memory is shared until a worker writes to it.
 
-A worker gets these as it is started, but for the first under spawn, which is started before
-anything is pickled and gets them through its socket: it has torch to import meanwhile. Where the
-kernel does not take them at once, the pool starts it again, as the others.
+A worker gets the handle when it is started, except for the first one under spawn: that is started
+before anything is pickled, so that it imports torch meanwhile, and gets the handle through its
+socket. If the kernel does not take the message at once, the pool starts that worker again.
 """
 
 import contextlib
@@ -48,29 +47,29 @@ from shmloader.shared.arrays import reduce_tensor
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 
-# Linux takes 253 by one message (SCM_MAX_FD, <linux/net/scm.h>).
+# One message takes 253 on Linux (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
 
-# Before the handle come descriptors that did not fit beside it.
+# Sent before the handle, with descriptors that do not fit beside the handle.
 _MORE = b"."
 
 
 class _Descriptor:
-    """A descriptor within a payload. What multiprocessing's reducers take from the other side."""
+    """A descriptor within a payload, as multiprocessing's reducers expect it in a child."""
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    def __init__(self, index: int) -> None:
+        self._index = index
 
     def detach(self) -> int:
-        """Its number in this process; whoever asks owns it."""
-        return PROCESS.received[self._place]
+        """Return the descriptor's number in this process. The caller owns it."""
+        return PROCESS.received[self._index]
 
 
 class _Recorder:
-    """Poses as the child that multiprocessing pickles for, and notes which descriptors it needs.
+    """Stands for the child that multiprocessing pickles for, and notes the descriptors it needs.
 
-    A lock, queue or tensor that is shared with the workers pickles to a descriptor; here to its
-    place among them, which is the same for every worker, however they come there.
+    A lock, queue or tensor that is shared with the workers pickles to a descriptor. Here it pickles
+    to an index into the list of descriptors, which is the same for every worker.
     """
 
     DupFd = _Descriptor
@@ -85,7 +84,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _spawning(popen: Any) -> Iterator[None]:
-    """Let multiprocessing's reducers see that something is pickled for a child."""
+    """Make multiprocessing's reducers work in this block as for a child that is started."""
     before = multiprocessing.context.get_spawning_popen()
     multiprocessing.context.set_spawning_popen(popen)
     try:
@@ -95,16 +94,16 @@ def _spawning(popen: Any) -> Iterator[None]:
 
 
 def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
-    """The reduction of an array or tensor whose data leave the stream; NotImplemented of others.
+    """Reduce an array or tensor so that its data lie beside the pickle; else NotImplemented.
 
-    A tensor that its user has moved to shared memory stays there, as with torch's loader: all see
-    what is written to it.
+    A tensor that the user has moved to shared memory stays there, as with torch's loader: all
+    processes see what is written to it.
     """
     if type(value) is np.memmap:
         return reduce_memory_map(value)
     if isinstance(value, torch.Tensor):
         if value.requires_grad and not value.is_leaf:
-            return NotImplemented  # torch says what is wrong with it
+            return NotImplemented  # torch raises an error for it
         if value.layout is torch.strided and (value.is_shared() or value.device.type != "cpu"):
             return NotImplemented
         return reduce_tensor(value) or reduce_data(value, parts)
@@ -115,7 +114,7 @@ def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
 
 
 class _PlainPickler(ForkingPickler):
-    """Standard pickle with multiprocessing's reducers; bulk leaves the stream."""
+    """Standard pickle with multiprocessing's reducers."""
 
     def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
         stays = functools.partial(stays_in_band, out_of_band=parts)
@@ -127,9 +126,9 @@ class _PlainPickler(ForkingPickler):
 
 
 class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle, with multiprocessing's reducers for what is shared with a child."""
+    """cloudpickle with multiprocessing's reducers."""
 
-    # On the class: the pickler reads it while it is made.
+    # A class attribute, since the pickler's constructor reads it.
     dispatch_table: ClassVar[Any] = ChainMap(
         ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
         cloudpickle.Pickler.dispatch_table,
@@ -146,7 +145,7 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
 
 
 def main_is_importable() -> bool:
-    """Whether a child started afresh can import ``__main__``: not so in a notebook or ``-c``."""
+    """Whether a fresh interpreter can import ``__main__``; not that of a notebook or of ``-c``."""
     main = sys.modules.get("__main__")
     if getattr(main, "__spec__", None) is not None:
         return True
@@ -156,9 +155,10 @@ def main_is_importable() -> bool:
 
 @contextlib.contextmanager
 def unimportable_main_hidden() -> Iterator[None]:
-    """Keep a child from running a ``__main__`` that is no file, as that of ``python < program``.
+    """Keep children started in this block from importing a ``__main__`` that is not a file.
 
-    multiprocessing hands the name on, "<stdin>", and every child would fail to find it.
+    With ``python < program``, multiprocessing passes the name "<stdin>" on, which a child cannot
+    find.
     """
     main: Any = sys.modules.get("__main__")
     if main_is_importable() or not hasattr(main, "__file__"):
@@ -173,32 +173,32 @@ def unimportable_main_hidden() -> Iterator[None]:
 
 
 class Payload:
-    """What all workers of a pool get, in shared memory. The pool owns it.
+    """What all workers of a pool get, pickled in shared memory. The pool owns it.
 
-    Standard pickle comes first: it knows objects by their names, as a spawned child does.
-    cloudpickle takes over where pickle cannot (lambdas, closures), and comes first where
-    ``__main__`` has no file.
+    Standard pickle is tried first: it refers to functions and classes by name. cloudpickle is used
+    for what that cannot pickle (lambdas, closures), and if ``__main__`` is not a file.
 
     Attributes:
-        by_value: Whether cloudpickle did it; answers may then need it, too.
+        by_value: Whether cloudpickle was used; a worker's batches and states may need it, too.
+
+    Args:
+        objects: What the workers get.
+
+    Raises:
+        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects.
     """
 
     def __init__(self, objects: object) -> None:
-        """Pickle ``objects``.
-
-        Raises:
-            TypeError, AttributeError, pickle.PicklingError: If neither way can.
-        """
         recorder = _Recorder()
         self.by_value = False
         with _spawning(recorder):
             body, parts = self._dump(objects, recorder)
         with SegmentWriter() as writer:
             outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
-            places = (outside, writer.append(body), body.nbytes)
+            spans = (outside, writer.append(body), body.nbytes)
             self._segment: SealedSegment = writer.seal()
         with _spawning(recorder):
-            self._handle = pickle.dumps((self._segment, places, self.by_value))
+            self._handle = pickle.dumps((self._segment, spans, self.by_value))
         self._descriptors = recorder.descriptors
 
     def _dump(self, objects: object, recorder: _Recorder) -> tuple[memoryview, OutOfBand]:
@@ -219,18 +219,19 @@ class Payload:
         except PICKLE_ERRORS as error:
             raise (first_error or error) from error
         finally:
-            # It has this frame, and all before it: what they have would stay until a collection.
+            # The error refers to this frame and its callers. That cycle would keep their objects
+            # alive until a garbage collection.
             first_error = None
         return file.getbuffer(), parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become a worker's, which multiprocessing starts with this as an argument."""
+        """Become the payload of a worker that multiprocessing starts with this as an argument."""
         return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
 
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
-        """What to send to a worker that was started before, with the descriptors of each part.
+        """Yield the messages, with their descriptors, for a worker that is already running.
 
-        :func:`receive_payload` takes it there.
+        The worker receives them by :func:`receive_payload`.
         """
         for at in range(0, len(self._descriptors), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS
@@ -238,12 +239,12 @@ class Payload:
             yield self._handle if is_last else _MORE, self._descriptors[at:end]
 
     def close(self) -> None:
-        """Close the descriptor; may be called again. Workers that started keep theirs."""
+        """Close the descriptor. May be called again. Workers that have started keep theirs."""
         self._segment.close()
 
 
 class ForkedPayload:
-    """The objects themselves, for a forked worker."""
+    """The payload of forked workers: the objects themselves."""
 
     by_value = False
 
@@ -251,24 +252,24 @@ class ForkedPayload:
         self._objects = objects
 
     def load(self) -> Any:
-        """The objects."""
+        """Return the objects."""
         return self._objects
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def _received(handle: bytes, descriptors: list[Any]) -> "ReceivedPayload":
-    """Unpickles a payload: in a process that multiprocessing has started with it."""
+    """Unpickle a payload in a process that multiprocessing has started with it."""
     return ReceivedPayload(handle, [descriptor.detach() for descriptor in descriptors])
 
 
 def receive_payload(channel: socket.socket) -> "ReceivedPayload":
-    """In a worker: wait for its payload, which is being pickled. Its first messages.
+    """Wait for a payload that is being pickled. Called in a worker, before it receives tasks.
 
     Raises:
         OSError: If there are too few descriptors left.
-        ConnectionResetError: If the main process is gone, or does not want the worker any more.
+        ConnectionResetError: If the main process is gone, or has closed the loader.
     """
     descriptors: list[int] = []
     is_short = False
@@ -283,7 +284,7 @@ def receive_payload(channel: socket.socket) -> "ReceivedPayload":
         if data != _MORE:
             break
     if is_short:
-        # It goes on, to say so.
+        # The worker lives on, to report this.
         for descriptor in descriptors:
             os.close(descriptor)
         raise OSError(
@@ -295,10 +296,10 @@ def receive_payload(channel: socket.socket) -> "ReceivedPayload":
 
 
 class ReceivedPayload:
-    """A payload in a worker, not read yet.
+    """A payload in a worker.
 
     Attributes:
-        by_value: See :class:`Payload`; known when it was loaded.
+        by_value: As for :class:`Payload`; set by :meth:`load`.
     """
 
     def __init__(self, handle: bytes, descriptors: list[int]) -> None:
@@ -307,12 +308,12 @@ class ReceivedPayload:
         self.by_value = False
 
     def load(self) -> Any:
-        """Unpickle the objects. Once, in the worker.
+        """Unpickle the objects. Called once.
 
         Raises:
-            Exception: Whatever unpickling the user's objects raises.
+            Exception: What unpickling the user's objects raises.
         """
-        # They stay: an object may open its own when it is first used.
+        # They stay open: an object may open its descriptor only when it is first used.
         PROCESS.received = self._descriptors
         segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)

@@ -1,6 +1,7 @@
-"""Random numbers of each sample, which depend only on the loader's seed and the sample's position.
+"""Seeds random number generators, for each worker and, with ``seed=``, for each sample.
 
-Runs where samples are loaded: in a worker process, in a worker thread, or in the main process.
+A sample's random numbers depend only on the loader's seed and the sample's position. This module
+runs where samples are loaded: in a worker process, in a worker thread, or in the main process.
 
 ::
 
@@ -10,27 +11,26 @@ Runs where samples are loaded: in a worker process, in a worker thread, or in th
                                             │ seeds random, numpy.random and torch for each sample
                                             └ seeds sample_rng(), where that is called
 
-Every value comes out of one hash, BLAKE2b, of numbers in decimal: what for, the seed, the epoch,
-and two more (:class:`_Use` says which). So neither the number of workers, nor who loads a sample,
-when, or once more, has any part in it.
+Every seed comes from one hash, BLAKE2b, of five decimal numbers: the use, the loader's seed, the
+epoch, and two more (see :class:`_Use`). So it does not depend on the number of workers, or on when,
+where and how often a sample is loaded.
 
-A dataset that only hands out what it holds is left as it is, since nobody would see them.
+No generators are seeded for the samples of a dataset that runs no code of the user's.
 
 Guarantees:
-    * One sample's draws, however many, move no other sample's.
-    * A sample, or a collate, inside of another (a dataset that iterates a loader of its own) leaves
-      the outer one's :func:`sample_rng` as it was; an in-process iterator puts back the global
-      streams as well.
+    * The random numbers of one sample, however many, do not affect those of another.
+    * A sample or batch that is loaded inside another (by a dataset that iterates a loader of its
+      own) leaves the outer one's :func:`sample_rng` as it was. An in-process iterator also restores
+      the global generators.
 
-Assumes: one thread at a time uses the global streams where they are set. Threads share them, so
-there :func:`sample_rng` alone is right.
+Assumes that where the global generators are seeded, one thread at a time uses them. Threads share
+them, so only :func:`sample_rng` is reproducible there.
 """
 
 import contextlib
 import enum
 import functools
 import hashlib
-import operator
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -39,30 +39,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data._utils.worker import _generate_state
 
-from shmloader.batch.plain_data import only_hands_out
-from shmloader.probing import probe
+from shmloader.batch.arrays import is_plain_data
+from shmloader.batch.fetch import one_by_one
 from shmloader.sampling.indices import PositionedIndices
 
 _DIGEST_BYTES = 64
 
 
 class _Use(enum.IntEnum):
-    """What a digest is for, and which two numbers follow the epoch. Kept for ever: see the tests.
+    """What a digest is for, and which two numbers follow the epoch. These numbers never change.
 
     A sample of a map-style dataset has its position and 0; in a batch that a batch sampler made,
-    the batch's number and its own in it. A batch has those of its first sample.
+    it has the batch's number and its own in the batch. A batch has those of its first sample.
     """
 
     SAMPLE = 0
     COLLATE = 1
-    #: Of an iterable dataset: the worker's number, and the sample's in its stream.
+    #: Of an iterable dataset: the worker's number, and the sample's in the worker's stream.
     STREAM_SAMPLE = 2
     STREAM_COLLATE = 3
     #: iter(dataset): the worker's number, and 0.
     STREAM = 4
-    #: Of the workers, as torch has one: 0, and 0.
+    #: The workers' base seed, in place of torch's: 0, and 0.
     BASE_SEED = 5
 
 
@@ -72,36 +72,57 @@ def _begin_digest(use: _Use, seed: int, epoch: int) -> "hashlib.blake2b":
 
 
 def _end_digest(begun: "hashlib.blake2b", first: int, second: int) -> bytes:
-    # A copy, since to begin one takes three times as long as the rest.
+    # A copy, since beginning a digest takes three times as long as the rest.
     whole = begun.copy()
     whole.update(b"%d,%d" % (first, second))
     return whole.digest()
 
 
 def base_seed(seed: int, epoch: int) -> int:
-    """What workers that start in this epoch are seeded from, in place of torch's draw."""
+    """Return the base seed of workers that start in this epoch, which torch would draw."""
     digest = _end_digest(_begin_digest(_Use.BASE_SEED, seed, epoch), 0, 0)
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def seed_worker(base_seed: int, worker_id: int) -> int:
+    """Seed ``random``, ``torch`` and ``numpy.random`` of this process, as torch does in a worker.
+
+    The first two get the sum of both numbers; ``numpy.random`` gets four words that torch mixes
+    from them, so that the libraries do not draw alike.
+
+    Returns:
+        The worker's seed, as ``get_worker_info().seed`` shows it.
+    """
+    seed = base_seed + worker_id
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(_generate_state(base_seed, worker_id))
+    return seed
+
+
 _LARGEST_SEED = (1 << 63) - 1
 
-# Of random (its low word and its high one), of numpy.random, and of torch.
+# The seeds of random (its low and its high word), of numpy.random, and of torch.
 _SEEDS = struct.Struct("<QQIQ")
 
 
-def _set_global_streams(digest: bytes) -> None:
+def _seed_globals(digest: bytes) -> None:
     low, high, word, seed = _SEEDS.unpack_from(digest)
     random.seed(high << 64 | low)
-    # Of one word: of several it takes 7 µs more, half of what a sample may cost. torch uses no more
-    # than 32 bits either. Not torch.manual_seed, which asks every kind of device.
+    # One word: several take 7 µs more, half of what a sample may cost. torch uses no more than 32
+    # bits either. Not torch.manual_seed, which also seeds every kind of device.
     np.random.seed(word)
     # Below 2**63, as torch's own seeds are: torch.initial_seed() has to fit a tensor of int64.
     torch.default_generator.manual_seed(seed & _LARGEST_SEED)
 
 
-class _Moment:
-    """A sample, or a collate, that runs: what its generator is made from, and that if it was."""
+class _Current:
+    """The sample that is being loaded, or the batch that is being collated.
+
+    Attributes:
+        digest: What its generator is seeded with.
+        rng: The generator; None until it is asked for.
+    """
 
     __slots__ = ("digest", "rng")
 
@@ -110,56 +131,55 @@ class _Moment:
         self.rng: np.random.Generator | None = None
 
 
-# Of the context, not of the thread: tasks of one event loop may each load a sample, and what they
-# call by asyncio.to_thread belongs to them.
-_MOMENT: ContextVar[_Moment | None] = ContextVar("shmloader_sample", default=None)
+# One for each context, not for each thread: tasks of one event loop may each load a sample, and
+# what they call by asyncio.to_thread belongs to them.
+_CURRENT: ContextVar[_Current | None] = ContextVar("shmloader_sample", default=None)
 
 
 def sample_rng() -> np.random.Generator:
-    """The random numbers of the sample that is being loaded.
+    """Return the random number generator of the sample that is being loaded.
 
-    They depend on the loader's ``seed``, the epoch and the sample's position in the global order
-    alone, however the sample is loaded; in ``collate_fn``, on the first sample's position. For an
-    iterable dataset: on the worker's number, and the sample's in that worker's stream.
+    Its numbers depend only on the loader's ``seed``, the epoch, and the sample's position in the
+    global order; in ``collate_fn``, on the position of the batch's first sample. For an iterable
+    dataset they depend on the worker's number and on the sample's number in that worker's stream.
 
-    The same generator comes for as long as the sample lasts, and goes on where it was. With
-    ``thread_pool=True`` these are the only numbers that a seed gives: ``random``, ``numpy.random``
-    and torch have one stream for all threads. A thread of your own is not in the sample, unless
-    ``asyncio.to_thread`` has started it: ask before, and hand the generator on.
+    All calls for one sample return the same generator. With ``thread_pool=True``, a seed affects
+    this generator only, since all threads share the generators of ``random``, ``numpy.random`` and
+    torch. A thread that you start does not belong to the sample, unless ``asyncio.to_thread``
+    started it: call this function before, and pass the generator to the thread.
 
     Returns:
-        A ``numpy.random.Generator`` over Philox, made when it is asked for.
+        A ``numpy.random.Generator`` over Philox.
 
     Raises:
-        RuntimeError: Where no sample of a loader with a seed is being loaded or collated.
+        RuntimeError: If no loader with a seed is loading or collating a sample in this context.
     """
-    moment = _MOMENT.get()
-    if moment is None:
+    current = _CURRENT.get()
+    if current is None:
         raise RuntimeError(
-            "sample_rng() is known only while a loader that has a seed loads a sample: give the "
-            "loader seed=, and call this in the dataset's __getitem__ (or in the iterator of an "
-            "iterable one) or in collate_fn, on the thread that these run on"
+            "sample_rng() works only while a loader with a seed loads a sample: give the loader "
+            "seed=, and call this function in the dataset's __getitem__ (or in the iterator of an "
+            "iterable dataset) or in collate_fn, on the same thread"
         )
-    if moment.rng is None:
-        key = int.from_bytes(moment.digest[32:48], "little")
-        moment.rng = np.random.Generator(np.random.Philox(key=key))
-    return moment.rng
+    if current.rng is None:
+        key = int.from_bytes(current.digest[32:48], "little")
+        current.rng = np.random.Generator(np.random.Philox(key=key))
+    return current.rng
 
 
 class SampleRng:
-    """Sets the streams of the samples that one fetcher loads. One thread at a time uses it.
+    """Seeds the generators of the samples that one fetcher loads. One thread at a time uses it.
 
     Attributes:
         position: Number of the sample that an iterable dataset is asked for next, in the epoch and
-            this worker's stream, from 0. May be set: by whoever has the dataset go on elsewhere
-            than at its beginning.
+            this worker's stream, from 0. Set where the dataset is resumed.
 
     Args:
-        seed: The loader's.
-        worker_id: Of the worker that loads; 0 in-process.
-        epoch: The one that begins, where it is known before the first ticket.
-        sets_global: Whether ``random``, ``numpy.random`` and torch are set, too: not in threads,
-            nor where several samples are loaded at once.
+        seed: The loader's seed.
+        worker_id: Number of the worker that loads; 0 in-process.
+        epoch: The epoch that begins, if it is known before the first ticket.
+        sets_global: Whether the generators of ``random``, ``numpy.random`` and torch are seeded,
+            too: not in threads, and not where several samples are loaded at once.
     """
 
     def __init__(
@@ -178,23 +198,23 @@ class SampleRng:
             self._begin_epoch(epoch)
         self._sets_global = sets_global
         self.position = 0
-        self._placed = PositionedIndices(None, 0, 0)
-        # Samples that the ticket has had, and those before the batch in work.
+        self._positioned = PositionedIndices(None, 0, 0)
+        # Samples of the ticket that were begun, and those of them before the batch in work.
         self._count = 0
         self._batch_start = 0
 
     @contextlib.contextmanager
-    def at(self, placed: PositionedIndices) -> Iterator[Any]:
-        """Load a ticket inside of this; gives its indices."""
-        self._placed = placed
-        if placed.epoch != self._epoch:
-            self._begin_epoch(placed.epoch)
+    def at(self, positioned: PositionedIndices) -> Iterator[Any]:
+        """Set the position of the samples that are loaded in this block; yields plain indices."""
+        self._positioned = positioned
+        if positioned.epoch != self._epoch:
+            self._begin_epoch(positioned.epoch)
         self._count = self._batch_start = 0
-        before = _MOMENT.set(None)
+        before = _CURRENT.set(None)
         try:
-            yield placed.indices
+            yield positioned.indices
         finally:
-            _MOMENT.reset(before)
+            _CURRENT.reset(before)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -210,22 +230,22 @@ class SampleRng:
         begins_samples: bool = True,
         begins_collate: bool = True,
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """A dataset and a collate function for a fetcher, under whose calls the streams are set.
+        """Return a dataset and a collate function for a fetcher, which seed before they run.
 
         Args:
-            dataset: What to load from.
+            dataset: The dataset.
             collate_fn: Makes a batch of samples.
-            is_iterable: Whether it is an iterable dataset.
+            is_iterable: Whether the dataset is an iterable one.
             may_fail: Whether a bad sample runs code of the user's, or leaves a batch shorter.
-            begins_samples: Whether a sample's streams are set when it is asked for; else whoever
-                loads calls :meth:`begin_sample` itself.
-            begins_collate: Whether a batch's streams are set when ``collate_fn`` is called; else
-                that calls :meth:`begin_collate` itself, if anything of it may draw. Always for an
-                iterable dataset.
+            begins_samples: Whether asking for a sample seeds its generators; otherwise the caller
+                calls :meth:`begin_sample`.
+            begins_collate: Whether ``collate_fn`` is called with its generators seeded; otherwise
+                ``collate_fn`` calls :meth:`begin_collate` where it may draw. Always for an iterable
+                dataset.
         """
         if is_iterable:
             return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
-        counts_samples = begins_samples and not may_fail and only_hands_out(dataset)
+        counts_samples = begins_samples and not may_fail and is_plain_data(dataset)
         if begins_samples and not counts_samples:
             dataset = _SeededSamples(self, dataset)
         return dataset, self._wrap_collate(
@@ -233,17 +253,17 @@ class SampleRng:
         )
 
     def begin_sample(self) -> None:
-        """The next sample of the ticket."""
-        key = self._placed.key(self._count)
+        """Seed for the next sample of the ticket."""
+        key = self._positioned.key(self._count)
         self._count += 1
         self._set(_Use.SAMPLE, *key)
 
     def begin_collate(self) -> None:
-        """The batch of the samples that were begun since the last one."""
-        self._set(_Use.COLLATE, *self._placed.key(self._batch_start))
+        """Seed for collating the samples that were begun since the last batch."""
+        self._set(_Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def begin_stream_sample(self) -> None:
-        """The next sample of an iterable dataset."""
+        """Seed for the next sample of an iterable dataset."""
         position = self.position
         self.position += 1
         self._count += 1
@@ -251,17 +271,17 @@ class SampleRng:
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[None]:
-        """``iter(dataset)``, inside of this."""
-        before = _MOMENT.get()
+        """Seed for ``iter(dataset)``, which is called in this block."""
+        before = _CURRENT.get()
         self._set(_Use.STREAM, self._worker_id, 0)
         try:
             yield
         finally:
-            _MOMENT.set(before)
+            _CURRENT.set(before)
 
     @property
     def knows_epoch(self) -> bool:
-        """Whether a stream may be opened: else not before the first ticket."""
+        """Whether the epoch is known, so that ``iter(dataset)`` may be called."""
         return self._epoch is not None
 
     def _wrap_collate(
@@ -270,11 +290,11 @@ class SampleRng:
         def collate(samples: Any) -> Any:
             if begins:
                 self.begin_collate()
-            # The one sample of a ticket without batches may have no length, and is its only one.
+            # Without batching, this is the ticket's only sample, which may have no length.
             if counts_samples and isinstance(samples, list):
                 self._count += len(samples)
             batch = collate_fn(samples)
-            self._batch_start = self._count  # a further batch of the step comes next
+            self._batch_start = self._count  # the step's next shard, if any, comes next
             return batch
 
         return collate
@@ -288,16 +308,16 @@ class SampleRng:
 
     def _set(self, use: _Use, first: int, second: int) -> None:
         digest = _end_digest(self._digests[use], first, second)
-        _MOMENT.set(_Moment(digest))
+        _CURRENT.set(_Current(digest))
         if self._sets_global:
-            _set_global_streams(digest)
+            _seed_globals(digest)
 
 
 class _SeededSamples:
-    """A map-style dataset, one sample at a time: ``__getitems__`` would draw for many."""
+    """A map-style dataset that seeds before each sample: ``__getitems__`` would load many."""
 
-    def __init__(self, streams: SampleRng, dataset: Any) -> None:
-        self._streams = streams
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
+        self._rng = rng
         self._dataset = dataset
 
     @functools.cached_property
@@ -305,69 +325,51 @@ class _SeededSamples:
         return one_by_one(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        self._streams.begin_sample()
+        self._rng.begin_sample()
         return self._get(index)
 
 
-def one_by_one(dataset: Any) -> Callable[[Any], Any]:
-    """What gives one sample of a map-style dataset, whichever of its two methods it has."""
-    if _gives_lists_alone(dataset):
-        return functools.partial(_get_by_list, dataset)
-    return functools.partial(operator.getitem, dataset)
-
-
-def _gives_lists_alone(dataset: Any) -> bool:
-    """Whether a dataset has no ``__getitem__``; torch's base class has one that raises."""
-    own = getattr(type(dataset), "__getitem__", None)
-    return own in (None, Dataset.__getitem__) and bool(probe(dataset, "__getitems__"))
-
-
-def _get_by_list(dataset: Any, index: Any) -> Any:
-    (sample,) = dataset.__getitems__([index])
-    return sample
-
-
 class _SeededStream:
-    """An iterable dataset."""
+    """An iterable dataset that seeds before each sample."""
 
-    def __init__(self, streams: SampleRng, dataset: Any) -> None:
-        self._streams = streams
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
+        self._rng = rng
         self._dataset = dataset
 
     def __iter__(self) -> "SeededIterator":
-        iterator = SeededIterator(self._streams, self._dataset)
-        if self._streams.knows_epoch:
+        iterator = SeededIterator(self._rng, self._dataset)
+        if self._rng.knows_epoch:
             iterator.begin()
         return iterator
 
 
 class SeededIterator:
-    """An iterable dataset's samples. ``iter(dataset)`` is called once the epoch is known.
+    """Iterates an iterable dataset. It calls ``iter(dataset)`` once the epoch is known.
 
     Attributes:
         source: The dataset's own iterator; None until :meth:`begin`.
-        dataset: It.
+        dataset: The dataset.
     """
 
-    def __init__(self, streams: SampleRng, dataset: Any) -> None:
-        self._streams = streams
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
+        self._rng = rng
         self.dataset = dataset
         self.source: Iterator[Any] | None = None
         self._state: Any = None
 
     @property
     def position(self) -> int:
-        """Samples that were given in the epoch."""
-        return self._streams.position
+        """How many samples the dataset has given in the epoch."""
+        return self._rng.position
 
-    def go_on(self, position: int, state: Any) -> None:
-        """Go on after so many samples.
+    def resume(self, position: int, state: Any) -> None:
+        """Continue after earlier samples.
 
         Args:
-            position: How many.
-            state: For the source's ``load_state_dict``; None if there is nothing for it.
+            position: How many samples were given before.
+            state: The argument of the source's ``load_state_dict``; None if it is not called.
         """
-        self._streams.position = position
+        self._rng.position = position
         self._state = state
         if self.source is not None:
             self._load_state(self.source)
@@ -378,13 +380,13 @@ class SeededIterator:
             source.load_state_dict(state)
 
     def begin(self) -> None:
-        """Call ``iter(dataset)``, under streams of its own.
+        """Call ``iter(dataset)``, with generators seeded for it.
 
         Raises:
-            Exception: What that raises; a StopIteration, which would end the epoch in silence, as
-                RuntimeError.
+            Exception: What ``iter(dataset)`` raises. A StopIteration, which would silently end the
+                epoch, becomes a RuntimeError.
         """
-        with self._streams.opening_stream():
+        with self._rng.opening_stream():
             try:
                 self.source = iter(self.dataset)
             except StopIteration as error:
@@ -398,10 +400,10 @@ class SeededIterator:
         if self.source is None:
             self.begin()
         assert self.source is not None
-        self._streams.begin_stream_sample()
+        self._rng.begin_stream_sample()
         return next(self.source)
 
 
-def loading(streams: SampleRng | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
-    """Load a ticket inside of this; gives its indices, whether it is placed or not."""
-    return contextlib.nullcontext(indices) if streams is None else streams.at(indices)
+def loading(rng: SampleRng | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
+    """Set the position of a ticket's samples for a block, where needed; yields plain indices."""
+    return contextlib.nullcontext(indices) if rng is None else rng.at(indices)

@@ -1,4 +1,4 @@
-"""Times the making of one batch: fetching, collating and encoding."""
+"""Measures how long fetching, collating and encoding a batch take."""
 
 import collections
 import time
@@ -22,7 +22,7 @@ class Timer:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a batch."""
+        """Start the timer for a batch."""
         self._began_ns = self._fetched_ns = _now_ns()
         self._collate_ns = 0
         self._sample_count = 0
@@ -37,7 +37,7 @@ class Timer:
 
         def timed(samples: Any) -> Any:
             began_ns = _now_ns()
-            # Before: collate may change the list.
+            # Before collating, which may change the list.
             self.count(len(samples) if counts_items else 1)
             try:
                 return collate_fn(samples)
@@ -48,19 +48,19 @@ class Timer:
 
     @property
     def elapsed_ns(self) -> int:
-        """Since the batch was begun."""
+        """Time since the batch was begun."""
         return _now_ns() - self._began_ns
 
     def count(self, sample_count: int) -> None:
-        """Note samples of the batch."""
+        """Add to the number of the batch's samples."""
         self._sample_count += sample_count
 
     def fetched(self) -> None:
-        """The batch is fetched and collated; what follows is encoding."""
+        """Note that the batch is fetched and collated, so that encoding begins."""
         self._fetched_ns = _now_ns()
 
     def read(self) -> WorkTimes:
-        """The batch is done."""
+        """Return the times of the batch, which is encoded now."""
         ended_ns = _now_ns()
         began_ns, fetched_ns, collate_ns = self._began_ns, self._fetched_ns, self._collate_ns
         return WorkTimes(

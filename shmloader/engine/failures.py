@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Generic, TypeVar, overload
 
-from shmloader.batch.bad_samples import LISTED, SampleReport, describe_index
+from shmloader.batch.failures import LISTED, SampleReport, describe_index
 from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from shmloader.batch.plain_data import only_hands_out
+from shmloader.batch.arrays import is_plain_data
 from shmloader.device.target import parse_device
 from shmloader.sampling.checks import whole_number
 
@@ -72,7 +72,7 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
         raise ValueError(
             "num_workers cannot be 'auto' with thread_pool=True: give the number of threads"
         )
-    if not (is_seeded or only_hands_out(dataset)):
+    if not (is_seeded or is_plain_data(dataset)):
         warnings.warn(
             "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "

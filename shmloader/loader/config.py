@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shmloader.batch.array_datasets import may_be_columns
+from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.device.target import Destination
 from shmloader.engine.adapting import Adapter

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from shmloader.batch.array_fetch import ArrayFetcher, ArraysHere
+from shmloader.batch.arrays import ArrayFetcher, ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.iterable_state import (
     IterableCheckpoint,
@@ -162,7 +162,7 @@ class LocalMaker:
         rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
         sample_rng: SampleRng | None = None
         if fetch.seed is not None:
-            sample_rng = SampleRng(fetch.seed, epoch=epoch, sets_global=fetch.sets_global_streams)
+            sample_rng = SampleRng(fetch.seed, epoch=epoch, sets_global=fetch.sets_global_rngs)
         with _as_before(checkpoint.rng) if sample_rng is None else kept():
             self._maker = BatchMaker(
                 fetch,

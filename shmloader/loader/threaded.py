@@ -2,7 +2,7 @@
 
 import weakref
 
-from shmloader.batch.array_fetch import ArraysHere
+from shmloader.batch.arrays import ArraysHere
 from shmloader.engine.engine import Engine
 from shmloader.loader.iterator import EngineIterator
 from shmloader.pools.arena import PageLocker

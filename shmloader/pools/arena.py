@@ -1,6 +1,6 @@
 """The slots' memory in the main process: made when first needed, lent, trimmed, unmapped.
 
-States and counts are the scheduler's (:mod:`shmloader.engine.slots`); this is their body.
+The scheduler keeps the slots' states (:mod:`shmloader.engine.slots`); this module has their memory.
 """
 
 import contextlib
@@ -13,23 +13,23 @@ from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.lease import LeaseBook, poison
 from shmloader.memory.slot import FIRST_BYTES, Slot, has_excess
 
-# Slots that hold too much are looked for once in so many batches. At each look, the need of the
-# batches before counts for this share of what it did.
+# After this many batches, slots that hold too much are looked for. What the batches before then
+# needed counts for this share at each later look.
 TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
-# A slot that is locked a second time gets 1/8 more pages than its batch needs.
+# A slot whose pages are locked a second time gets 1/8 more pages than its batch needs.
 _GROW_AHEAD = 8
 
 
 class PageLocker(Protocol):
-    """Locks a slot's pages, for a device that reads them by itself."""
+    """Locks the pages of slots that a device reads."""
 
     def locked_bytes(self, slot: Slot) -> int:
-        """Bytes from a slot's start that are locked."""
+        """Return how many bytes from a slot's start are locked."""
 
     def lock(self, slot: Slot, nbytes: int) -> None:
-        """Lock the first ``nbytes``, if that is not done."""
+        """Lock the first ``nbytes`` of a slot, unless they are locked."""
 
     def unlock(self, slot: Slot) -> bool:
         """Unlock a slot. Returns whether its memory may be given back and unmapped."""
@@ -38,15 +38,22 @@ class PageLocker(Protocol):
         """Keep a slot that cannot be unlocked."""
 
     def end_reads(self, slots: Iterable[Slot]) -> None:
-        """Wait until no device reads these slots, and let no further copy read them."""
+        """Wait until no device reads these slots, and allow no further copies of them."""
 
 
 class Arena:
-    """Owner of one engine's slots. Only the engine's thread calls it, but for ``close``.
+    """Owns one engine's slots. Only the engine's thread calls it, except for ``close``.
+
+    Attributes:
+        leases: The leases of lent slots.
+        batches: Batches since the last :meth:`trim`.
+        is_short: Whether free slots give their pages back, since there may not be enough memory
+            for all slots of a plain loop and for samples.
+        counts: Counts how slots grow.
 
     Args:
-        slot_bytes: All that a batch may take of a slot.
-        locker: Locks the pages of slots that are read, if a device reads them.
+        slot_bytes: The most bytes that a batch may take of a slot.
+        locker: Locks the pages of lent slots, if a device reads them.
         admission: Admits the first touch of memory here; None if memory is not checked.
     """
 
@@ -63,61 +70,56 @@ class Arena:
         self._slots: dict[int, Slot] = {}
         self._touched: dict[int, int] = {}
         self._recent_bytes = 0.0
-        #: Batches since the last :meth:`trim`.
         self.batches = 0
-        #: Whether slots give their pages back when they are free: there may not be enough memory
-        #: for all that a plain loop needs, and for samples.
         self.is_short = False
-        #: Where it counts how slots grow.
         self.counts = Counts()
 
     def __getitem__(self, slot_id: int) -> Slot:
-        """The slot of this number, made now if it is new; mapped as far as it was written to.
+        """Return a slot, mapped as far as it was written to. A new one is made.
 
         Raises:
-            SharedMemoryError: If it cannot be mapped.
-            OSError: If there is no descriptor left for a new one.
+            SharedMemoryError: If the slot cannot be mapped.
+            OSError: If there is no descriptor left for a new slot.
         """
         return self.up_to(slot_id, self._touched.get(slot_id, 0))
 
     def up_to(self, slot_id: int, end: int) -> Slot:
-        """The same, mapped at least up to ``end``."""
+        """Return a slot that is mapped at least up to ``end``. Raises as ``arena[slot_id]``."""
         slot = self._slots.get(slot_id)
         if slot is None:
             slot = self._slots[slot_id] = Slot.create(self._slot_bytes, FIRST_BYTES)
         return slot if slot.nbytes >= end else self._map(slot_id, slot, end)
 
     def _map(self, slot_id: int, slot: Slot, end: int) -> Slot:
-        """Map a slot that nobody reads up to ``end``; its pages are unlocked."""
+        """Map a slot, which no batch is read from, up to ``end``; its pages are unlocked."""
         if self._locker is None:
             slot.reach(end, others=self._slots.values())
         elif self._locker.unlock(slot):
-            # What is locked is known by its address. Others stay, a device may be reading them.
+            # Locked pages are known by their address. Other slots stay as they are, since a device
+            # may be reading them.
             slot.reach(end)
         else:
-            # The old mapping has to stay as it is.
+            # The old mapping must stay as it is.
             before, slot = slot, slot.remade(end)
             self._slots[slot_id] = slot
             self._locker.keep(before)
         return slot
 
     def note_use(self, slot_id: int, used_bytes: int) -> None:
-        """A batch has taken so many bytes of a slot."""
-        if used_bytes > self._touched.get(slot_id, 0):
-            self._grow_to(slot_id, used_bytes)
+        """Note that a batch takes ``used_bytes`` of a slot."""
+        self.note_failed_use(slot_id, used_bytes)
         self._recent_bytes = max(self._recent_bytes, used_bytes)
         self.batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
-        """A batch that failed has taken so many bytes of a slot, which says nothing of others."""
-        if touched_bytes > self._touched.get(slot_id, 0):
-            self._grow_to(slot_id, touched_bytes)
-
-    def _grow_to(self, slot_id: int, nbytes: int) -> None:
+        """Note how much of a slot a failed batch touched, which tells nothing about others."""
+        before = self._touched.get(slot_id, 0)
+        if touched_bytes <= before:
+            return
         counts = self.counts
-        counts.grown += self._touched.get(slot_id, 0) > 0
-        counts.largest_bytes = max(counts.largest_bytes, nbytes)
-        self._count_pages(slot_id, nbytes)
+        counts.grown += before > 0
+        counts.largest_bytes = max(counts.largest_bytes, touched_bytes)
+        self._count_pages(slot_id, touched_bytes)
         if self._admission is not None:
             self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
 
@@ -128,19 +130,22 @@ class Arena:
         self._touched[slot_id] = nbytes
 
     def prepare(self, slot_id: int) -> None:
-        """A slot is free, or about to be sent to a worker, which may fill it much later."""
+        """Give a slot's pages back if memory is short. For a slot that is free, or before its task.
+
+        A worker may fill the slot much later.
+        """
         if self.is_short and self._locker is None:
             self._give_back(slot_id, 0)
 
     def touched_bytes(self, slot_id: int) -> int:
-        """Bytes from a slot's start that have pages."""
+        """Return how many bytes from a slot's start have pages."""
         return self._touched.get(slot_id, 0)
 
     def grow(self, slot_id: int, end: int) -> None:
-        """Before this process writes up to ``end`` itself.
+        """Prepare a slot that this process is about to write to, up to ``end``.
 
         Raises:
-            SharedMemoryError: If there is no memory for it.
+            SharedMemoryError: If there is not enough memory.
         """
         slot, touched = self.up_to(slot_id, end), self.touched_bytes(slot_id)
         if end > touched and self._admission is not None:
@@ -149,11 +154,11 @@ class Arena:
     def poison(self, slot_id: int) -> None:
         """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""
         if slot_id in self._slots:
-            with contextlib.suppress(SharedMemoryError):  # it cannot be mapped, so nobody sees it
+            with contextlib.suppress(SharedMemoryError):  # not mapped, so no view sees it
                 poison(self[slot_id], self.touched_bytes(slot_id))
 
     def trim(self, free_ids: list[int]) -> None:
-        """Give back what free slots hold far above what recent batches needed."""
+        """Give back what free slots hold, where that is far above what recent batches needed."""
         self.batches = 0
         keep = int(self._recent_bytes)
         self._recent_bytes *= _RECENT_DECAY
@@ -165,12 +170,12 @@ class Arena:
                     self._slots[slot_id].shorten(keep)
 
     def _give_back(self, slot_id: int, keep: int) -> bool:
-        """Give a slot's pages back but for its first bytes; whether that was done."""
+        """Give back a slot's pages after the first ``keep`` bytes. Returns whether it was done."""
         touched = self._touched.get(slot_id, 0)
         if touched <= keep:
             return True
         slot = self._slots[slot_id]
-        # What is not mapped, for want of address space, is not given back.
+        # Pages that are not mapped, for want of address space, are not given back.
         if slot.nbytes < touched or not slot.give_back(keep):
             return False
         self.counts.slot_bytes += keep - touched
@@ -178,7 +183,7 @@ class Arena:
         return True
 
     def lock(self, slot_id: int) -> None:
-        """Lock the pages of what lies in a slot, if a device is to read it."""
+        """Lock the pages of the batch in a slot, if a device reads it."""
         if self._locker is None:
             return
         slot, nbytes = self[slot_id], self._touched[slot_id]
@@ -187,7 +192,7 @@ class Arena:
         self._locker.lock(slot, self._touched[slot_id])
 
     def _grow_ahead(self, slot_id: int, nbytes: int) -> None:
-        """Get a slot some more pages, if memory is left, since locking it again is slow."""
+        """Give a slot some more pages, if there is memory for them: locking again is slow."""
         slot = self._slots[slot_id]
         end = min(nbytes + nbytes // _GROW_AHEAD, slot.nbytes)
         if self._admission is not None and end > nbytes:
@@ -196,7 +201,7 @@ class Arena:
                 self._count_pages(slot_id, end)
 
     def retire(self, slot_id: int) -> None:
-        """Let go of a slot that must not be filled again; its memory lives while it is seen."""
+        """Unmap a slot that must not be filled again. Memory under live views stays."""
         slot = self._slots.get(slot_id)
         if slot is not None:
             if self._locker is None or self._locker.unlock(slot):
@@ -205,12 +210,12 @@ class Arena:
                 self._locker.keep(slot)
         self._touched.pop(slot_id, None)
         self.counts.slot_bytes = sum(self._touched.values())
-        self._slots.pop(slot_id, None)  # last, since after an interruption all is done again
+        self._slots.pop(slot_id, None)  # last: after an interruption, all of this runs again
 
     def close(self) -> None:
-        """Unmap all slots, but for what lives under the user's views. May be called again."""
+        """Unmap all slots, except for memory under live views. May be called again."""
         if self._slots and self._locker is not None:
-            # Those that are lent may be read yet, by several devices.
+            # Several devices may still read the lent ones.
             self._locker.end_reads(self._slots.values())
         for slot_id in list(self._slots):
             self.retire(slot_id)

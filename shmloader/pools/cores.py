@@ -1,4 +1,4 @@
-"""How many cores this process may use: by affinity, and by the quota of its control groups."""
+"""Counts the cores that this process may use, by affinity and by its control groups' quotas."""
 
 import math
 import os
@@ -8,10 +8,10 @@ from shmloader.memory.limits import ControlGroup, control_groups
 
 
 def usable_cores(root: Path) -> int:
-    """The least of what affinity and quotas leave; at least 1.
+    """Return how many cores affinity and quotas allow, at least 1.
 
     Args:
-        root: Where ``proc`` and ``sys`` are: ``/``.
+        root: Directory of ``proc`` and ``sys``: ``/``.
     """
     quota = core_quota(root)
     cores = affinity()
@@ -19,14 +19,14 @@ def usable_cores(root: Path) -> int:
 
 
 def affinity() -> int:
-    """Cores that this process may be scheduled on."""
+    """Return how many cores this process may be scheduled on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def core_quota(root: Path) -> float | None:
-    """Cores' worth of time that the process's control groups grant; None without a quota."""
+    """Return how many cores' time the process's control groups grant; None without a quota."""
     quotas = map(_quota_of, control_groups(root, "cpu"))
     return min((quota for quota in quotas if quota is not None), default=None)
 

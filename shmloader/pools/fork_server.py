@@ -1,12 +1,12 @@
-"""What multiprocessing's fork server imports once, so that the workers it forks need not.
+"""Makes multiprocessing's fork server import torch once, so that the workers it forks need not.
 
-By itself the server has nothing of torch's: each worker would import it, a second and more of a
-core's time, and keep 150 MB of its own for that. Now the server does it, before it forks the first
-worker, and all of them have these pages in common.
+By itself the server does not import torch: each worker would, which takes a second or more of a
+core's time and 150 MB of memory of its own. Here the server imports it before it forks the first
+worker, and all workers share these pages.
 
-A server that runs already stays as it is. So does one that would find other modules than this
-process has: it is told nothing of what a program has put on ``sys.path`` (Python 3.11 to 3.13), and
-looks in the working directory first, where files may lie that are called like modules.
+Nothing is changed if the server runs already, or if it would find other modules than this process
+has: it does not know what a program has put on ``sys.path`` (Python 3.11 to 3.13), and looks first
+in the working directory, where files may have the names of modules.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from typing import Any
 
 from shmloader.probing import probe
 
-# All that a worker runs: torch, numpy and what is ours.
+# Imports all that a worker runs.
 _WORKER = "shmloader.pools.preloaded"
 
 _PACKAGES = ("torch", "numpy", "psutil", "cloudpickle", "shmloader")
 
-# What torch 2.13 and its like look for as they are imported, and do without.
+# Optional modules that torch 2.13 and other packages look for when they are imported.
 _OPTIONAL = (
     *("_winapi", "cuda", "dill", "envwrap", "monkeytype", "msvcrt", "opt_einsum", "org", "pydot"),
     *("pynvml", "torch_xla", "torchcomms", "tqdm", "triton", "winreg"),
@@ -36,15 +36,15 @@ _OPTIONAL = (
 
 
 def preload(context: BaseContext) -> bool:
-    """Have the fork server import what a worker needs, beside what its user has it import.
+    """Make the fork server import what a worker needs, besides what the user has it import.
 
     Args:
-        context: Of start method "forkserver"; its next worker is about to be started.
+        context: A context of the start method "forkserver", before a worker is started.
 
     Returns:
-        Whether the server has that, or will have it when it starts.
+        Whether the server has imported that, or will import it when it starts.
     """
-    # There is no other way to know what the user has asked for, which stays.
+    # Only these private attributes tell what the user has asked for, which stays.
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     wanted = list(getattr(server, "_preload_modules", ["__main__"]))
     if not _is_running(getattr(server, "_forkserver_pid", None)):
@@ -55,12 +55,12 @@ def preload(context: BaseContext) -> bool:
 
 
 def _is_running(pid: int | None) -> bool:
-    """Whether a child lives; it is not reaped."""
+    """Whether a child process lives. Does not reap it."""
     if pid is None:
         return False
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # of the process that has forked this one, and shares it
+    except ChildProcessError:  # the server of the process that forked this one, which shares it
         return True
 
 
@@ -70,56 +70,56 @@ def _is_like_here() -> bool:
         folder = os.getcwd()  # noqa: PTH109 - entries of sys.path are strings
         stems = {entry.partition(".")[0] for entry in os.listdir(folder)}  # noqa: PTH208 - as above
         stems &= {*sys.stdlib_module_names, *sys.modules, *_OPTIONAL}
-    except OSError:  # gone, or not to be read
+    except OSError:  # the directory is gone, or cannot be read
         return False
-    places = [] if getattr(sys.flags, "safe_path", False) else [folder]
-    # Where this process looks there before anywhere else, it has found the same.
+    first = [] if getattr(sys.flags, "safe_path", False) else [folder]
+    # If this process looks there first, too, it has found the same.
     is_first_here = bool(sys.path) and Path(sys.path[0] or folder).resolve() == Path(folder)
-    if places and not is_first_here and any(_is_foreign(stem, folder) for stem in stems):
+    if first and not is_first_here and any(_is_foreign(stem, folder) for stem in stems):
         return False
-    fresh = _Fresh(places)
+    fresh = _FreshPath(first)
     return all(fresh.finds_same(name) for name in _PACKAGES) and all(
         fresh.finds_same(name, is_needed=False) for name in _loaded()
     )
 
 
-class _Fresh:
-    """Where an interpreter with our flags that was just started looks for modules.
+class _FreshPath:
+    """The places where a fresh interpreter with this one's flags looks for modules.
 
     Args:
-        places: What comes first in its ``sys.path``.
+        first: The directories that come first in its ``sys.path``.
     """
 
-    def __init__(self, places: list[str]) -> None:
+    def __init__(self, first: list[str]) -> None:
         flags = sys.flags
         listed = "" if flags.ignore_environment else os.environ.get("PYTHONPATH", "")
         library = sysconfig.get_path("stdlib")
-        self._places = [*places, *filter(None, listed.split(os.pathsep))]
-        self._places += [library, sysconfig.get_path("platstdlib")]
-        self._places.append(str(Path(library, "lib-dynload")))
+        self._path = [*first, *filter(None, listed.split(os.pathsep))]
+        self._path += [library, sysconfig.get_path("platstdlib")]
+        self._path.append(str(Path(library, "lib-dynload")))
         self._finders: list[Any] = []
         if flags.no_site:
             return
         imports: set[str] = set()
         for folder in _site_folders():
-            self._places.append(folder)
+            self._path.append(folder)
             for line in _lines_of_pth_files(folder):
                 if line.startswith(("import ", "import\t")):
                     imports |= set(re.findall(r"\w+", line))
                 else:
-                    self._places.append(str(Path(folder, line)))
-        # An editable install may come with a finder instead of a path.
+                    self._path.append(str(Path(folder, line)))
+        # An editable install may add a finder instead of a directory.
         for finder in sys.meta_path:
             kind = finder if isinstance(finder, type) else type(finder)
             if kind.__module__ in imports and self.finds_same(kind.__module__):
                 self._finders.append(finder)
 
     def finds_same(self, name: str, *, is_needed: bool = True) -> bool:
-        """Whether a module that is loaded here, from a file, is found in the same one.
+        """Whether a module that was loaded here from a file would be found in the same file.
 
         Args:
-            name: Its name.
-            is_needed: Whether it must be found, else it may be missing.
+            name: Name of the module.
+            is_needed: Whether the module must be found; otherwise it may be missing.
         """
         file = probe(sys.modules.get(name), "__file__")
         if file is None:
@@ -127,7 +127,7 @@ class _Fresh:
         spec = probe(sys.modules[name], "__spec__")
         if getattr(spec, "origin", None) in {"frozen", "built-in"}:
             return True
-        found = PathFinder.find_spec(name, self._places) or self._find_by_finders(name)
+        found = PathFinder.find_spec(name, self._path) or self._find_by_finders(name)
         if found is None or found.origin is None:
             return not is_needed
         return _is_one_file(found.origin, file)
@@ -142,13 +142,13 @@ class _Fresh:
 
 
 def _site_folders() -> list[str]:
-    """The directories whose ``.pth`` files an interpreter reads as it starts."""
+    """Return the directories whose ``.pth`` files an interpreter reads when it starts."""
     of_user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [*of_user, *site.getsitepackages()]
 
 
 def _lines_of_pth_files(folder: str) -> list[str]:
-    """What ``.pth`` files say: a directory to look in, or an import statement, on each line."""
+    """Return the lines of ``.pth`` files, each a directory to look in or an import statement."""
     lines: list[str] = []
     for file in sorted(Path(folder).glob("[!.]*.pth")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -157,7 +157,7 @@ def _lines_of_pth_files(folder: str) -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Names of this process's modules, those within packages left out."""
+    """Return the names of this process's top-level modules."""
     return [name for name in list(sys.modules) if "." not in name and name != "__main__"]
 
 
@@ -166,7 +166,7 @@ def _is_one_file(one: str, other: str) -> bool:
 
 
 def _is_foreign(name: str, folder: str) -> bool:
-    """Whether a folder has a module of this name, which is not loaded here from there."""
+    """Whether a folder has a module of this name that was not loaded here from that folder."""
     found = PathFinder.find_spec(name, [folder])
     if found is None or found.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""One worker process, as the main process holds it: the process, its socket and its pidfd."""
+"""One worker process in the main process: its ``multiprocessing`` process, socket and pidfd."""
 
 import collections
 import errno
@@ -11,13 +11,13 @@ from multiprocessing.process import BaseProcess
 
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.channel import receive_soon
+from shmloader.pools.waker import receive_soon
 
-# Of a user without privileges Linux lets as many descriptors be on their way to any processes as
-# one may have open (unix(7), ETOOMANYREFS). There is no event for "now there is room": after how
-# long it is tried again, and for how long.
-_ROOM_S = 0.001
-_ROOM_WAIT_S = 10.0
+# For a user without privileges, Linux limits the descriptors that are on their way between all
+# processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event tells
+# when a further one may be sent: the time between two tries, and the longest wait.
+_RETRY_S = 0.001
+_RETRY_LIMIT_S = 10.0
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
@@ -27,14 +27,14 @@ _PEER_IS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 
 
 class WorkerHandle:
-    """A worker's process, socket and pidfd; owns the latter two.
+    """A worker's process, socket and pidfd. It owns the latter two.
 
     Attributes:
         process: The ``multiprocessing`` process.
-        channel: Our end of the socket pair.
+        channel: The main process's end of the socket pair.
         pidfd: Readable when the process has ended; -1 once closed.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
-        is_lost: Whether it is dead, and reaped.
+        is_lost: Whether the worker is dead and reaped.
     """
 
     __slots__ = ("_refused_at", "channel", "is_lost", "outbox", "pidfd", "process")
@@ -45,11 +45,15 @@ class WorkerHandle:
         self.pidfd = os.pidfd_open(process.pid or 0)
         self.outbox: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         self.is_lost = False
-        # Since when there is no room for its descriptors on their way; None: there was.
+        # When the kernel first refused the descriptors of the message; None if it took the last.
         self._refused_at: float | None = None
 
     def try_send(self, data: bytes, descriptors: tuple[int, ...]) -> bool:
-        """Send a message now; whether that could be done. To a dead worker it is, and is lost."""
+        """Send a message without blocking.
+
+        Returns:
+            Whether it was sent. A message to a dead worker counts as sent, and is lost.
+        """
         try:
             if descriptors:
                 socket.send_fds(self.channel, [data], descriptors)
@@ -59,28 +63,28 @@ class WorkerHandle:
             return False
         except OSError as error:
             if error.errno == errno.ETOOMANYREFS:
-                self._wait_for_room(error)
+                self._pause_before_retry(error)
                 return False
             if error.errno not in _PEER_IS_GONE:
                 raise
-            # It is dying, and its pidfd tells us so.
+            # The worker is dying, which its pidfd will tell.
         self._refused_at = None
         return True
 
-    def _wait_for_room(self, error: OSError) -> None:
+    def _pause_before_retry(self, error: OSError) -> None:
         now = time.monotonic()
         if self._refused_at is None:
             self._refused_at = now
-        if now - self._refused_at > _ROOM_WAIT_S:
+        if now - self._refused_at > _RETRY_LIMIT_S:
             text = (
-                "more file descriptors are on their way between this user's processes than one may "
-                "have open, and nobody takes them; raise `ulimit -n`"
+                "more file descriptors are on their way between this user's processes than one "
+                "process may have open, and no process takes them; raise `ulimit -n`"
             )
             raise OSError(error.errno, text) from error
-        time.sleep(_ROOM_S)
+        time.sleep(_RETRY_S)
 
     def flush(self) -> bool:
-        """Send what waits; whether nothing is left."""
+        """Send what waits. Returns whether all of it was sent."""
         while self.outbox:
             data, descriptors = self.outbox[0]
             if not self.try_send(data, descriptors):
@@ -88,54 +92,58 @@ class WorkerHandle:
             self.outbox.popleft()
         return True
 
-    def receive_soon(self) -> bytes | None:
-        """The next message, if one is there or about to come. Does not sleep."""
-        try:
-            return receive_soon(self.channel.recv, RECEIVE_BYTES) or None
-        except OSError as error:
-            if is_interruption(error):  # a TimeoutError is an OSError
-                raise
-            return None  # the pidfd tells us more
+    def receive(self, *, soon: bool = False) -> bytes | None:
+        """Return the next message, if one is there. Does not sleep.
 
-    def receive(self) -> bytes | None:
-        """The next message, if one is there."""
+        Args:
+            soon: Whether to look a few times, for a message that is about to arrive.
+        """
+        receive = self.channel.recv
         try:
-            return self.channel.recv(RECEIVE_BYTES) or None
-        except OSError as error:  # BlockingIOError is one
+            return (
+                receive_soon(receive, RECEIVE_BYTES) if soon else receive(RECEIVE_BYTES)
+            ) or None
+        except OSError as error:  # also a BlockingIOError, or a TimeoutError of a signal handler
             if is_interruption(error):
                 raise
-            return None
+            return None  # if the socket has failed, the pidfd will tell why
 
     def hang_up(self) -> None:
-        """End its loop, once it has answered what it is at."""
-        with Suppressed(OSError):  # it is gone, or this was done before
+        """Close the socket. The worker ends when it has answered its present task."""
+        with Suppressed(OSError):  # the worker is gone, or the socket is shut down already
             self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
 
     def close_pidfd(self) -> None:
-        """Close it; may be called again."""
+        """Close the pidfd. May be called again."""
         pidfd, self.pidfd = self.pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
 
     def reap(self, deadline: float) -> bool:
-        """Wait for its end until ``deadline`` of the monotonic clock; whether it has ended.
+        """Wait for the worker's end, and reap it.
 
-        Waits on the pidfd: multiprocessing's sentinel stays silent for as long as a child of the
+        Waits on the pidfd, since multiprocessing's sentinel is not readable while a child of the
         worker's own lives.
+
+        Args:
+            deadline: Time of the monotonic clock until which to wait.
+
+        Returns:
+            Whether the worker has ended.
         """
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             return False
         if self.process.exitcode is None:
-            # A forkserver reaps it and tells us, which takes a moment more.
+            # A forkserver reaps the worker and tells this process, which takes a moment more.
             self.process.join(1.0)
         if self.process.exitcode is None:
-            # Somebody else has reaped it (a SIGCHLD handler, or SIG_IGN). multiprocessing would
-            # keep it, with its pipes, and send its number a signal at exit, whosever that is then.
+            # A SIGCHLD handler, or SIG_IGN, has reaped it. multiprocessing would keep it, with its
+            # pipes, and at exit send a signal to its pid, which may be another process's by then.
             multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
-        self.process.join(0)  # lets multiprocessing forget it
+        self.process.join(0)  # makes multiprocessing forget it
         return True
 
 
@@ -143,8 +151,8 @@ def end_all(workers: list[WorkerHandle], grace_s: float) -> None:
     """Wait for workers to end, reap them, and close their pidfds. May be called again.
 
     Args:
-        workers: They have been told to end.
-        grace_s: Seconds in which they may do so by themselves; then they get SIGTERM and SIGKILL.
+        workers: Workers that have been told to end.
+        grace_s: Seconds in which they may end by themselves. Then they get SIGTERM, and SIGKILL.
     """
     for wait_s, then in (
         (grace_s, BaseProcess.terminate),

@@ -11,7 +11,7 @@ decides what becomes of the iterator.
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.timer import Timer

@@ -1,4 +1,4 @@
-"""Workers end when the main process ends, however it ends and whatever they are doing.
+"""Ends the workers when the main process ends, however it ends and whatever they are doing.
 
 Only the main process holds the writing end of a pipe, and it never writes. When the main process
 ends, the kernel closes that end and sends each worker the signal that was registered there. The
@@ -29,7 +29,7 @@ class ParentDeathPipe:
     def __init__(self) -> None:
         self._main_pid = os.getpid()
         self._read, self._write = os.pipe()
-        # The reading end of a worker that is being started afresh.
+        # The reading end for the fresh interpreter that is being started.
         self._next_read = -1
         PROCESS.parent_death_pipes.add(self)
 
@@ -45,8 +45,8 @@ class ParentDeathPipe:
     def tie(self, pid: int) -> None:
         """Make a worker that was just started end with this process, before it calls ``hold``."""
         if self._next_read >= 0:
-            with contextlib.suppress(OSError):  # it has ended already
-                _ask_for_the_end(self._next_read, pid)
+            with contextlib.suppress(OSError):  # the worker has ended already
+                _request_signal(self._next_read, pid)
             self._close_next_read()
 
     def _close_next_read(self) -> None:
@@ -55,7 +55,7 @@ class ParentDeathPipe:
             os.close(fd)
 
     def hold(self) -> None:
-        """End with the main process from now on. Called in a forked worker."""
+        """Make this process end with the main process from now on. Called in a forked worker."""
         read, self._read = self._read, -1
         WorkerParentDeathPipe(self._main_pid, read).hold()
 
@@ -68,7 +68,7 @@ class ParentDeathPipe:
 
     def close_write(self) -> None:
         """Close the writing end, in a process that is not the main one."""
-        # Forgotten first: closed twice, after an interruption, it might be somebody else's.
+        # Forgotten first: after an interruption, a second close might close another file.
         fd, self._write = self._write, -1
         if fd >= 0:
             os.close(fd)
@@ -87,10 +87,10 @@ class WorkerParentDeathPipe:
         self._duplicate = duplicate
 
     def hold(self) -> None:
-        """End with the main process from now on, or at once if that has ended already."""
+        """Make this process end with the main process, at once if that has ended already."""
         read = self._duplicate if isinstance(self._duplicate, int) else self._duplicate.detach()
-        with contextlib.suppress(OSError):  # no /proc: the thread alone
-            _ask_for_the_end(_open_again(read), os.getpid())
+        with contextlib.suppress(OSError):  # without /proc, only the thread watches
+            _request_signal(_open_again(read), os.getpid())
         os.close(read)
         try:
             main = os.pidfd_open(self._main_pid)
@@ -104,7 +104,7 @@ def _open_again(read: int) -> int:
     return os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _ask_for_the_end(read: int, pid: int) -> None:
+def _request_signal(read: int, pid: int) -> None:
     """Have the kernel kill a process when the writing end is closed."""
     fcntl.fcntl(read, fcntl.F_SETOWN, pid)
     fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence, Sized
 from multiprocessing.process import BaseProcess
 
-from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
@@ -161,7 +160,7 @@ class ProcessPool:
         """Tell what a worker's message says."""
         message = unpack(data)
         if self._sender.attached:
-            self._sender.arrived(worker_id)
+            self._sender.release_state(worker_id)
         if type(message) is BatchDone:
             self._take_batch(worker_id, message, events)
         elif type(message) is BatchFailed:
@@ -331,17 +330,17 @@ class ProcessPool:
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of a lost one."""
         self._workers.replace(worker_id)
-        self._sender.forget(worker_id)
+        self._sender.release_state(worker_id)
 
     def start(self, worker_id: int) -> None:
         """Start a worker that was not there yet, or was retired."""
         self._workers.start(worker_id)
-        self._sender.forget(worker_id)
+        self._sender.release_state(worker_id)
 
     def retire(self, worker_id: int) -> None:
         """End a worker that has nothing to do."""
         self._workers.retire(worker_id)
-        self._sender.forget(worker_id)
+        self._sender.release_state(worker_id)
 
     def end_workers(self) -> None:
         """End all workers, and keep the memory."""

@@ -1,9 +1,9 @@
-"""Tasks on their way to workers, with the descriptors of slots that a worker has not mapped."""
+"""Sends tasks to workers, with the descriptors of slots that a worker has not mapped."""
 
 import pickle
 
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.iterable_state import IterableCheckpoint
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -24,27 +24,30 @@ from shmloader.pools.worker_processes import WorkerProcesses
 
 
 class Sender:
-    """Sends tasks, each slot's descriptor before the first one that names it.
+    """Sends tasks, and each slot's descriptor before the first task that names the slot.
+
+    Attributes:
+        attached: By worker number, the slots of long states on their way: the socket may not have
+            taken their descriptors yet.
 
     Args:
-        workers: To whom.
-        arena: Where the slots are.
+        workers: The workers.
+        arena: The slots.
     """
 
     def __init__(self, workers: WorkerProcesses, arena: Arena) -> None:
         self._workers = workers
         self._arena = arena
-        #: Slots of long states on their way, by worker: a socket may not have taken them yet.
         self.attached: dict[int, Slot] = {}
 
     def send(self, ticket: SentTicket, epoch: int) -> RemoteError | None:
         """Send a ticket to its worker.
 
         Returns:
-            What the user's indices raised, if they could not be sent.
+            None, or the error that answers the ticket: the user's indices could not be pickled.
 
         Raises:
-            OSError: If there are no descriptors left for its slot, or no address space.
+            OSError: If there are no descriptors, or no address space, left for its slot.
             SharedMemoryError: If there is no memory for its slot.
         """
         worker_id, slot_id = ticket.worker_id, ticket.slot_id
@@ -57,7 +60,7 @@ class Sender:
         except Exception as error:
             if is_interruption(error):
                 raise
-            # Of the user's keys, which may raise anything.
+            # Pickling the user's keys may raise anything.
             return RemoteError.caught("while sending indices to a DataLoader worker process")
         touched_bytes = self._arena.touched_bytes(slot_id)
         self._workers.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
@@ -66,11 +69,13 @@ class Sender:
         return None
 
     def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
-        """Tell a worker that was sent no task yet where its dataset goes on, unless it begins.
+        """Tell a worker where its dataset resumes, before its first task.
+
+        Sends nothing if the dataset starts at its beginning.
 
         Raises:
             OSError: If there are no descriptors left for its state.
-            SharedMemoryError: If there is no memory for it.
+            SharedMemoryError: If there is no memory for its state.
         """
         if checkpoint == IterableCheckpoint():
             return
@@ -78,24 +83,25 @@ class Sender:
         sent: bytes | Attached = data
         descriptors: tuple[int, ...] = ()
         if len(data) > INLINE_BYTES // 2:
-            self._let_go(worker_id)
+            self.release_state(worker_id)
             slot = self.attached[worker_id] = Slot.create(len(data))
             slot.mapping[: len(data)] = data
             sent, descriptors = Attached(len(data)), (slot.fileno(),)
         self._workers.send(worker_id, pack(ResumeStream(sent)), *descriptors)
 
-    def _let_go(self, worker_id: int) -> None:
+    def release_state(self, worker_id: int) -> None:
+        """Close the slot of a state that has arrived, or whose worker has ended."""
         slot = self.attached.pop(worker_id, None)
         if slot is not None:
             slot.close()
 
     def close(self) -> None:
-        """Let go of what is on its way. May be called again."""
+        """Close the slots of states on their way. May be called again."""
         for worker_id in list(self.attached):
-            self._let_go(worker_id)
+            self.release_state(worker_id)
 
     def _introduce(self, worker_id: int, slot_id: int) -> None:
-        """Let a worker map a slot that it does not know yet."""
+        """Send a worker the descriptor of a slot."""
         try:
             slot = self._arena[slot_id]
         except OSError as error:
@@ -122,15 +128,7 @@ class Sender:
         return Spilled(0, len(body))
 
     def drop(self, slot_id: int, worker_ids: list[int]) -> None:
-        """Let go of a slot, here and in the workers that have mapped it."""
+        """Unmap a slot here and in the workers that have mapped it."""
         for worker_id in worker_ids:
             self._workers.send(worker_id, pack(DropSlot(slot_id)))
         self._arena.retire(slot_id)
-
-    def forget(self, worker_id: int) -> None:
-        """A worker's process has ended: it takes nothing that is on its way."""
-        self._let_go(worker_id)
-
-    def arrived(self, worker_id: int) -> None:
-        """A worker has answered, and so has all that was sent before."""
-        self._let_go(worker_id)

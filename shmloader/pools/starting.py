@@ -1,35 +1,226 @@
-"""A worker's start, where it is not multiprocessing's own affair: descriptors, and Ctrl-C.
+"""How the main process starts a worker, and what it keeps for starting another one.
 
 Guarantees:
-    * Ctrl-C while a worker starts does not reach the worker, nor the middle of the start in the
-      main process: there it is heard right afterwards, as often as it came.
-    * A start that would run out of descriptors fails before it has opened any.
+    * Ctrl-C during a start does not reach the worker, and does not interrupt the start in the main
+      process: its handler runs right afterwards, once for each Ctrl-C.
+    * A start for which there are too few descriptors fails before it opens any.
 """
 
 import contextlib
+import dataclasses
 import errno
 import inspect
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
+import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing import resource_tracker
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.payload import (
+    PICKLE_ERRORS,
+    ForkedPayload,
+    Payload,
+    unimportable_main_hidden,
+)
+from shmloader.faults import FAULTS
+from shmloader.memory.admission import MemoryConfig
+from shmloader.memory.lease import is_debugging
+from shmloader.memory.slot import close_inherited_slots
+from shmloader.pools.child import WorkerStart, worker_main
+from shmloader.pools.cores import usable_cores
+from shmloader.pools.fork_server import preload
+from shmloader.pools.handle import WorkerHandle
+from shmloader.pools.parent_death import ParentDeathPipe
+from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
+from shmloader.pools.status_page import StatusPage
+from shmloader.process_state import PROCESS
+from shmloader.threads.fork_safety import all_parked
 from shmloader.threads.uninterruptible import uninterruptible
 
-# multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to whoever forks.
-# One is for the worker's pidfd.
+# multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to the process
+# that forks. One is for the worker's pidfd.
 _START_DESCRIPTORS = 7
 
+# torch's own text.
+_PICKLE_WARNING = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
 
-def check_descriptors(any_socket: socket.socket) -> None:
-    """See to it that a start need not fail in the middle.
+
+class WorkerStarter:
+    """Starts the workers of one pool, and owns what all of them get.
+
+    Attributes:
+        method: The start method: "fork", "spawn" or "forkserver".
+        payload: The pickled dataset and functions, or the objects themselves under fork; None
+            before :meth:`make_payload` and after :meth:`finish`.
+        status_page: Tells what each worker is doing; made by :meth:`open`.
+        startup: Limits how many workers start up at a time; None if nothing limits it.
+
+    Args:
+        context: The multiprocessing context.
+    """
+
+    status_page: StatusPage
+    _parent_death: ParentDeathPipe
+    _start: WorkerStart
+
+    def __init__(self, context: BaseContext) -> None:
+        self._context: Any = context
+        self.method: str = context.get_start_method()
+        self.payload: Payload | ForkedPayload | None = None
+        self.startup: StartupSemaphore | None = None
+        # What close() closes.
+        self._resources: list[Any] = []
+        # Our end of the socket pair of the worker that is being started.
+        self._channel: socket.socket | None = None
+        # Whether the fork server imports nothing of ours.
+        self._has_bare_server = False
+
+    def open(
+        self,
+        worker_count: int,
+        config: FetchConfig,
+        base_seed: int,
+        memory: MemoryConfig | None,
+    ) -> None:
+        """Make what the workers share, before the first of them is started.
+
+        Raises:
+            OSError: If there are no descriptors left.
+        """
+        if self.method == "spawn":
+            cores = usable_cores(Path("/" if memory is None else memory.root))
+            if worker_count > cores:
+                self.startup = StartupSemaphore(cores)
+                self._resources.append(self.startup)
+        elif self.method == "forkserver":
+            self._has_bare_server = not preload(self._context)
+            self._ensure_server()
+        self._parent_death = ParentDeathPipe()
+        self._resources.append(self._parent_death)
+        self.status_page = StatusPage(worker_count)
+        self._resources.append(self.status_page)
+        self._start = WorkerStart(
+            0, worker_count, base_seed, config, self._parent_death, self.status_page, memory,
+            is_debugging(), self.startup, is_fresh=self.method != "fork",
+        )  # fmt: skip
+
+    def make_payload(self, objects: object) -> None:
+        """Pickle what the workers get, unless they are forked.
+
+        Raises:
+            TypeError, AttributeError, pickle.PicklingError: If it cannot be pickled.
+        """
+        if self.method == "fork":
+            self.payload = ForkedPayload(objects)
+            return
+        try:
+            payload = self.payload = Payload(objects)
+        except PICKLE_ERRORS:
+            warnings.warn(_PICKLE_WARNING, stacklevel=2)
+            raise
+        self._resources.append(payload)
+
+    def start(self, worker_id: int) -> WorkerHandle:
+        """Start a worker. Without a payload, the worker waits for one.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+        """
+        self.status_page.clear(worker_id)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
+        start = dataclasses.replace(self._start, worker_id=worker_id)
+        closer = close_inherited if self.method == "fork" else None
+        process = self._context.Process(
+            target=worker_main, args=(self.payload, theirs, start, closer), daemon=True
+        )
+        if start.is_fresh:
+            set_startup(process, self.startup)
+        self._channel = ours
+        try:
+            if self.method == "forkserver":
+                self._ensure_server()
+            with (
+                theirs,
+                _sigint_held_back(is_fresh=start.is_fresh),
+                # The other methods copy no threads.
+                all_parked() if self.method == "fork" else nullcontext(),
+                unimportable_main_hidden(),
+            ):
+                _check_descriptors(ours)
+                process.start()
+            self._parent_death.tie(process.pid or 0)
+            if FAULTS is not None:
+                FAULTS.reach("main.start")
+            ours.setblocking(False)
+            return WorkerHandle(process, ours)
+        except BaseException:
+            ours.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            raise
+        finally:
+            self._channel = None
+
+    def _ensure_server(self) -> None:
+        """Start multiprocessing's fork server if none runs. It need not be up on return."""
+        # A server that imports nothing of ours would hand a blocked SIGINT on to all processes
+        # that the user has it fork.
+        is_bare = self._has_bare_server
+        blocked = nullcontext() if is_bare else _sigint_held_back(is_fresh=True)
+        with blocked, unimportable_main_hidden():
+            multiprocessing.forkserver.ensure_running()
+
+    def finish(self) -> None:
+        """Close what only new workers need. No worker may be started afterwards."""
+        if self.payload is not None:
+            self.payload.close()
+        self.payload = None
+        self._parent_death.close_read()
+        self.status_page.close_for_start()
+
+    def close(self) -> None:
+        """Close everything. May be called again."""
+        for resource in self._resources:
+            resource.close()
+
+    def abandon(self) -> None:
+        """Close everything in a forked child, which another thread may have forked at any time."""
+        if self._channel is not None:
+            self._channel.close()
+        self.close()
+
+
+def close_inherited() -> None:
+    """Close, in a forked worker, what it inherited of this loader and of others."""
+    for group in list(PROCESS.worker_groups):
+        group.abandon()
+    close_inherited_slots()
+
+
+def _check_descriptors(any_socket: socket.socket) -> None:
+    """Make sure that a start does not fail halfway for want of descriptors.
 
     multiprocessing leaves its first pipe open when there is no descriptor for the second.
 
     Args:
-        any_socket: What is copied to find out.
+        any_socket: A socket whose descriptor is duplicated to find out.
 
     Raises:
         OSError: EMFILE or ENFILE, if there are too few descriptors left.
@@ -43,8 +234,8 @@ def check_descriptors(any_socket: socket.socket) -> None:
             os.close(descriptor)
 
 
-def raise_what_lacks(error: OSError) -> None:
-    """Say which limit a worker's start has met; does nothing if it was none.
+def raise_with_remedy(error: OSError) -> None:
+    """Raise an error of a worker's start again with its remedy, if it is a limit that was reached.
 
     Raises:
         OSError: With the same number, a text that names the remedy, and ``error`` as its cause.
@@ -53,7 +244,7 @@ def raise_what_lacks(error: OSError) -> None:
         errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
         errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
         errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
-        errno.ENOMEM: "give it more memory",
+        errno.ENOMEM: "make more memory available",
     }.get(error.errno or 0)
     if remedy is not None:
         text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
@@ -61,17 +252,17 @@ def raise_what_lacks(error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
-    """Keep Ctrl-C from a process that is started inside of this, until it ignores it.
+def _sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
+    """Keep Ctrl-C from a process that is started in this block, until that process ignores it.
 
-    This one hears it afterwards. From any thread; where it is not the main one, the handler of
-    SIGINT, which is the main one's, stays as it is.
+    This process handles it when the block ends. May be used on any thread. On another thread than
+    the main one, the handler of SIGINT stays installed, since only the main thread can change it.
 
     Args:
-        is_fresh: Whether multiprocessing starts an interpreter for it, and a resource tracker.
+        is_fresh: Whether multiprocessing starts an interpreter, and so a resource tracker.
     """
     if is_fresh:
-        # Else multiprocessing would inside of this, and let Ctrl-C through from there on.
+        # Otherwise multiprocessing starts it within the block, and unblocks SIGINT afterwards.
         resource_tracker.ensure_running()
     with _handler_deferred():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -84,10 +275,11 @@ def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handler_deferred() -> Iterator[None]:
-    """What SIGINT does in the main thread, it does afterwards.
+    """Run the handler of SIGINT when the block ends, rather than within it.
 
-    What this thread blocks, any other may take, as one of OpenBLAS does; Python's handler runs in
-    the main thread all the same. Handlers of other signals may raise at any time.
+    A signal that this thread blocks may be delivered to any other thread, such as one of
+    OpenBLAS; Python's handler then still runs in the main thread. Handlers of other signals may
+    raise at any time.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler):
@@ -107,13 +299,13 @@ def _handler_deferred() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
 
     try:
-        with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers
             signal.signal(signal.SIGINT, hear)
         yield
     finally:
         try:
             uninterruptible(restore)
         finally:
-            # Not as a signal again: whoever has a wakeup descriptor was told of the first.
+            # Not sent as a signal again: a wakeup descriptor has been written to already.
             for number in heard:
                 handler(number, inspect.currentframe())

@@ -1,33 +1,36 @@
-"""Fresh interpreters get ready: without the garbage collector, and in turns, as there are cores.
+"""Limits how many fresh interpreters start up at a time, and keeps their collector off meanwhile.
 
-Importing torch makes a quarter of a million objects, all of which stay. The collector looks through
-them again and again meanwhile, one twelfth of the time, so it is off until the worker is ready.
+Importing torch makes a quarter of a million objects, all of which stay. The garbage collector looks
+through them again and again, which takes one twelfth of the time, so it is off until the worker is
+ready.
 
-Under spawn a worker imports torch and unpickles the dataset, seconds of a core's time. Where all do
-so at once on fewer cores, the first is ready when the last is. In five rounds in turns on two
-cores, with a dataset of many strings (row G of the benchmark), the first batch came 1.7 times as
-late without the semaphore with four workers (1.5–2.2), and 3.2 times with eight (2.5–4.4).
+Under spawn a worker imports torch and unpickles the dataset, which takes seconds of a core's time.
+If all workers do so at once on fewer cores, the first is ready only when the last is. In five
+rounds in turns on two cores, with a dataset of many strings (row G of the benchmark), the first
+batch came 1.7 times as late without the semaphore with four workers (1.5–2.2), and 3.2 times with
+eight (2.5–4.4).
 
-All workers are started at once; what waits is the interpreter, before it imports anything::
+All workers are started at once. The interpreter waits before it imports anything::
 
-    main                        worker                       a pipe, empty at first
-    ────                        ──────                       ──────────────────────
-    starts it ────────────────▶ interpreter is up
-    sends name, path, main      reads its name ◀──────────── waits for a token, unless it is
-                                                             one of the first, whose batches are
+    main process                worker                       a pipe, empty at first
+    ────────────                ──────                       ──────────────────────
+    starts the worker ────────▶ interpreter is up
+    sends name, path, main      reads its name ◀──────────── waits for a token, unless it is one of
+                                                             the first workers, whose batches are
                                                              wanted first
                                 imports main, torch, us
-                                loads the dataset ─────────▶ puts one there
+                                loads the dataset ─────────▶ writes a token
                                 worker_init_fn, batches
-    sees it dead ──────────────────────────────────────────▶ puts one there
+    sees it dead ──────────────────────────────────────────▶ writes a token
 
-The name of its process is the first thing that it unpickles, before the main module is imported
-and before any module of ours could be. So all this is part of the pickled name: it is made of
-functions of the standard library, ``gc.disable``, ``signal.pthread_sigmask``, ``os.read`` and one
-that passes over what these give.
+The process's name is the first thing that the worker unpickles, before it imports the main module
+and before any module of ours could be imported. So all of this is part of the pickled name, which
+refers to functions of the standard library only: ``gc.disable``, ``signal.pthread_sigmask``,
+``os.read``, and ``operator.itemgetter``, which drops what the others return.
 
-**Guarantees.** A token comes when a dataset is loaded, when that failed, and when a worker is dead:
-then from the main process, which is told of it in ``next()``. One too many does no harm.
+**Guarantees.** A token is written when a dataset is loaded, when loading it failed, and when a
+worker is dead: in that case by the main process, which learns of it in ``next()``. One token too
+many does no harm.
 """
 
 import contextlib
@@ -42,8 +45,8 @@ from typing import Any
 _TOKEN = b"."
 
 
-class _Later:
-    """Unpickles as what a function gives then."""
+class _Call:
+    """Unpickles as the result of a call that is made then."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = (function, arguments)
@@ -52,76 +55,79 @@ class _Later:
         return self._call
 
 
-class _FirstWord(str):
-    """A process's name. To unpickle it does what is to be done first, but only the first time."""
+class _CallingName(str):
+    """A process's name that makes calls when it is unpickled. Only its first pickle has them."""
 
-    __slots__ = ("_to_do",)
-    _to_do: list[_Later]
+    __slots__ = ("_calls",)
+    _calls: list[_Call]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        to_do, self._to_do = self._to_do, []
-        return operator.itemgetter(-1), ((*to_do, str(self)),)
+        calls, self._calls = self._calls, []
+        return operator.itemgetter(-1), ((*calls, str(self)),)
 
 
-def get_ready(process: Any, startup: "StartupSemaphore | None") -> None:
-    """Define what a process does first, before it is started.
+def set_startup(process: Any, startup: "StartupSemaphore | None") -> None:
+    """Define what a process does before all else, until it calls :func:`end_startup`.
 
     Args:
-        process: The process: a fresh interpreter, which calls :func:`is_ready` later.
-        startup: The semaphore that it acquires first; None if it need not wait.
+        process: A process that was not started yet, which will be a fresh interpreter.
+        startup: The semaphore that the process acquires first; None if nothing limits it.
     """
-    # A fork server that the user started lets Ctrl-C through.
-    block = _Later(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
-    to_do = [_Later(gc.disable), block]
+    # A fork server that the user started does not block SIGINT.
+    block = _Call(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
+    calls = [_Call(gc.disable), block]
     read = None if startup is None else startup.admit()
     if read is not None:
-        to_do.append(_Later(os.read, read, len(_TOKEN)))
-    name = _FirstWord(process.name)
-    name._to_do = to_do
+        calls.append(_Call(os.read, read, len(_TOKEN)))
+    name = _CallingName(process.name)
+    name._calls = calls
     process.name = name
 
 
-def is_ready(turn: Any) -> None:
-    """In the worker: go on as any process; and it is somebody else's turn. Once.
+def end_startup(startup: Any) -> None:
+    """Enable the collector, and let another worker start up. Called once, in the worker.
 
     Args:
-        turn: The worker's; None where there were none.
+        startup: The worker's end of the semaphore; None if nothing limits it.
     """
     gc.enable()
-    if isinstance(turn, WorkerTurn):
-        turn.end()
+    if isinstance(startup, WorkerStartupSemaphore):
+        startup.release()
 
 
 class StartupSemaphore:
-    """The main process's end of the semaphore. Owns the pipe; the pool owns the semaphore."""
+    """The main process's end of the semaphore, owned by the pool. Pickling gives the worker's end.
+
+    Args:
+        at_once: How many workers may start up at the same time.
+
+    Raises:
+        OSError: If there are no descriptors left.
+    """
 
     def __init__(self, at_once: int) -> None:
-        """Create the pipe.
-
-        Args:
-            at_once: How many workers may start up at the same time.
-
-        Raises:
-            OSError: If there are no descriptors left.
-        """
         read, write = os.pipe()
         self._read, self._write = io.FileIO(read), io.FileIO(write, "w")
         self._free = at_once
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become the worker's turn; under spawn its descriptors have the numbers of ours."""
+        """Become the worker's end. Under spawn its descriptors have the numbers of ours."""
         ends = (self._read.fileno(), self._write.fileno())
-        return WorkerTurn, tuple(map(reduction.DupFd, ends))
+        return WorkerStartupSemaphore, tuple(map(reduction.DupFd, ends))
 
     def admit(self) -> int | None:
-        """Another process. Gives the descriptor of which it waits for a token; None: its turn."""
+        """Admit a further process.
+
+        Returns:
+            The descriptor from which it reads a token first; None if it need not wait.
+        """
         if self._free:
             self._free -= 1
             return None
         return self._read.fileno()
 
-    def go_on(self) -> None:
-        """A worker is dead, whose turn it may have been."""
+    def release(self) -> None:
+        """Write a token for a dead worker, which may not have written one."""
         with contextlib.suppress(ValueError):  # closed, by another thread
             self._write.write(_TOKEN)
 
@@ -131,15 +137,15 @@ class StartupSemaphore:
         self._write.close()
 
 
-class WorkerTurn:
-    """A worker's side: its turn has come."""
+class WorkerStartupSemaphore:
+    """The worker's end of the semaphore."""
 
     def __init__(self, read: Any, write: Any) -> None:
         self._read, self._write = read.detach(), write.detach()
 
-    def end(self) -> None:
-        """It is ready: somebody else's turn. Once."""
+    def release(self) -> None:
+        """Write a token, and close the pipe. Called once."""
         os.close(self._read)
-        with contextlib.suppress(BrokenPipeError):  # nobody waits, nor does the main process live
+        with contextlib.suppress(BrokenPipeError):  # no worker waits, and the main process is gone
             os.write(self._write, _TOKEN)
         os.close(self._write)

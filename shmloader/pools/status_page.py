@@ -1,4 +1,4 @@
-"""The status page says what each worker is doing, although a stuck worker answers no message.
+"""The status page shows what each worker is doing, even a stuck one, which answers no message.
 
 It is anonymous shared memory with one line for each worker. The worker writes its line and the main
 process reads it. Beside it there is a pipe: a worker writes its Python stack into it when the main
@@ -17,7 +17,7 @@ import signal
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from typing import Any
 
@@ -26,30 +26,31 @@ import psutil
 from shmloader.insight.measurements import Usage
 from shmloader.memory.slot import MEMFD_NAME
 
-# phase, epoch, seq, time.monotonic_ns() at which it began, the thread that works
+# Phase, epoch, seq, time.monotonic_ns() of its beginning, and the ident of the worker's thread.
 _LINE = struct.Struct("=5q")
-# CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage
+# CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage.
 _USAGE = struct.Struct("=3q")
-# Lines do not share a cache line.
+# One cache line each.
 _LINE_BYTES = 64
 
-# How often a worker notes its usage between two batches, which takes 0.05 to 0.1 ms: while it has
-# no task, and, more rarely, while it has one.
+# How often a worker notes its usage between two batches, which takes 0.05 to 0.1 ms: when it has
+# no task, and, less often, when it has one.
 _USAGE_NS = 50_000_000
 _USAGE_BUSY_NS = 200_000_000
-# And its memory, which takes milliseconds to measure: where it has been without a task for so long.
+# Measuring its memory takes milliseconds, so a worker does that when it has been idle for this
+# long, once a second at most. A worker that is never idle does it after the first second, and then
+# every ten seconds.
 MEMORY_IDLE_MS = 20
 _MEMORY_NS = 1_000_000_000
-# Where it never is: once after that time, and then so often.
 _MEMORY_BUSY_NS = 10_000_000_000
 
-#: Asks a worker for its stack. Python, torch and their libraries leave real-time signals alone.
-#: A system that has none has no worker processes of ours either.
+#: Asks a worker for its stack. Python, torch and their libraries do not use real-time signals.
+#: A system without them has no worker processes of ours either.
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 
-# A stack comes in many small writes: it is whole when nothing more comes for so long.
+# A stack comes in many small writes. It is complete when nothing more comes for this long.
 _QUIET_MS = 20
-# How long to wait for its beginning.
+# How long to wait for the first write.
 _STACK_MS = 300
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MULTILINE)
@@ -67,14 +68,14 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AtWork:
-    """What a worker is, or was at last, at.
+    """What a worker is doing, or was doing when it died.
 
     Attributes:
-        phase: What.
-        epoch: The ticket's, while LOADING.
-        seq: The ticket's, while LOADING.
-        elapsed_s: For how long.
-        stack: Its Python frames, the innermost first, a line each; empty if they could not be had.
+        phase: The kind of work.
+        epoch: Epoch of the ticket, while LOADING.
+        seq: Number of the ticket, while LOADING.
+        elapsed_s: Seconds since the phase began.
+        stack: Its Python frames, one a line, innermost first; empty if it could not be obtained.
         is_stopped: Whether the process is stopped (SIGSTOP, a debugger).
     """
 
@@ -91,13 +92,15 @@ class StatusPage:
 
     def __init__(self, worker_count: int) -> None:
         nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        # By worker number, CPU time and time without a core of the workers that were replaced.
+        self._used_before: dict[int, tuple[int, int]] = {}
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
         self._stack_read = self._stack_write = -1
         try:
             os.ftruncate(self._fd, nbytes)
             self._mapping = mmap.mmap(self._fd, nbytes)
             self._stack_read, self._stack_write = os.pipe()
-            # A worker must not wait inside its signal handler, nor we for a worker.
+            # Neither a worker in its signal handler nor this process may block.
             os.set_blocking(self._stack_write, False)
             os.set_blocking(self._stack_read, False)
         except BaseException:
@@ -118,7 +121,9 @@ class StatusPage:
             self._close(name)
 
     def clear(self, worker_id: int) -> None:
-        """Reset a worker's line before the worker starts."""
+        """Reset a worker's line before the worker starts; what the one before used is kept."""
+        before = self.usage(worker_id, 0)
+        self._used_before[worker_id] = before.cpu_ns, before.stalled_ns or 0
         offset = worker_id * _LINE_BYTES
         _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
         _USAGE.pack_into(self._mapping, offset + _LINE.size, 0, -1, -1)
@@ -135,36 +140,36 @@ class StatusPage:
         return AtWork(Phase(phase), epoch, seq, (time.monotonic_ns() - since) / 1e9)
 
     def usage(self, worker_id: int, pid: int) -> Usage:
-        """Return the usage that a worker noted last."""
+        """Return the usage that a worker noted last, with the times of those that it replaced.
+
+        Raises:
+            ValueError: If the page is closed.
+        """
         offset = worker_id * _LINE_BYTES + _LINE.size
         cpu_ns, stalled_ns, pss_bytes = _USAGE.unpack_from(self._mapping, offset)
-        return Usage(pid, cpu_ns, _known(stalled_ns), _known(pss_bytes))
+        cpu_before_ns, stalled_before_ns = self._used_before.get(worker_id, (0, 0))
+        return Usage(
+            pid,
+            cpu_ns + cpu_before_ns,
+            None if stalled_ns < 0 else stalled_ns + stalled_before_ns,
+            None if pss_bytes < 0 else pss_bytes,
+        )
 
     def ask(self, worker_id: int, pid: int) -> AtWork:
-        """What a living worker is at, with its stack. Takes up to a third of a second."""
+        """Return what a living worker is doing, with its stack. Takes up to a third of a second."""
         at_work = self.read(worker_id)
         with contextlib.suppress(psutil.Error):
-            if psutil.Process(pid).status() in (
-                psutil.STATUS_STOPPED,
-                psutil.STATUS_TRACING_STOP,
-            ):
-                return AtWork(
-                    at_work.phase,
-                    at_work.epoch,
-                    at_work.seq,
-                    at_work.elapsed_s,
-                    is_stopped=True,
-                )
-        stack = ""
-        if at_work.phase is not Phase.STARTING:
-            stack = self._ask_for_stack(self._line(worker_id)[4], pid)
-        return AtWork(at_work.phase, at_work.epoch, at_work.seq, at_work.elapsed_s, stack)
+            if psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}:
+                return replace(at_work, is_stopped=True)
+        if at_work.phase is Phase.STARTING:
+            return at_work
+        return replace(at_work, stack=self._ask_for_stack(self._line(worker_id)[4], pid))
 
     def _line(self, worker_id: int) -> tuple[int, ...]:
         return _LINE.unpack_from(self._mapping, worker_id * _LINE_BYTES)
 
     def _ask_for_stack(self, thread: int, pid: int) -> str:
-        self._receive_stack(0, 0)  # what came too late the last time
+        self._receive_stack(0, 0)  # drops what came too late the last time
         try:
             os.kill(pid, STACK_SIGNAL)
         except ProcessLookupError:
@@ -188,15 +193,15 @@ class StatusPage:
 
     def _close(self, name: str) -> None:
         fd = getattr(self, name)
-        # Forgotten first: closed twice, after an interruption or in a child that another thread
-        # forks meanwhile, it might be somebody else's.
+        # Forgotten first: after an interruption, or in a child that another thread forks meanwhile,
+        # a second close might close another file of this number.
         setattr(self, name, -1)
         if fd >= 0:
             os.close(fd)
 
 
 def _frames(text: str, thread: int) -> str:
-    """The frames of one thread in what faulthandler wrote of all."""
+    """Return one thread's frames out of what faulthandler wrote of all threads."""
     parts = _THREAD.split(text)
     threads = [int(ident, 16) for ident in parts[1::2]]
     if thread not in threads:
@@ -205,10 +210,9 @@ def _frames(text: str, thread: int) -> str:
 
 
 class Line:
-    """A worker's line, in the worker."""
+    """A worker's line, in the worker. It enables the signal that asks for the stack."""
 
     def __init__(self, mapping: mmap.mmap, stack_fd: int, worker_id: int) -> None:
-        """Answer to the signal from now on, and say so."""
         self._mapping = mapping
         self._offset = worker_id * _LINE_BYTES
         self._thread = threading.get_ident()
@@ -216,27 +220,27 @@ class Line:
         self._pss_bytes = -1
         try:
             faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
-        except OSError:  # a sandbox refuses it a stack of its own: no stack is told
+        except OSError:  # a sandbox refuses the handler's own stack: no worker stack is shown
             signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
         self.note(Phase.GETTING_READY)
 
     def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
-        """Say what this worker is at from now on."""
+        """Write what this worker does from now on."""
         _LINE.pack_into(
             self._mapping, self._offset, phase, epoch, seq, time.monotonic_ns(), self._thread
         )
 
     def idle(self) -> None:
-        """Say that it is idle."""
+        """Write that this worker is idle."""
         self._idle_ns = now_ns = time.monotonic_ns()
         _LINE.pack_into(self._mapping, self._offset, Phase.IDLE, 0, 0, now_ns, self._thread)
 
     def note_use(self, *, has_task: bool) -> None:
-        """Say what this process has used, if that is due.
+        """Write what this process has used, if that is due.
 
         Args:
-            has_task: Whether there is something to do by now.
+            has_task: Whether a message is waiting.
         """
         due_ns = _MEMORY_NS if self._pss_bytes < 0 else _MEMORY_BUSY_NS
         if self._idle_ns - self._memory_ns > due_ns:
@@ -248,17 +252,17 @@ class Line:
 
     @property
     def memory_is_due(self) -> bool:
-        """Whether the memory should be measured, if there is time for it."""
+        """Whether the memory should be measured if this worker stays idle."""
         return self._idle_ns - self._memory_ns > _MEMORY_NS
 
     def note_memory(self) -> None:
-        """Measure this process's memory. Takes milliseconds."""
+        """Measure this process's memory, and write what it has used. Takes milliseconds."""
         self._memory_ns = self._idle_ns
         self._pss_bytes = measure_memory(os.getpid()) or -1
         self.note_usage()
 
     def note_usage(self) -> None:
-        """Say what this process has used."""
+        """Write what this process has used."""
         self._usage_ns = self._idle_ns
         stalled_ns = stalled_here()
         _USAGE.pack_into(
@@ -270,12 +274,8 @@ class Line:
         )
 
 
-def _known(value: int) -> int | None:
-    return None if value < 0 else value
-
-
 def stalled_here() -> int | None:
-    """Nanoseconds in which the calling thread could have run, and no core was free.
+    """Return for how many nanoseconds the calling thread could have run but no core was free.
 
     None where the kernel does not tell.
     """
@@ -283,7 +283,7 @@ def stalled_here() -> int | None:
 
 
 def stalled_thread(native_id: int) -> int | None:
-    """The same of another thread of this process; None as well if it has ended."""
+    """Return the same for another thread of this process; None also if it has ended."""
     return _stalled(f"self/task/{native_id}")
 
 
@@ -296,7 +296,7 @@ def _stalled(thread: str) -> int | None:
 
 
 def measure_memory(pid: int) -> int | None:
-    """Bytes of memory of a process, what it shares counted by its part; None if it is gone."""
+    """Return a process's proportional set size in bytes; None if the process is gone."""
     with contextlib.suppress(psutil.Error, OSError, AttributeError):
         pss: int = psutil.Process(pid).memory_full_info().pss
         return pss
@@ -312,7 +312,7 @@ class WorkerStatusPage:
         self._nbytes = nbytes
 
     def open_line(self, worker_id: int) -> Line:
-        """The line of this worker."""
+        """Return this worker's line."""
         fd = self._status_page.detach()
         try:
             mapping = mmap.mmap(fd, self._nbytes)

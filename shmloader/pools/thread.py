@@ -40,9 +40,9 @@ from typing import Any
 import torch
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.array_fetch import ArrayFetcher, ArraysHere
+from shmloader.batch.arrays import ArrayFetcher, ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig, OnError
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig, OnError, one_by_one
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
-from shmloader.batch.sample_rng import SampleRng, one_by_one
+from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 

@@ -1,6 +1,6 @@
-"""Threads of this process, and what a fork or Ctrl-C must not catch in the middle.
+"""Background threads, and protection against forks and Ctrl-C at a bad moment.
 
-``background`` starts and ends every background thread of the package; ``fork_safety`` has them
-stand still while the process forks a worker; ``uninterruptible`` finishes a step that Ctrl-C must
-not leave half done; ``wakeup`` is an event that any thread may set, even inside a lock.
+``background`` starts and ends every background thread of the package. ``fork_safety`` parks them
+while the process forks a worker. ``uninterruptible`` completes a step that Ctrl-C must not leave
+half done. ``wakeup`` is an event that any code may set, even a finalizer.
 """

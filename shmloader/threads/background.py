@@ -1,13 +1,13 @@
-"""One helper for all background threads: start, stand still, stop, and wait for the end.
+"""The base class of all background threads: starts, parks, ends and joins one.
 
-The helper keeps these rules for every thread of the package:
+It keeps these rules for every thread of the package:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.
-  At the exit they stand still for good (:mod:`shmloader.threads.fork_safety`).
-* Nothing waits for a thread that stands still for good. Nothing waits on a background thread, or
-  where this process forks; the garbage collector may run a closing function in either place.
-* An end is an event and not ``Thread.join()`` alone, which, once interrupted, takes the thread for
-  one that has ended (Python 3.11).
+  At the exit they are parked for good (:mod:`shmloader.threads.fork_safety`).
+* No thread waits for one that is parked for good. A background thread never waits for another one,
+  nor does a thread that forks; the garbage collector may run a finalizer on either of these.
+* The end is an event, since an interrupted ``Thread.join()`` takes the thread for one that has
+  ended (Python 3.11).
 * A thread that cannot be waited for closes what it uses when it ends. Either the thread or the
   caller closes, never both.
 """
@@ -29,7 +29,8 @@ class BackgroundThread(Parkable):
         super().__init__()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Who closes what the thread uses: the first of the two to set this decides.
+        # Whether the thread or the caller closes what the thread uses. The first of them to set
+        # this decides; dict.setdefault() is atomic.
         self._closer: dict[str, str] = {}
 
     @abc.abstractmethod
@@ -37,13 +38,13 @@ class BackgroundThread(Parkable):
         """Do the thread's work. Runs on the thread."""
 
     def begin(self) -> None:
-        """Prepare the thread, before it can be asked to stand still. Does nothing by default."""
+        """Prepare the thread, before it can be parked. Does nothing by default."""
 
     def close_what_it_uses(self) -> None:
         """Close on the thread what :meth:`leave_closing` left to it. Does nothing by default."""
 
     def depart(self) -> None:
-        """Finish on the thread, after it can be asked to stand still. Does nothing by default.
+        """Finish on the thread, when it can no longer be parked. Does nothing by default.
 
         Unlike :meth:`work`, it may wait for other background threads.
         """
@@ -63,10 +64,10 @@ class BackgroundThread(Parkable):
             timeout_s: Longest wait in seconds; None waits without a limit.
 
         Returns:
-            Whether the thread no longer uses anything: it has ended, was never started, or stands
-            still for good.
+            Whether the thread no longer uses anything: it has ended, was never started, or is
+            parked for good.
         """
-        if self._thread.ident is None or self.stands_for_good:
+        if self._thread.ident is None or self.is_parked_for_good:
             return True
         left_s = None if timeout_s is None else max(0.0, timeout_s)
         if not may_wait_here() or not self._is_over.wait(left_s):
@@ -100,5 +101,5 @@ class BackgroundThread(Parkable):
         try:
             self.work()
         finally:
-            if self._closer.setdefault("is", "somebody else") == "the thread":
+            if self._closer.setdefault("is", "the caller") == "the thread":
                 self.close_what_it_uses()

@@ -1,12 +1,13 @@
-"""Threads of ours stand still while this process forks, and when it ends.
+"""Parks our threads while this process forks, and when it ends.
 
-A fork copies the forking thread alone, and all locks as they are. A thread that is inside torch
-or the GPU's driver just then leaves their locks held for ever in the child. So each thread of
-ours registers here, and waits at a point where it holds none for as long as a worker is forked.
+A fork copies only the forking thread, and all locks as they are. A thread that is inside torch or
+the GPU's driver at that moment leaves their locks held for ever in the child. So each of our
+threads registers here, and while a worker is forked, it waits at a point where it holds no lock: it
+is parked.
 
-At the interpreter's exit they stand still for good: a daemon thread that wants the GIL then is
-ended wherever it is, inside torch's C++ as well, which aborts the process. Threads that run the
-user's code (:mod:`shmloader.pools.thread`) are among those; only a fork does not wait for them.
+At the interpreter's exit all threads are parked for good: a daemon thread that takes the GIL then
+is ended wherever it is, even inside torch's C++ code, which aborts the process. This includes
+threads that run the user's code (:mod:`shmloader.pools.thread`), for which a fork does not wait.
 """
 
 import contextlib
@@ -18,20 +19,20 @@ from collections.abc import Iterator
 
 from shmloader.process_state import PROCESS
 
-# Longest wait for one thread to come to such a point: it may be in the user's own transform.
+# Longest wait for a thread to be parked: it may be in the user's own transform.
 _PARK_S = 5.0
 
 
 class Parkable:
-    """A thread's side. It calls :meth:`pause` where it holds no lock, and often.
+    """A thread that can be parked. It often calls :meth:`pause`, where it holds no lock.
 
-    While it waits for what another thread of this process gives, it says so by
-    :meth:`resting`: then it need not be waited for.
+    While the thread waits for another thread of this process, it is in a :meth:`resting` block,
+    where it counts as parked.
 
     Attributes:
-        parks_for_forks: Whether it stands still while this process forks, too, and not at the
-            interpreter's exit alone.
-        exit_s: How long the interpreter's exit waits for it to stand still, at most.
+        parks_for_forks: Whether the thread is parked while this process forks, and not only at the
+            interpreter's exit.
+        exit_s: The longest time in seconds that the interpreter's exit waits for it to be parked.
     """
 
     parks_for_forks = True
@@ -40,11 +41,11 @@ class Parkable:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._requests = 0
-        self._is_still = True
+        self._is_parked = True
         self._ident = 0
 
     def enter(self) -> None:
-        """The thread begins."""
+        """Register the thread. Called on it when it begins."""
         self._ident = threading.get_ident()
         with PROCESS.threads.lock:
             PROCESS.threads.live.add(self)
@@ -52,30 +53,30 @@ class Parkable:
             if not PROCESS.threads.is_watching_exit:
                 PROCESS.threads.is_watching_exit = True
                 # Before the pools are closed.
-                multiprocessing.util.Finalize(None, _stand_still_for_good, exitpriority=110)
+                multiprocessing.util.Finalize(None, _park_for_good, exitpriority=110)
         with self._changed:
             self._wait_for_go()
 
     def leave(self) -> None:
-        """The thread ends."""
+        """Unregister the thread. Called on it when it ends."""
         with self._changed:
-            self._is_still = True
+            self._is_parked = True
             self._changed.notify_all()
         with PROCESS.threads.lock:
             PROCESS.threads.live.discard(self)
             PROCESS.threads.unwilling.discard(self._ident)
 
     def pause(self) -> None:
-        """Stand still if somebody forks."""
+        """Stay parked while the process forks. Called on the thread."""
         if self._requests:
             with self.resting():
                 pass
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """For the time in which the thread only waits, and then until nobody forks."""
+        """Count as parked in this block, and until no fork is under way. Called on the thread."""
         with self._changed:
-            self._is_still = True
+            self._is_parked = True
             self._changed.notify_all()
         try:
             yield
@@ -86,38 +87,38 @@ class Parkable:
     def _wait_for_go(self) -> None:
         while self._requests:
             self._changed.wait()
-        self._is_still = False
+        self._is_parked = False
 
     def request(self) -> None:
-        """Have the thread stand still from its next pause on; called by the one that forks."""
+        """Park the thread at its next pause. Called on the thread that forks."""
         with self._changed:
             self._requests += 1
         self.wake()
 
     def wake(self) -> None:
-        """Get the thread out of what it is at, or waits for; for subclasses."""
+        """Make the thread reach its next pause soon. Subclasses may override this."""
 
-    def await_still(self, deadline: float) -> None:
-        """Wait until the thread stands still, or until ``deadline``."""
+    def await_parked(self, deadline: float) -> None:
+        """Wait until the thread is parked, or until ``deadline``."""
         with self._changed:
-            while not self._is_still and (left := deadline - time.monotonic()) > 0:
+            while not self._is_parked and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
     def release(self) -> None:
-        """Let the thread go on."""
+        """Let the thread continue."""
         with self._changed:
             self._requests -= 1
             self._changed.notify_all()
 
     @property
-    def stands_for_good(self) -> bool:
-        """Whether the interpreter ends, and the thread will not go on."""
-        return PROCESS.threads.is_exiting and self._is_still
+    def is_parked_for_good(self) -> bool:
+        """Whether the interpreter exits and the thread will never continue."""
+        return PROCESS.threads.is_exiting and self._is_parked
 
 
 @contextlib.contextmanager
 def all_parked() -> Iterator[None]:
-    """Fork inside: all threads of ours stand still, or have been waited for for five seconds."""
+    """Park our threads for a block that forks. Waits up to five seconds for them."""
     ident = threading.get_ident()
     with PROCESS.threads.lock:
         was_unwilling = ident in PROCESS.threads.unwilling
@@ -128,7 +129,7 @@ def all_parked() -> Iterator[None]:
             if thread.parks_for_forks and thread._ident != ident
         ]
         try:
-            _ask(parked)
+            _request_all(parked)
             yield
         finally:
             for thread in parked:
@@ -138,28 +139,28 @@ def all_parked() -> Iterator[None]:
 
 
 def may_wait_here() -> bool:
-    """Whether the calling thread may wait for one of ours to end.
+    """Return whether the calling thread may wait for one of our threads to end.
 
-    Not so if it is one of them, or forks just now: the other one may stand still for its sake.
-    The garbage collector may have us called anywhere.
+    It may not if it is one of them, or if it is forking: the other thread may be parked because of
+    that. The garbage collector may run a finalizer, which asks this, on any thread.
     """
     return threading.get_ident() not in PROCESS.threads.unwilling
 
 
 def is_exiting() -> bool:
-    """Whether the interpreter ends: threads of ours stand still for good."""
+    """Return whether the interpreter exits, so that our threads are parked for good."""
     return PROCESS.threads.is_exiting
 
 
-def _ask(threads: list[Parkable], *, is_exit: bool = False) -> None:
+def _request_all(threads: list[Parkable], *, is_exit: bool = False) -> None:
     for thread in threads:
         thread.request()
     start = time.monotonic()
     for thread in threads:
-        thread.await_still(start + (min(_PARK_S, thread.exit_s) if is_exit else _PARK_S))
+        thread.await_parked(start + (min(_PARK_S, thread.exit_s) if is_exit else _PARK_S))
 
 
-def _stand_still_for_good() -> None:
+def _park_for_good() -> None:
     with PROCESS.threads.lock:
-        _ask(list(PROCESS.threads.live), is_exit=True)
+        _request_all(list(PROCESS.threads.live), is_exit=True)
     PROCESS.threads.is_exiting = True

@@ -1,24 +1,24 @@
-"""Runs closing steps to their end, although Ctrl-C or another signal handler's exception comes.
+"""Completes a closing step in spite of Ctrl-C or another signal handler's exception.
 
 Closing waits for processes and threads, and users who wait press Ctrl-C. What an interruption left
-open would stay open for ever, because a second ``close()`` does nothing.
+open would stay open, because a second ``close()`` does nothing.
 """
 
 from collections.abc import Callable
 
-# The first interruption, a few impatient ones, and an end for an error of our own.
+# Enough for several interruptions, and a limit for an error of the step itself.
 _TRIES = 5
 
 
 def uninterruptible(step: Callable[[], object]) -> None:
-    """Run a step to its end. After an interruption the step is run again.
+    """Run a step, and run it again if an exception interrupts it.
 
     Args:
-        step: The step. It must be possible to run it again after an exception at any point. Its
-            result is dropped.
+        step: A function that can be run again after an exception at any point. Its result is
+            dropped.
 
     Raises:
-        BaseException: The first interruption, after the step has been completed.
+        BaseException: The first exception, after the step has been completed.
     """
     interruption: BaseException | None = None
     for _ in range(_TRIES):
@@ -31,4 +31,4 @@ def uninterruptible(step: Callable[[], object]) -> None:
         try:
             raise interruption
         finally:
-            interruption = None  # its traceback holds this frame
+            interruption = None  # its traceback refers to this frame

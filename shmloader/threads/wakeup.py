@@ -1,7 +1,7 @@
-"""An event that one thread waits for and that any code may set, the garbage collector's included.
+"""An event that one thread waits for, and that any code may set, even a finalizer.
 
-``threading.Event`` takes a lock to be set. The garbage collector may run a finalizer in the middle
-of that, and the finalizer would wait for its own thread for ever.
+``threading.Event.set`` takes a lock. While the lock is held, the garbage collector may run a
+finalizer, which would then wait for its own thread for ever.
 """
 
 import math
@@ -10,9 +10,9 @@ import time
 
 from shmloader.interruptions import is_interruption
 
-#: Seconds that a wait sleeps at most before it looks for signals. Python's handlers run between
-#: two instructions of Python: a Ctrl-C that comes after the last one and before the system call
-#: interrupts nothing, and would be heard only when the wait is over.
+#: Longest sleep in seconds before signal handlers can run. Python runs handlers between two of its
+#: instructions. A Ctrl-C that arrives after the last instruction and before the system call does
+#: not interrupt the call, so its handler would run only after the wait.
 SIGNAL_S = 0.5
 
 
@@ -27,12 +27,12 @@ class Wakeup:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
         try:
             self._unset.release()
-        except RuntimeError as error:  # it is set already
+        except RuntimeError as error:  # the event is set already
             if is_interruption(error):
                 raise
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it is set, at most ``timeout_s`` seconds. Clears it."""
+        """Wait until the event is set, at most ``timeout_s`` seconds, and clear it."""
         left_s = math.inf if timeout_s is None else timeout_s
         deadline = time.monotonic() + left_s
         while not self._unset.acquire(timeout=max(0.0, min(left_s, SIGNAL_S))):

@@ -27,8 +27,13 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import shmloader
-from shmloader.batch.array_datasets import find_columns, may_be_columns
-from shmloader.batch.array_fetch import ArrayFetcher, ArraysHere, fetcher_of_arrays
+from shmloader.batch.arrays import (
+    ArrayFetcher,
+    ArraysHere,
+    fetcher_of_arrays,
+    find_columns,
+    may_be_columns,
+)
 from shmloader.memory import gather as gather_module
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot

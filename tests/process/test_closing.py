@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
-from shmloader.pools import worker_processes as processes
+from shmloader.pools import starting
 from shmloader.process_state import PROCESS
 from tests.process.support import (
     TOLD_S,
@@ -382,7 +382,7 @@ class Forks(weakref.WeakSet):
         if pid == 0:
             code = 1
             try:
-                processes.close_inherited()
+                starting.close_inherited()
                 code = 0
             finally:
                 os._exit(code)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmloader.pools.startup_semaphore import StartupSemaphore, get_ready
+from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from tests.process.support import Program, run_program
 
 pytestmark = pytest.mark.timeout(90)
@@ -32,7 +32,7 @@ if __name__ != "__main__":
         os._exit(3)
 
 import torch.utils.data
-import shmloader.pools.worker_processes
+import shmloader.pools.starting
 from shmloader import DataLoader
 
 class Data(torch.utils.data.Dataset):
@@ -51,7 +51,7 @@ class Data(torch.utils.data.Dataset):
         return {{"it": "has a state"}}
 
 def main():
-    shmloader.pools.worker_processes.usable_cores = lambda root: 1
+    shmloader.pools.starting.usable_cores = lambda root: 1
     loader = DataLoader(
         Data(), num_workers=3, multiprocessing_context="spawn", collate_fn=list,
         worker_restarts=1 if {at!r} == "dies" else 0,
@@ -143,7 +143,7 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
 
     def read() -> threading.Thread:
         process = SimpleNamespace(name="Process-7")
-        get_ready(process, turns)
+        set_startup(process, turns)
         data = pickle.dumps(process.name)
         # The process itself is pickled after its name.
         assert pickle.loads(pickle.dumps(process.name)) == "Process-7"
@@ -156,7 +156,7 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
     second = read()
     second.join(0.1)
     assert second.is_alive()
-    turns.go_on()
+    turns.release()
     second.join(20)
     assert found == ["Process-7"] * 2
     assert {type(name) for name in found} == {str}
@@ -167,4 +167,4 @@ def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) 
 def test_a_worker_that_is_lost_while_another_thread_closes_needs_no_token():
     turns = StartupSemaphore(1)
     turns.close()
-    turns.go_on()
+    turns.release()

@@ -240,7 +240,7 @@ def test_an_order_that_cannot_be_repeated_is_found_out(workers):
     with make() as loader:
         loader.load_state_dict(state)
         iterator = iter(loader)
-        with pytest.raises(ValueError, match=r"other samples than the \d batches that it gave"):
+        with pytest.raises(ValueError, match=r"other samples than the \d batches that it yielded"):
             next(iterator)
         with pytest.raises((ValueError, shmloader.ClosedLoaderError), match=r"could|gave before"):
             next(iterator)
@@ -266,7 +266,7 @@ def test_in_process_what_training_draws_is_found_out_where_it_would_lose_samples
     assert sorted(before + run("Shuffled", state)[0]) == list(range(LENGTH))
     torch.manual_seed(1)
     _, state = run("ShuffleBuffer")
-    with pytest.raises(ValueError, match="gives other samples"):
+    with pytest.raises(ValueError, match="yields other samples"):
         run("ShuffleBuffer", state)
 
 
@@ -315,7 +315,7 @@ def test_a_stream_that_ends_sooner_than_before_is_found_out():
     dataset.length = 3
     other = shmloader.DataLoader(dataset, BATCH)
     other.load_state_dict(state)
-    with pytest.raises(ValueError, match="had given 3 batches, and now ends after 2"):
+    with pytest.raises(ValueError, match="had yielded 3 batches, and now ends after 2"):
         next(iter(other))
 
 

@@ -120,7 +120,7 @@ def test_a_batch_that_failed_and_does_not_fail_again_is_not_passed_over_wrongly(
     rest = rest_of(make(Failing(StatefulTransient, False), 3, workers), state)
     assert rest[0] == [5, 6, 7]
     _, state = take(make(Failing(Transient, True), 3, workers), 2)
-    with pytest.raises(ValueError, match="gives other samples"):
+    with pytest.raises(ValueError, match="yields other samples"):
         rest_of(make(Failing(Transient, False), 3, workers), state)
     assert rest_of(make(Failing(Transient, True), 3, workers), state)[0] == [5, 6, 7]
 
@@ -145,7 +145,7 @@ def test_an_order_that_cannot_be_repeated_is_seen_in_samples_of_any_kind(wrap):
             yield from map(wrap, random.SystemRandom().sample(range(10**6), 20))
 
     _, state = take(make(Clock(), 2, 0), 1)
-    with pytest.raises(ValueError, match="gives other samples"):
+    with pytest.raises(ValueError, match="yields other samples"):
         rest_of(make(Clock(), 2, 0), state)
 
 

@@ -1,4 +1,4 @@
-"""Where and when a fault is taken; what it does to a process is the campaign's to try."""
+"""When a fault happens. The fault campaign tests what it does to a process."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def _nothing_taken():
 HERE = f"{__name__}.note"
 
 
-def test_a_fault_is_taken_at_the_nth_time_and_only_then():
+def test_a_fault_happens_at_the_nth_time_only():
     faults = _Faults(f"worker.task:3:{HERE}")
     for count in range(1, 6):
         faults.reach("worker.task")
@@ -47,7 +47,7 @@ def test_an_action_may_raise():
         _Faults(f"main.next:1:{__name__}.other").reach("main.next")
 
 
-def test_several_faults_are_placed_at_once():
+def test_several_faults_can_be_given_at_once():
     faults = _Faults(f"a:1:{HERE}, b:2:{HERE}")
     for point in ("a", "b", "b"):
         faults.reach(point)
@@ -60,7 +60,7 @@ def test_a_text_of_another_form_is_refused(text):
         _Faults(text)
 
 
-def test_unset_there_are_none(monkeypatch):
+def test_without_the_variable_there_are_no_faults(monkeypatch):
     monkeypatch.delenv("SHMLOADER_FAULT", raising=False)
     assert _read() is None
     monkeypatch.setenv("SHMLOADER_FAULT", "a:1:SIGKILL")

@@ -1,4 +1,4 @@
-"""What comes from outside, and what the user's code raises."""
+"""Interruptions are distinguished from what the user's code raises."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def handle(signum: int, frame: object) -> None:
 
 
 def handle_alone(signum: int, frame: object) -> None:
-    """One that lets go of the frame, as many do to please a linter."""
+    """A handler that deletes the frame, as many do to satisfy a linter."""
     del signum, frame
     fail()
 
 
 class Heir(Handler):
-    """One that inherits what is called."""
+    """A handler that inherits ``__call__``."""
 
 
 class Forgetful:
@@ -92,13 +92,13 @@ def in_a_generator() -> None:
 
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize("function", [lambda: deep(0), lambda: deep(3), in_a_generator])
-def test_what_a_handler_raises_comes_from_outside(handler, function) -> None:
+def test_what_a_handler_raises_is_an_interruption(handler, function) -> None:
     error = caught(function)
     assert type(error) is LookupError
     assert is_interruption(error)
 
 
-def test_what_a_trace_function_raises_comes_from_outside() -> None:
+def test_what_a_trace_function_raises_is_an_interruption() -> None:
     def traced() -> None:
         sys.settrace(lambda frame, event, arg: fail())  # Python drops it when it has raised
         fail_not()
@@ -115,7 +115,7 @@ def fail_not() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_is_no_exception_does_so_wherever_it_is_raised(kind) -> None:
+def test_what_is_no_exception_is_an_interruption_wherever_it_is_raised(kind) -> None:
     assert is_interruption(kind())
 
 
@@ -134,15 +134,15 @@ def given_another_frame(frame: object) -> None:
         lambda: exec("class Body:\n    fail()", {"fail": fail}),
     ],
 )
-def test_what_the_code_itself_raises_does_not(function) -> None:
+def test_what_the_code_itself_raises_is_no_interruption(function) -> None:
     assert not is_interruption(caught(function))
 
 
-def test_what_was_never_raised_does_not() -> None:
+def test_what_was_never_raised_is_no_interruption() -> None:
     assert not is_interruption(ValueError())
 
 
-def test_what_comes_from_outside_is_not_suppressed(handler) -> None:
+def test_an_interruption_is_not_suppressed(handler) -> None:
     with Suppressed(LookupError):
         fail()
     with pytest.raises(LookupError), Suppressed(LookupError):

@@ -1,4 +1,4 @@
-"""Loading by torch's fetchers and by ours, and a StopIteration that is no end."""
+"""torch's fetchers, the tolerant fetcher, and StopIteration of a map-style dataset."""
 
 import threading
 import weakref
@@ -24,7 +24,7 @@ class Numbers(IterableDataset):
         (Numbers(), FetchConfig(True, False, False), [None] * 5, [0, 1, 2, 3, 4]),
     ],
 )
-def test_batches_are_made_as_the_plan_says(dataset, plan, tasks, batches):
+def test_batches_are_made_as_configured(dataset, plan, tasks, batches):
     fetcher = plan.make_fetcher(dataset, lambda samples: samples)
     assert [fetcher.fetch(task) for task in tasks] == batches
     if plan.is_iterable:
@@ -32,7 +32,7 @@ def test_batches_are_made_as_the_plan_says(dataset, plan, tasks, batches):
             fetcher.fetch(tasks[0])
 
 
-def test_a_stop_out_of_a_map_style_dataset_is_told_apart_from_the_end():
+def test_a_stop_iteration_of_a_map_style_dataset_is_not_taken_for_the_end():
     cause = StopIteration(3)
     error = map_style_stop(cause)
     assert type(error) is RuntimeError
@@ -44,11 +44,11 @@ def test_a_stop_out_of_a_map_style_dataset_is_told_apart_from_the_end():
 
 
 class Bad(LookupError):  # noqa: N818 - as users name theirs
-    """What the datasets below raise."""
+    """The datasets below raise this."""
 
 
 class Keyed:
-    """Gives ``[key]``, and raises for bad keys."""
+    """Returns ``[key]``, and raises for bad keys."""
 
     def __init__(self, *bad, error=Bad):
         self.bad = bad
@@ -63,7 +63,7 @@ class Keyed:
 
 
 class Listed(Keyed):
-    """The same by lists only."""
+    """Does the same, but only has ``__getitems__``."""
 
     def __getitems__(self, keys):
         return [Keyed.__getitem__(self, key) for key in keys]
@@ -73,7 +73,7 @@ class Listed(Keyed):
 
 
 class Opaque(Listed):
-    """Gives a batch as a dict."""
+    """Returns a batch as a dict."""
 
     def __getitems__(self, keys):
         return {"samples": super().__getitems__(keys)}
@@ -92,7 +92,7 @@ def counts(fetcher):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_iterable_is_left_to_torch_whatever_becomes_of_bad_samples(on_error):
+def test_an_iterable_dataset_is_left_to_torch_s_fetcher_with_any_on_error(on_error):
     fetcher = FetchConfig(True, True, False).make_fetcher(Numbers(), list, on_error)
     assert type(fetcher).__module__.startswith("torch.")
     fetcher = FetchConfig(False, True, False).make_fetcher("abc", list, on_error)
@@ -109,7 +109,7 @@ def test_an_iterable_is_left_to_torch_whatever_becomes_of_bad_samples(on_error):
         ((0, 1, 2), [[3]]),
     ],
 )
-def test_what_fails_is_left_out(kind, bad, batch):
+def test_samples_that_fail_are_skipped(kind, bad, batch):
     fetcher = tolerant(kind(*bad))
     assert fetcher.fetch([0, 1, 2, 3]) == batch
     assert counts(fetcher) == (4, list(bad))
@@ -118,7 +118,7 @@ def test_what_fails_is_left_out(kind, bad, batch):
 
 @pytest.mark.parametrize("kind", [Keyed, Listed])
 @pytest.mark.parametrize("keep_size", [False, True])
-def test_a_batch_of_which_nothing_is_left_is_told(kind, keep_size):
+def test_a_batch_without_good_samples_is_reported_as_empty(kind, keep_size):
     fetcher = tolerant(kind(5, 6), keep_size=keep_size)
     with pytest.raises(EmptyBatchError):
         fetcher.fetch([5, 6])
@@ -136,20 +136,20 @@ def test_a_batch_of_which_nothing_is_left_is_told(kind, keep_size):
         ((0, 1, 2), [[3], [3], [3], [3]]),
     ],
 )
-def test_where_the_size_is_kept_the_first_good_one_takes_its_place(kind, bad, batch):
+def test_to_keep_the_size_the_first_good_sample_replaces_a_bad_one(kind, bad, batch):
     fetcher = tolerant(kind(*bad), keep_size=True)
     assert fetcher.fetch([0, 1, 2, 3]) == batch
     assert counts(fetcher) == (4, list(bad))
 
 
-def test_a_collate_that_takes_samples_apart_does_not_meet_one_twice():
+def test_a_collate_that_changes_samples_gets_copies_of_a_repeated_one():
     fetcher = tolerant(
         Keyed(1, 2), keep_size=True, collate=lambda some: [one.pop() for one in some]
     )
     assert fetcher.fetch([0, 1, 2]) == [0, 0, 0]
 
 
-def test_a_good_sample_that_cannot_be_copied_is_there_twice():
+def test_a_good_sample_that_cannot_be_copied_is_repeated_as_it_is():
     class Locks(Keyed):
         def __getitem__(self, key):
             super().__getitem__(key)
@@ -160,7 +160,7 @@ def test_a_good_sample_that_cannot_be_copied_is_there_twice():
 
 
 @pytest.mark.parametrize("kind", [Keyed, Listed])
-def test_a_function_gives_what_comes_instead(kind):
+def test_a_function_replaces_a_bad_sample(kind):
     asked = []
 
     def replace(index, error):
@@ -174,7 +174,7 @@ def test_a_function_gives_what_comes_instead(kind):
 
 
 @pytest.mark.parametrize("kind", [Keyed, Listed])
-def test_what_the_function_raises_is_raised_and_what_failed_is_counted(kind):
+def test_what_the_function_raises_is_raised_and_the_failure_is_counted(kind):
     def replace(index, error):
         raise ZeroDivisionError(f"instead of {index}")
 
@@ -194,12 +194,12 @@ def test_what_is_no_exception_is_raised(kind, error, on_error):
 
 
 @pytest.mark.parametrize("kind", [Keyed, Listed])
-def test_a_stop_and_an_index_error_are_bad_samples_like_others(kind):
+def test_a_stop_iteration_and_an_index_error_make_bad_samples(kind):
     for error in (StopIteration, IndexError, MemoryError):
         assert tolerant(kind(1, error=error)).fetch([0, 1, 2]) == [[0], [2]]
 
 
-def test_what_collate_raises_is_raised_and_what_failed_is_counted():
+def test_what_collate_raises_is_raised_and_the_failure_is_counted():
     def collate(samples):
         raise Bad(f"cannot collate {samples}")
 
@@ -209,7 +209,7 @@ def test_what_collate_raises_is_raised_and_what_failed_is_counted():
     assert counts(fetcher) == (2, [1])
 
 
-def test_a_batch_that_lists_can_give_is_asked_for_once_and_one_by_one_only_if_it_fails():
+def test_getitems_is_called_once_and_for_single_samples_only_if_it_fails():
     dataset = Listed(5)
     fetcher = tolerant(dataset)
     fetcher.fetch((0, 1))
@@ -219,7 +219,7 @@ def test_a_batch_that_lists_can_give_is_asked_for_once_and_one_by_one_only_if_it
     assert counts(fetcher) == (5, [5])
 
 
-def test_a_batch_that_fails_only_as_a_whole_is_whole_at_the_second_try():
+def test_a_batch_that_fails_only_as_a_whole_is_complete_at_the_second_try():
     class Flaky(Listed):
         def __getitems__(self, keys):
             if len(keys) > 1:
@@ -231,21 +231,21 @@ def test_a_batch_that_fails_only_as_a_whole_is_whole_at_the_second_try():
     assert counts(fetcher) == (2, [])
 
 
-def test_indices_that_can_be_read_once_are_tried_again_all_the_same():
+def test_indices_from_an_iterator_are_also_tried_again():
     fetcher = tolerant(Listed(1))
     assert fetcher.fetch(iter([0, 1, 2])) == [[0], [2]]
 
 
 @pytest.mark.parametrize("on_error", ["skip", lambda index, error: [0]])
-def test_lists_that_are_none_cannot_be_told_apart_and_that_is_said(on_error):
+def test_bad_samples_are_not_identified_if_getitems_returns_no_list(on_error):
     fetcher = tolerant(Opaque(1), on_error, collate=lambda batch: batch)
     assert fetcher.fetch([0, 2]) == {"samples": [[0], [2]]}
-    with pytest.raises(TypeError, match="gave no list of one sample but a dict"):
+    with pytest.raises(TypeError, match="returned a dict instead of a list of one sample"):
         fetcher.fetch([0, 1])
 
 
 @pytest.mark.parametrize("keep_size", [False, True])
-def test_without_batching_a_sample_that_fails_leaves_nothing(keep_size):
+def test_without_batching_a_failed_sample_makes_an_empty_batch(keep_size):
     fetcher = tolerant(Keyed(1), auto_collation=False, keep_size=keep_size)
     assert fetcher.fetch(0) == [0]
     with pytest.raises(EmptyBatchError):
@@ -259,7 +259,7 @@ def test_an_empty_list_of_indices_goes_to_collate_as_with_torch():
     assert tolerant(Keyed()).fetch([]) == []
 
 
-def test_a_bad_sample_is_not_held():
+def test_a_bad_sample_is_not_kept_alive():
     class Held(list):
         pass
 

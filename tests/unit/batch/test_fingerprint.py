@@ -1,4 +1,4 @@
-"""Fingerprints: equal for equal samples, and different for any others that a stream may give."""
+"""Fingerprints are equal for equal samples, and differ for others."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ Pair = collections.namedtuple("Pair", "image label")
 
 
 class Hostile:
-    """None of its code is run."""
+    """An object whose code must not run."""
 
     def __init__(self, value):
         object.__setattr__(self, "value", value)
@@ -103,7 +103,7 @@ def test_other_samples_have_other_fingerprints():
 
 
 @pytest.mark.parametrize("change", [0, 299_999, 17])
-def test_a_large_array_is_looked_at_at_both_ends_and_its_size_counts(change):
+def test_both_ends_and_the_size_of_a_large_array_count(change):
     other = LARGE.clone()
     other.view(-1)[change] += 1
     assert fingerprint(other) != fingerprint(LARGE)
@@ -111,7 +111,7 @@ def test_a_large_array_is_looked_at_at_both_ends_and_its_size_counts(change):
     assert fingerprint(LARGE.numpy()) != fingerprint(LARGE.numpy()[:2])
 
 
-def test_of_a_batch_some_samples_and_the_number_count():
+def test_some_samples_of_a_batch_and_their_number_count():
     collate = FingerprintingCollate(list, takes_list=True)
     values = set()
     tries = [], [1], [1, 2], [0, 2], [1, 3], [1, 1, 2], [1] * 9, [1] * 8 + [2], [2] + [1] * 8
@@ -124,7 +124,7 @@ def test_of_a_batch_some_samples_and_the_number_count():
     assert alone.value == fingerprint(3)
 
 
-def test_what_is_large_or_odd_is_soon_done_with_and_raises_nothing():
+def test_large_and_odd_samples_take_little_time_and_raise_nothing():
     deep = nested(2000, 1)
     circular = []
     circular.append(circular)
@@ -149,5 +149,5 @@ def test_fingerprints_are_the_same_in_every_process():
     assert run.stdout.decode().strip() == str([fingerprint(sample) for sample in DIFFERENT])
 
 
-def test_the_order_of_a_chain_counts():
+def test_the_order_of_fingerprints_counts():
     assert chained(chained(0, 1), 2) != chained(chained(0, 2), 1)

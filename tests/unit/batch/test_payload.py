@@ -1,4 +1,4 @@
-"""Dataset and functions reach a started worker: by name, by value, with what is shared."""
+"""Dataset and functions reach a worker by name or by value, with what they share."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def double(value):
 
 
 def worker(received, channel):
-    """Load the payload and say what is in it. Runs in a process of its own."""
+    """Load the payload and report on it. Runs in a process of its own."""
     dataset, function, extra = received.load()
     was_free = dataset.lock.acquire(block=False)
     with dataset.counter.get_lock():
@@ -66,12 +66,12 @@ def worker(received, channel):
 
 @pytest.fixture(autouse=True)
 def main_is_a_file(monkeypatch):
-    """As in most programs, however these tests are run."""
+    """Make ``__main__`` importable, as in most programs."""
     monkeypatch.setattr(payload_module, "main_is_importable", lambda: True)
 
 
 def started(context, payload):
-    """What a worker finds in the payload."""
+    """Return what a worker reports on the payload."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=worker, args=(payload, theirs))
     with ours:
@@ -89,7 +89,7 @@ def started(context, payload):
 @pytest.mark.parametrize(
     ("start_method", "by_value"), [("spawn", False), ("spawn", True), ("forkserver", True)]
 )
-def test_a_worker_finds_what_was_sent_and_what_is_shared(start_method, by_value):
+def test_a_worker_gets_the_objects_and_what_they_share(start_method, by_value):
     context = multiprocessing.get_context(start_method)
     lock, counter = context.Lock(), context.Value("i", 10)
     offset = 100
@@ -112,14 +112,14 @@ def test_a_worker_finds_what_was_sent_and_what_is_shared(start_method, by_value)
     assert counter.value == 11
 
 
-def test_what_pickle_can_name_goes_by_name():
+def test_pickle_refers_to_importable_objects_by_name():
     payload = Payload((double, functools.partial(double, 3), Squares))
     assert not payload.by_value
     payload.close()
 
 
 @pytest.mark.parametrize("objects", [lambda: 0, {"closure": adder(3)}, type("Local", (), {})()])
-def test_what_only_cloudpickle_can_goes_by_value(objects):
+def test_cloudpickle_sends_other_objects_by_value(objects):
     payload = Payload(objects)
     assert payload.by_value
     payload.close()
@@ -140,7 +140,7 @@ LOCK = threading.Lock()
     [LOCK, (n for n in "ab"), lambda lock=LOCK: lock],
     ids=["lock", "generator", "function with a lock"],
 )
-def test_what_nothing_can_pickle_is_an_error_and_leaves_nothing(objects):
+def test_objects_that_cannot_be_pickled_raise_and_leave_nothing(objects):
     before = descriptors()
     with pytest.raises(PICKLE_ERRORS):
         Payload(objects)
@@ -197,8 +197,8 @@ def test_more_descriptors_than_one_message_takes_come_in_their_order():
 
 
 @pytest.mark.parametrize("count", [0, 30, 300])
-def test_a_worker_without_descriptors_to_spare_says_so_and_goes_on(count):
-    """Nothing of the payload is left in its channel, nor of what came with it."""
+def test_a_worker_without_enough_descriptors_raises_and_can_continue(count):
+    """No message or descriptor is left in its channel."""
     pipe = os.pipe()
     ends = [Connection(os.dup(pipe[0]), writable=False) for _ in range(count)]
     payload = Payload(ends)

@@ -1,4 +1,4 @@
-"""Arrays and tensors of a payload lie beside its pickle, once, and are each worker's own."""
+"""Arrays and tensors of a payload lie beside its pickle, mapped copy-on-write by each worker."""
 
 import multiprocessing
 import pickle
@@ -20,12 +20,12 @@ BULK = 16 << 20
 
 @pytest.fixture(autouse=True)
 def main_is_a_file(monkeypatch):
-    """As in most programs, however these tests are run."""
+    """Make ``__main__`` importable, as in most programs."""
     monkeypatch.setattr(payload_module, "main_is_importable", lambda: True)
 
 
 def received(objects, *, by_value=False):
-    """What a worker makes of a payload; in this process, which opens the memory a second time."""
+    """Load a payload as a worker does, but in this process, which maps the memory again."""
     payload = Payload(objects)
     assert payload.by_value is by_value
     try:
@@ -58,7 +58,7 @@ KINDS = {
 
 @pytest.mark.parametrize("by_value", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_out_is_what_went_in(kind, by_value):
+def test_values_come_out_as_they_went_in(kind, by_value):
     objects = (KINDS[kind], (lambda: 0) if by_value else None)
     found = received(objects, by_value=by_value)[0]
     assert_same(found, pickle.loads(pickle.dumps(KINDS[kind], protocol=4)))
@@ -66,7 +66,7 @@ def test_what_comes_out_is_what_went_in(kind, by_value):
         assert found.flags.writeable
 
 
-def test_views_of_one_storage_still_are():
+def test_views_of_one_storage_still_share_it():
     head, rest = received([whole[10:30], whole[15:].view(5, 797)])
     assert torch.equal(head, whole[10:30])
     assert torch.equal(rest, whole[15:].view(5, 797))
@@ -80,7 +80,7 @@ class Marked(torch.Tensor):
     pass
 
 
-def test_a_tensor_of_a_subclass_stays_one_wherever_it_lies():
+def test_a_tensor_keeps_its_subclass():
     for tensor in (torch.arange(1_000), shmloader.share(torch.arange(1_000))):
         found = received(tensor.as_subclass(Marked))
         assert type(found) is Marked
@@ -100,7 +100,7 @@ def test_bulk_is_not_in_the_body_and_leaves_nothing_behind():
 
 
 @pytest.mark.slow
-def test_what_is_shared_is_the_same_memory_and_the_rest_each_worker_s_own():
+def test_shared_tensors_are_the_same_memory_and_others_each_worker_s_own():
     tensor = torch.zeros(1_000).share_memory_()
     twin = shmloader.share({"a": np.arange(1_000), "t": torch.arange(9_000), "l": ["x"] * 1_000})
     context = multiprocessing.get_context("spawn")
@@ -145,7 +145,7 @@ def test_a_read_only_memory_map_crosses_by_its_file(part, tmp_path):
 
 
 @pytest.mark.parametrize("why", ["writable", "removed", "replaced"])
-def test_a_memory_map_whose_file_may_be_another_crosses_by_its_data(why, tmp_path):
+def test_a_memory_map_whose_file_may_have_been_replaced_crosses_by_its_data(why, tmp_path):
     path = tmp_path / "rows"
     np.arange(1_000).tofile(path)
     mapped = np.memmap(path, np.int64, "r+" if why == "writable" else "r")

@@ -1,4 +1,4 @@
-"""Streams of a sample: a function of the seed, the epoch and its position; and nothing else."""
+"""A sample's random numbers depend only on the seed, the epoch and the sample's position."""
 
 import asyncio
 import itertools
@@ -19,13 +19,13 @@ from shmloader.sampling.rng import kept
 
 @pytest.fixture(autouse=True)
 def streams_kept():
-    """Leave the test process's own streams as they were."""
+    """Restore the test process's own generators."""
     with kept():
         yield
 
 
 def draws():
-    """One draw from each stream, as whole numbers that every version of the libraries gives."""
+    """Draw from each generator a whole number that is the same in all versions of the libraries."""
     return (
         random.getrandbits(64),
         int(np.random.randint(2**31)),
@@ -35,7 +35,7 @@ def draws():
 
 
 class Drawing:
-    """Draws for each index, as often as that says."""
+    """Draws as often as the index says."""
 
     def __getitem__(self, index):
         for _ in range(index % 3):
@@ -90,8 +90,8 @@ GOLDEN = {
 }
 
 
-def test_the_streams_of_a_sample_are_these_for_ever():
-    """A change of these values breaks every run that goes on from before it."""
+def test_the_random_numbers_of_a_sample_never_change():
+    """If these values change, no earlier run can be resumed exactly."""
     assert load(PositionedIndices([0], 2, 5)) == [GOLDEN["sample"]]
     assert load(PositionedIndices([0], 2, 5, is_whole=True)) == [GOLDEN["sample"]]
     assert load(PositionedIndices([0, 0], 2, 5, is_whole=True))[1] == GOLDEN["second of a batch"]
@@ -104,7 +104,7 @@ def test_the_streams_of_a_sample_are_these_for_ever():
     assert base_seed(7, 2) == GOLDEN["base seed"]
 
 
-def test_seed_epoch_position_and_use_each_give_other_streams():
+def test_seed_epoch_position_and_use_each_give_other_random_numbers():
     seeds, epochs, firsts = [0, 1, 11, 2**70], [0, 1, 11, 2**70], [0, 1, 11, 110]
     seen = []
     for seed, epoch, first in itertools.product(seeds, epochs, firsts):
@@ -119,7 +119,7 @@ def test_seed_epoch_position_and_use_each_give_other_streams():
     assert len({value for value in seen if isinstance(value, int)}) == 16
 
 
-def test_workers_and_positions_of_an_iterable_dataset_have_streams_of_their_own():
+def test_workers_and_positions_of_an_iterable_dataset_have_their_own_random_numbers():
     seen = []
     for worker_id in range(3):
         streams = SampleRng(7, worker_id, epoch=2)
@@ -132,7 +132,7 @@ def test_workers_and_positions_of_an_iterable_dataset_have_streams_of_their_own(
     assert len(set(seen)) == 3 * (2 * 3 + 1)
 
 
-def test_how_much_a_sample_draws_moves_no_other():
+def test_how_much_a_sample_draws_does_not_affect_others():
     together = load(PositionedIndices([0, 0, 0, 0], 1, 10))
     assert load(PositionedIndices([2, 1, 2, 0], 1, 10))[3] == together[3]
     assert [load(PositionedIndices([0], 1, 10 + number))[0] for number in range(4)] == together
@@ -168,7 +168,7 @@ def test_collate_draws_by_the_first_sample_of_its_own_batch():
         assert drawn == load(PositionedIndices([1], 1, at), collate_fn=collate)[1]
 
 
-def test_samples_of_a_step_run_on_through_its_batches():
+def test_samples_of_a_step_are_counted_across_its_batches():
     plan = FetchConfig(False, True, False, may_shard=True)
     step = load(PositionedIndices([[0, 0], [0]], 1, 30), plan=plan)
     assert [*itertools.chain(*step)] == load(PositionedIndices([0, 0, 0], 1, 30))
@@ -200,7 +200,7 @@ def test_an_iterable_dataset_counts_its_samples_over_the_batches(size):
     assert [batch[-1] for batch in batches] == [one[1] for one in expected[::size]]
 
 
-def test_an_iterable_dataset_that_goes_on_elsewhere_is_told_its_position():
+def test_a_resumed_iterable_dataset_continues_at_its_position():
     streams = SampleRng(7)
     fetcher = fetcher_of(streams, Stream())
     with streams.at(PositionedIndices([None] * 4, 2, 0)) as indices:
@@ -215,7 +215,7 @@ def test_an_iterable_dataset_that_goes_on_elsewhere_is_told_its_position():
     assert collated != load(PositionedIndices([None], 2, 0), Stream(), collate_fn=lambda _: draws())
 
 
-def test_iter_of_a_dataset_waits_for_the_epoch_where_that_is_not_known():
+def test_iter_is_called_only_once_the_epoch_is_known():
     dataset = Stream()
     streams = SampleRng(7)
     fetcher = fetcher_of(streams, dataset)
@@ -227,7 +227,7 @@ def test_iter_of_a_dataset_waits_for_the_epoch_where_that_is_not_known():
     assert known.opened == dataset.opened
 
 
-def test_a_stop_out_of_iter_is_no_silent_end():
+def test_a_stop_iteration_of_iter_does_not_silently_end_the_epoch():
     class Stopping(IterableDataset):
         def __iter__(self):
             raise StopIteration
@@ -240,7 +240,7 @@ def test_a_stop_out_of_iter_is_no_silent_end():
 
 
 class Lists(Dataset):
-    """Has ``__getitems__`` alone, but for torch's method that raises."""
+    """Has only ``__getitems__``, and torch's ``__getitem__``, which raises."""
 
     def __getitems__(self, indices):
         return [(index, len(indices), draws()) for index in indices]
@@ -260,7 +260,7 @@ def test_samples_are_fetched_one_by_one(dataset, length, on_error):
 
 
 @pytest.mark.parametrize("on_error", ["skip", lambda index, error: (index, draws())])
-def test_a_sample_that_fails_has_its_position_all_the_same(on_error):
+def test_a_sample_that_fails_still_counts_as_a_position(on_error):
     class Failing(Drawing):
         def __getitem__(self, index):
             if index == 3:
@@ -284,8 +284,10 @@ def test_a_dataset_without_either_fails_as_it_does_by_itself():
 # ---------------------------------------------------------------- sample_rng
 
 
-def test_outside_of_a_sample_there_is_no_generator_and_the_error_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"give the loader seed=, and call this in the dataset"):
+def test_outside_a_sample_there_is_no_generator_and_the_error_says_what_to_do():
+    with pytest.raises(
+        RuntimeError, match="give the loader seed=, and call this function in the dataset"
+    ):
         sample_rng()
     load(PositionedIndices([0], 0, 0))
     with pytest.raises(RuntimeError, match="sample_rng"):
@@ -302,7 +304,7 @@ def test_outside_of_a_sample_there_is_no_generator_and_the_error_says_what_to_do
         sample_rng()
 
 
-def test_it_is_one_generator_as_long_as_the_sample_lasts():
+def test_all_calls_in_one_sample_return_the_same_generator():
     class Twice:
         def __getitem__(self, index):
             first = sample_rng()
@@ -320,7 +322,7 @@ def test_it_is_one_generator_as_long_as_the_sample_lasts():
     assert one[2] != other[2]
 
 
-def test_a_sample_within_a_sample_gives_the_outer_one_s_generator_back():
+def test_a_sample_within_a_sample_leaves_the_outer_generator_as_it_was():
     class Outer:
         def __getitem__(self, index):
             mine = sample_rng()
@@ -332,7 +334,7 @@ def test_a_sample_within_a_sample_gives_the_outer_one_s_generator_back():
     assert inner == load(PositionedIndices([0, 0], 5, 0), seed=99)
 
 
-def test_in_threads_the_generator_alone_is_set():
+def test_in_threads_only_the_generator_is_seeded():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     streams = SampleRng(7, sets_global=False)
 
@@ -380,7 +382,7 @@ def test_two_threads_are_each_in_a_sample_of_their_own():
     assert found == {first: [load(PositionedIndices([0], 0, first))[0][3]] for first in (0, 1)}
 
 
-def test_what_an_event_loop_calls_for_a_sample_is_in_it():
+def test_coroutines_and_their_threads_belong_to_their_sample():
     class Asking:
         def __getitem__(self, index):
             async def ask():
@@ -391,7 +393,7 @@ def test_what_an_event_loop_calls_for_a_sample_is_in_it():
     assert load(PositionedIndices([0], 0, 0), Asking()) == [True]
 
 
-def test_without_a_seed_indices_are_what_they_are():
+def test_without_a_seed_indices_are_passed_as_they_are():
     with loading(None, [1, 2]) as indices:
         assert indices == [1, 2]
         with pytest.raises(RuntimeError, match="sample_rng"):

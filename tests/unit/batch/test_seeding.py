@@ -1,4 +1,4 @@
-"""A worker's random streams are those of torch's worker."""
+"""A worker's random number generators are seeded as those of torch's worker."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from shmloader.batch.seeding import seed_worker
+from shmloader.batch.sample_rng import seed_worker
 
 
 def draws() -> list[object]:
@@ -19,7 +19,7 @@ def draws() -> list[object]:
 
 
 class Draws(Dataset):
-    """Each sample says who made it, and draws from every library."""
+    """Each sample has its worker's number and seed, and a draw from every library."""
 
     def __len__(self):
         return 4
@@ -31,7 +31,7 @@ class Draws(Dataset):
 
 @pytest.fixture
 def random_states():
-    """Leave the test process's own streams as they were."""
+    """Restore the test process's own generators."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(before[0])
@@ -40,7 +40,7 @@ def random_states():
 
 
 @pytest.mark.usefixtures("random_states")
-def test_streams_and_seeds_are_those_of_torch_s_workers():
+def test_random_numbers_and_seeds_are_those_of_torch_s_workers():
     loader = DataLoader(
         Draws(),
         batch_size=None,
@@ -69,7 +69,7 @@ def test_workers_and_libraries_do_not_draw_alike(base_seed):
 
 
 @pytest.mark.usefixtures("random_states")
-def test_the_same_seed_gives_the_same_streams():
+def test_the_same_seed_gives_the_same_random_numbers():
     seed_worker(5, 1)
     first = draws()
     seed_worker(5, 1)

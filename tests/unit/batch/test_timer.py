@@ -1,4 +1,4 @@
-"""What the timer of a batch counts."""
+"""Which bytes of a batch are counted."""
 
 import numpy as np
 import torch

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.failures import SampleReport
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
 from shmloader.engine.inbox import Inbox

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.batch.bad_samples import LISTED, BadSample, SampleReport
+from shmloader.batch.failures import LISTED, BadSample, SampleReport
 from shmloader.engine.failures import FailureLimit, FailureList, FailureWatch
 from shmloader.errors import TooManyFailures
 

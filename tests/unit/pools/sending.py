@@ -1,4 +1,4 @@
-"""A payload goes to a worker that was started before; here to this process."""
+"""Sends a payload as to a worker that is already running, but to this process."""
 
 import socket
 
@@ -6,7 +6,7 @@ from shmloader.batch.payload import receive_payload
 
 
 def sent(payload):
-    """What arrives, not loaded yet."""
+    """Return the payload that arrives, not loaded yet."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         for data, numbers in payload.messages():

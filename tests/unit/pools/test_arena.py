@@ -1,4 +1,4 @@
-"""The slots' memory: made late, trimmed when it is far too much, let go of."""
+"""The slots' memory: made when first needed, trimmed when it is far too much, unmapped."""
 
 import ctypes
 import errno
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class Admission:
-    """Notes what it is asked; memory is short, or not."""
+    """Notes its calls. Memory is short if ``short`` is set."""
 
     def __init__(self):
         self.asked = []
@@ -41,7 +41,7 @@ def arena():
 
 
 def touched_bytes(arena: Arena) -> int:
-    """Bytes that were written since the slots were made or trimmed."""
+    """Count the bytes that were written since the slots were made or trimmed."""
     return sum(arena._touched.values())
 
 
@@ -117,7 +117,7 @@ def test_a_retired_slot_is_unmapped_and_its_number_forgotten(arena):
     assert touched_bytes(arena) == 0
 
 
-def test_a_retired_slot_lives_on_under_a_view(arena):
+def test_a_retired_slot_stays_mapped_under_a_view(arena):
     fill(arena, 0, 10)
     view = torch.frombuffer(arena.leases.open(0, arena[0]), dtype=torch.uint8, count=10)
     arena.retire(0)
@@ -131,7 +131,7 @@ def test_closing_unmaps_all_slots_and_may_be_repeated(arena):
     assert all(slot.mapping.closed for slot in slots)
 
 
-def test_what_a_failed_batch_has_touched_is_known_and_says_nothing_of_others(arena):
+def test_what_a_failed_batch_touched_is_counted_but_predicts_nothing(arena):
     arena.note_failed_use(0, 100)
     assert arena.touched_bytes(0) == 100
     arena.note_use(0, 50)
@@ -142,7 +142,7 @@ def test_what_a_failed_batch_has_touched_is_known_and_says_nothing_of_others(are
     assert arena.touched_bytes(1) == 0
 
 
-def test_what_this_process_writes_is_asked_for_only_beyond_what_was_touched():
+def test_memory_that_this_process_writes_is_admitted_only_beyond_what_was_touched():
     admission = Admission()
     arena = Arena(MIB, admission=admission)
     arena.grow(0, 1000)
@@ -174,7 +174,7 @@ def test_a_slot_is_mapped_as_far_as_batches_need_and_a_quarter_more(arena):
 
 
 class Locker:
-    """Notes where locked memory is."""
+    """Notes the addresses of locked memory."""
 
     def __init__(self):
         self.locked = set()
@@ -227,7 +227,7 @@ def test_a_slot_that_cannot_be_unlocked_stays_mapped_where_it_is():
     before.close()
 
 
-def test_long_indices_are_put_into_a_slot_that_had_to_be_made_again():
+def test_long_indices_go_into_a_slot_that_had_to_be_remade():
     locker = Locker()
     arena = Arena(256 * MIB, locker)
     fill(arena, 0, 1000)
@@ -241,7 +241,7 @@ def test_long_indices_are_put_into_a_slot_that_had_to_be_made_again():
     locker.kept[0].close()
 
 
-def test_where_address_space_is_short_slots_that_nobody_looks_at_make_place(arena, monkeypatch):
+def test_where_address_space_is_short_slots_without_views_are_unmapped(arena, monkeypatch):
     left = 30 * MIB
 
     def map_some(fd, nbytes):
@@ -267,7 +267,7 @@ def test_where_address_space_is_short_slots_that_nobody_looks_at_make_place(aren
     assert arena[1].nbytes == 10 * MIB
 
 
-def test_where_memory_is_short_a_slot_gives_it_back_before_it_waits_for_a_batch():
+def test_where_memory_is_short_a_slot_gives_its_pages_back_before_its_task():
     admission = Admission()
     arena = Arena(64 * MIB, admission=admission)
     fill(arena, 0, 4 * MIB)

@@ -1,4 +1,4 @@
-"""How a worker answers a task, by hand: no process, no socket's other end."""
+"""How a worker answers a task, without a process or a socket."""
 
 import pickle
 import zlib
@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shmloader.batch.bad_samples import SampleReport
+from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.fetch import FetchConfig, TolerantFetcher
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.slot import Slot
@@ -31,7 +30,7 @@ from tests.unit.memory.support import MIB
 
 
 class Fetcher:
-    """Gives what the test wants for a batch, or raises it."""
+    """Returns or raises the results that a test has set."""
 
     def __init__(self):
         self.results = []
@@ -49,18 +48,18 @@ class Bench:
     """A worker with one slot."""
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
-        plan = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
+        config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
         self.worker = _Worker(
-            None, WorkerStart(3, 4, 0, plan, parent_death=None, status_page=None), None
+            None, WorkerStart(3, 4, 0, config, parent_death=None, status_page=None), None
         )
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
-        maker = BatchMaker(plan, [], list, where="here", timer=self.worker._timer)
+        maker = BatchMaker(config, [], list, where="here", timer=self.worker._timer)
         self.fetcher = maker.fetcher = Fetcher()
-        self.worker._maker = maker
+        self.worker._dataset.maker = maker
         self.seq = -1
 
     def serve(self, *results, indices=()):
-        """The answer to a task; the last one's where there are several results."""
+        """Serve a task for each result, and return the last answer."""
         for result in results:
             self.seq += 1
             self.fetcher.results.append(result)
@@ -137,7 +136,7 @@ def test_a_long_layout_lies_in_the_slot(make_bench):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("slot_bytes", range(3000 * 64, 360_000, 20_000))
-def test_a_batch_that_fits_but_for_its_layout_is_a_failure_and_not_the_worker_s_end(
+def test_a_batch_whose_layout_does_not_fit_is_a_failure_and_does_not_end_the_worker(
     make_bench, slot_bytes
 ):
     bench = make_bench(slot_bytes=slot_bytes)
@@ -196,7 +195,7 @@ def test_control_flow_out_of_a_map_style_dataset_is_a_failure(make_bench, error)
     assert type(make_bench().error_of(answer)) is RuntimeError
 
 
-def test_the_end_of_an_iterable_is_told_for_every_further_task(make_bench):
+def test_the_end_of_an_iterable_dataset_answers_every_further_task(make_bench):
     bench = make_bench(is_iterable=True)
     assert type(bench.serve([1])) is BatchDone
     assert type(bench.serve(StopIteration())) is StreamEnded
@@ -204,7 +203,7 @@ def test_the_end_of_an_iterable_is_told_for_every_further_task(make_bench):
     assert len(bench.fetcher.asked) == 2, "an ended stream is not asked again"
 
 
-def test_memory_of_the_slot_that_the_user_keeps_is_told(make_bench):
+def test_an_answer_reports_memory_of_the_slot_that_the_user_keeps(make_bench):
     bench = make_bench()
     kept = []
 
@@ -217,13 +216,13 @@ def test_memory_of_the_slot_that_the_user_keeps_is_told(make_bench):
     assert not bench.serve([1]).kept
 
 
-def test_a_batch_that_nobody_keeps_leaves_its_slot_clean(make_bench):
+def test_a_batch_that_is_not_kept_leaves_its_slot_clean(make_bench):
     bench = make_bench()
     answer = bench.serve(lambda: {"x": bench.worker._writer.empty((10,), torch.float32), "n": "a"})
     assert not answer.kept
 
 
-def test_what_was_kept_by_a_batch_that_failed_is_told(make_bench):
+def test_a_failure_reports_memory_of_the_slot_that_is_kept(make_bench):
     bench = make_bench()
     kept = []
 
@@ -236,7 +235,7 @@ def test_what_was_kept_by_a_batch_that_failed_is_told(make_bench):
     assert answer.kept
 
 
-def test_a_failure_says_what_it_has_touched(make_bench):
+def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
     bench = make_bench()
 
     def fill_and_fail():
@@ -247,7 +246,7 @@ def test_a_failure_says_what_it_has_touched(make_bench):
     assert bench.serve(ValueError("short")).touched_bytes == 0
 
 
-def test_a_batch_carries_a_checksum_only_where_that_is_asked_for(make_bench):
+def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
     bench = make_bench()
     assert bench.serve([torch.arange(3)]).checksum is None
     bench.worker._start = replace(bench.worker._start, is_debugging=True)
@@ -257,7 +256,7 @@ def test_a_batch_carries_a_checksum_only_where_that_is_asked_for(make_bench):
 
 
 class Fails:
-    """A dataset that raises a long text for each key but good ones."""
+    """A dataset that raises a long text for all keys except the good ones."""
 
     def __init__(self, length, good=()):
         self.length = length
@@ -275,8 +274,8 @@ def report_of(bench: Bench, answer: BatchDone | BatchFailed | BatchEmpty) -> Sam
 
 
 def tolerate(bench: Bench, dataset: object, collate_fn=list) -> None:
-    fetcher = TolerantFetcher(bench.worker._start.plan, dataset, collate_fn, "skip", "here")
-    bench.worker._maker.fetcher = fetcher
+    fetcher = TolerantFetcher(bench.worker._start.config, dataset, collate_fn, "skip", "here")
+    bench.worker._dataset.maker.fetcher = fetcher
 
 
 def test_an_answer_reports_on_its_own_samples_only(make_bench):

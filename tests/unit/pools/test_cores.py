@@ -1,4 +1,4 @@
-"""Cores by quota, on directories of made-up files."""
+"""Core quotas, read from made-up control groups."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_the_least_quota_on_the_way_up_counts_v2(system) -> None:
     assert usable_cores(system.root) == 1
 
 
-def test_the_mount_says_where_a_container_s_group_is(system) -> None:
+def test_the_mount_tells_the_directory_of_a_container_s_group(system) -> None:
     system.join_v2("/docker/abc", inside="/docker/abc")
     system.write("sys/fs/cgroup/cpu.max", "250000 100000\n")
     assert core_quota(system.root) == 2.5
@@ -44,7 +44,7 @@ def test_quotas_of_version_1(system) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "max\n", "100000 0\n", "1 2 3\n", "lots 100000\n"])
-def test_what_is_not_as_expected_is_no_quota(system, text) -> None:
+def test_an_unexpected_file_counts_as_no_quota(system, text) -> None:
     system.join_v2("/a")
     system.write("sys/fs/cgroup/a/cpu.max", text)
     assert core_quota(system.root) is None

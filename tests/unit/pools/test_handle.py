@@ -22,7 +22,7 @@ def ends():
 
 
 def test_a_message_waits_while_there_are_too_many_descriptors_on_their_way(ends):
-    """In a thread of its own, for its privileges are gone then."""
+    """Runs the check in a thread of its own, which drops its privileges."""
     ours, theirs = ends
 
     def check() -> None:
@@ -42,8 +42,8 @@ def test_a_message_waits_while_there_are_too_many_descriptors_on_their_way(ends)
     os.close(*descriptors)
 
 
-def test_where_there_is_no_room_for_long_the_limit_is_named(ends, monkeypatch):
-    monkeypatch.setattr(handle_module, "_ROOM_WAIT_S", 0.0)
+def test_after_a_long_refusal_of_descriptors_the_limit_is_named(ends, monkeypatch):
+    monkeypatch.setattr(handle_module, "_RETRY_LIMIT_S", 0.0)
     ours, _ = ends
 
     def check() -> None:

@@ -25,7 +25,7 @@ def stop() -> None:
 
 
 def start(parent_death: ParentDeathPipe, work, told: int) -> int:
-    """Fork a worker that tells its number, then works."""
+    """Fork a worker that writes its pid, then works."""
     pid = os.fork()
     if pid:
         return pid
@@ -38,7 +38,7 @@ def start(parent_death: ParentDeathPipe, work, told: int) -> int:
 
 
 def run_main(work, read: int, told: int, *, in_thread: bool, leaks: bool) -> None:
-    """A main process with a worker; ends when it is killed."""
+    """Run a main process with a worker until it is killed."""
     os.close(read)
     parent_death = ParentDeathPipe()
     if in_thread:

@@ -1,4 +1,4 @@
-"""What a worker says of itself reaches the main process, whatever the worker is doing."""
+"""What a worker writes on the status page reaches the main process, whatever it is doing."""
 
 import os
 import signal
@@ -90,10 +90,10 @@ def test_a_worker_tells_its_ticket_and_its_stack(status_page, work, worker_id):
             assert 0 <= at_work.elapsed_s < 60
     finally:
         child.end()
-    assert status_page.read(worker_id).seq == 41, "what it was at is known when it is dead"
+    assert status_page.read(worker_id).seq == 41, "what it was doing is known after its death"
 
 
-def test_what_another_worker_wrote_too_late_is_not_taken_for_this_one_s(status_page):
+def test_a_late_stack_of_another_worker_is_not_taken_for_this_one_s(status_page):
     child = Child(status_page, 0, sleeps_here)
     try:
         late = f"Current thread {threading.get_ident():#018x} (most recent call first):\n  STALE\n"
@@ -118,7 +118,7 @@ def test_the_stack_is_that_of_the_thread_that_works(status_page):
         child.end()
 
 
-def test_a_stopped_worker_is_said_to_be_stopped(status_page):
+def test_a_stopped_worker_is_reported_as_stopped(status_page):
     child = Child(status_page, 0, sleeps_here)
     try:
         os.kill(child.pid, signal.SIGSTOP)
@@ -163,14 +163,16 @@ def test_lines_do_not_touch_each_other(status_page):
 
 
 def noted(status_page, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]:
-    """What a worker notes by a clock that is set, whose time is its CPU time and its memory.
+    """Run a worker by a made-up clock, which also gives its CPU time and its memory.
 
     Args:
-        status_page: Where.
-        steps: Seconds since it began, at which it is idle, and whether it has a task by then.
+        status_page: The page that the worker writes to.
+        steps: Seconds since the beginning at which the worker is idle, each with whether a task is
+            waiting then.
 
     Returns:
-        When it noted its usage last, and its memory, and whether this is due at the end.
+        The times at which it last noted its usage and its memory, and whether measuring the memory
+        is due at the end.
     """
     pid = os.fork()
     if pid == 0:
@@ -207,7 +209,7 @@ def noted(status_page, *steps: tuple[float, bool]) -> tuple[float, float | None,
         ([(0.21, True), (0.4, False)], 0.4),
     ],
 )
-def test_usage_are_noted_where_nothing_waits_for_it_and_now_and_then(status_page, steps, usage_s):
+def test_usage_is_noted_often_when_idle_and_rarely_when_busy(status_page, steps, usage_s):
     status_page.clear(0)
     assert noted(status_page, *steps) == (usage_s, None, False)
 
@@ -224,9 +226,18 @@ def test_usage_are_noted_where_nothing_waits_for_it_and_now_and_then(status_page
         ([1.1, 11.2], 11.2, False),
     ],
 )
-def test_memory_is_measured_once_soon_and_then_rarely_unless_there_is_time(
+def test_memory_is_measured_early_and_then_rarely_unless_the_worker_is_idle(
     status_page, seconds, memory_s, is_due, has_task
 ):
     status_page.clear(0)
     steps = [(second, has_task) for second in seconds]
     assert noted(status_page, *steps)[1:] == (memory_s, is_due)
+
+
+def test_the_times_of_replaced_workers_are_added_but_not_their_memory(status_page):
+    status_page.clear(0)
+    assert noted(status_page, (1.1, True))[:2] == (1.1, 1.1)
+    status_page.clear(0)
+    usage = status_page.usage(0, 7)
+    assert (usage.pid, usage.cpu_ns, usage.pss_bytes) == (7, 1_100_000_000, None)
+    assert noted(status_page, (0.06, False))[:2] == (1.16, None)

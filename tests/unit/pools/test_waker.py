@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from shmloader.pools import waker
-from shmloader.pools.waker import Waker
+from shmloader.pools.waker import Waker, receive_soon
 
 
 def polled() -> tuple[Waker, select.poll]:
@@ -21,7 +21,7 @@ def ready(poll, timeout_ms: int) -> list[int]:
     return [fd for fd, _ in poll.poll(timeout_ms)]
 
 
-def test_it_is_silent_until_it_is_to_wake_and_after_that_was_taken() -> None:
+def test_it_is_readable_from_a_wake_until_that_is_taken() -> None:
     one, poll = polled()
     assert ready(poll, 0) == []
     one.now()
@@ -31,7 +31,7 @@ def test_it_is_silent_until_it_is_to_wake_and_after_that_was_taken() -> None:
     assert ready(poll, 0) == []
 
 
-def test_in_a_moment_it_wakes_by_itself() -> None:
+def test_soon_wakes_a_moment_later() -> None:
     one, poll = polled()
     one.soon()
     assert one.is_due
@@ -42,16 +42,16 @@ def test_in_a_moment_it_wakes_by_itself() -> None:
     assert ready(poll, 0) == []
 
 
-def test_asked_again_meanwhile_it_wakes_no_later() -> None:
+def test_a_second_soon_does_not_delay_the_wake() -> None:
     one, poll = polled()
     one.soon()
     ready(poll, 10_000)
-    one.soon()  # nobody has looked about since
+    one.soon()  # `begin` was not called since
     assert len(ready(poll, 0)) == 1
 
 
-def test_a_ring_that_was_taken_is_due_no_more() -> None:
-    """Who asked after `begin` would else be taken for one whose wake is still to come."""
+def test_a_wake_that_was_taken_is_no_longer_due() -> None:
+    """Otherwise a later `soon` would not set the timer."""
     one, poll = polled()
     one.begin()
     one.soon()
@@ -61,7 +61,7 @@ def test_a_ring_that_was_taken_is_due_no_more() -> None:
     assert len(ready(poll, 10_000)) == 1
 
 
-def test_at_once_comes_before_what_is_to_come_in_a_moment(monkeypatch) -> None:
+def test_now_wakes_before_a_pending_soon(monkeypatch) -> None:
     monkeypatch.setattr(waker, "_SOON_NS", 10**15)
     one, poll = polled()
     one.soon()
@@ -70,7 +70,7 @@ def test_at_once_comes_before_what_is_to_come_in_a_moment(monkeypatch) -> None:
     assert len(ready(poll, 0)) == 1
 
 
-def test_a_descriptor_of_somebody_else_is_left_alone() -> None:
+def test_another_descriptor_is_not_taken() -> None:
     one, _ = polled()
     theirs, other = os.pipe()
     os.write(other, b"x")
@@ -81,7 +81,7 @@ def test_a_descriptor_of_somebody_else_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_without_descriptors_it_says_so_and_keeps_none(left) -> None:
+def test_without_descriptors_it_raises_and_keeps_none(left) -> None:
     process = psutil.Process()
     before = process.num_fds()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,3 +94,27 @@ def test_without_descriptors_it_says_so_and_keeps_none(left) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert process.num_fds() == before
+
+
+def test_a_message_that_arrives_soon_is_received() -> None:
+    arrivals = [BlockingIOError(), BlockingIOError(), b"message"]
+
+    def receive(nbytes: int) -> bytes:
+        assert nbytes == 7
+        result = arrivals.pop(0)
+        if isinstance(result, bytes):
+            return result
+        raise result
+
+    assert receive_soon(receive, 7) == b"message"
+
+
+def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
+    looks = []
+
+    def receive() -> bytes:
+        looks.append(1)
+        raise BlockingIOError
+
+    assert receive_soon(receive) is None
+    assert 1 < len(looks) < 1000

@@ -1,4 +1,4 @@
-"""A process that is forked while another thread closes a descriptor closes what it has got."""
+"""A process that is forked while another thread closes a descriptor closes none twice."""
 
 import os
 

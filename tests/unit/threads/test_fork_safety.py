@@ -55,7 +55,7 @@ def counters():
     assert PROCESS.threads.unwilling == set()
 
 
-def test_nobody_moves_while_all_are_parked(counters) -> None:
+def test_no_thread_runs_while_all_are_parked(counters) -> None:
     for _ in range(20):
         with all_parked():
             before = [counter.count for counter in counters]
@@ -68,7 +68,7 @@ def test_nobody_moves_while_all_are_parked(counters) -> None:
             time.sleep(0)
 
 
-def test_who_begins_meanwhile_waits(counters) -> None:
+def test_a_thread_that_begins_while_all_are_parked_waits(counters) -> None:
     with all_parked():
         late = Counter()
         time.sleep(0.02)
@@ -80,7 +80,7 @@ def test_who_begins_meanwhile_waits(counters) -> None:
     late.end()
 
 
-def test_who_ends_meanwhile_is_waited_for_by_nobody(counters) -> None:
+def test_a_thread_that_has_ended_is_not_waited_for(counters) -> None:
     counters[0].is_over = True
     began = time.monotonic()
     with all_parked():
@@ -88,7 +88,7 @@ def test_who_ends_meanwhile_is_waited_for_by_nobody(counters) -> None:
     assert time.monotonic() - began < 2
 
 
-def test_one_that_only_waits_need_not_be_waited_for() -> None:
+def test_a_resting_thread_counts_as_parked() -> None:
     go = threading.Event()
     came = threading.Event()
 
@@ -115,7 +115,7 @@ def test_one_that_only_waits_need_not_be_waited_for() -> None:
     assert over == [1]
 
 
-def test_one_that_does_not_come_to_a_pause_is_waited_for_for_a_time(monkeypatch) -> None:
+def test_the_wait_for_a_thread_that_does_not_pause_is_limited(monkeypatch) -> None:
     monkeypatch.setattr(fork_safety, "_PARK_S", 0.1)
     stubborn = Counter(pauses=False)
     while not stubborn.count:
@@ -126,7 +126,7 @@ def test_one_that_does_not_come_to_a_pause_is_waited_for_for_a_time(monkeypatch)
     stubborn.end()
 
 
-def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypatch) -> None:
+def test_a_thread_that_is_parked_only_at_the_exit_runs_during_a_fork(monkeypatch) -> None:
     class Loader(Counter):
         parks_for_forks = False
 
@@ -141,14 +141,14 @@ def test_one_that_parks_at_the_exit_alone_goes_on_while_somebody_forks(monkeypat
             time.sleep(0)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     assert not fork_safety.is_exiting()
-    fork_safety._stand_still_for_good()
+    fork_safety._park_for_good()
     assert fork_safety.is_exiting()
-    assert loader.stands_for_good
+    assert loader.is_parked_for_good
     loader.release()
     loader.end()
 
 
-def test_one_of_ours_that_forks_does_not_wait_for_itself() -> None:
+def test_a_thread_of_ours_that_forks_does_not_wait_for_itself() -> None:
     took = []
 
     class Forker(Parkable):
@@ -197,7 +197,7 @@ def test_several_may_fork_at_once_while_threads_come_and_go() -> None:
     assert PROCESS.threads.live == set()
 
 
-def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
+def test_a_child_forgets_its_parent_s_threads(counters) -> None:
     with all_parked():
         pid = os.fork()
         if pid == 0:
@@ -209,15 +209,15 @@ def test_a_child_knows_none_of_its_parent_s_threads(counters) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_at_the_interpreter_s_exit_they_stand_still_for_good(monkeypatch) -> None:
+def test_at_the_interpreter_s_exit_threads_are_parked_for_good(monkeypatch) -> None:
     counter = Counter()
     while not counter.count:
         time.sleep(0)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
-    fork_safety._stand_still_for_good()
+    fork_safety._park_for_good()
     before = counter.count
     time.sleep(0.01)
     assert counter.count == before
-    assert counter.stands_for_good
+    assert counter.is_parked_for_good
     counter.release()
     counter.end()

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import share
-from shmloader.batch.plain_data import only_hands_out
+from shmloader.batch.arrays import is_plain_data
 
 
 class OwnList(list):
@@ -51,8 +51,8 @@ TENSORS = TensorDataset(torch.arange(3))
         StackDataset(a=TENSORS, b=np.arange(3)),
     ],
 )
-def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
-    assert only_hands_out(dataset)
+def test_datasets_of_torch_over_arrays_and_lists_run_no_code_of_the_user_s(dataset) -> None:
+    assert is_plain_data(dataset)
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_torch_s_own_over_arrays_and_lists_do_not(dataset) -> None:
         StackDataset(a=TENSORS, b=Own()),
     ],
 )
-def test_any_other_may(dataset) -> None:
-    assert not only_hands_out(dataset)
+def test_any_other_dataset_may_run_code_of_the_user_s(dataset) -> None:
+    assert not is_plain_data(dataset)

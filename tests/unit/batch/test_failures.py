@@ -1,4 +1,4 @@
-"""Exceptions that cross a process: type, text, note, and what cannot be rebuilt."""
+"""Exceptions and reports of samples that cross a process, whatever the user's objects do."""
 
 import asyncio
 import pickle
@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import (
+    LISTED,
+    BadSample,
+    RemoteError,
+    SampleReport,
+    describe_index,
+)
+from shmloader.messages import INLINE_BYTES
 
 WHERE = "in DataLoader worker process 3"
 NOTE = "Worker 3 (pid 812) was loading batch 41 (indices 2624 to 2687)."
@@ -32,7 +39,7 @@ class FailingStrError(Exception):
 
 
 class CancelledOtherwiseError(BaseException):
-    """As trio's is."""
+    """Derives from BaseException, as trio's Cancelled does."""
 
 
 class UnpicklableError(Exception):
@@ -53,8 +60,8 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     pytest.fail("nothing was raised")
 
 
-def crossed(error: BaseException) -> BaseException:
-    """The exception as it is raised in the main process."""
+def raised_in_main(error: BaseException) -> BaseException:
+    """Return the exception as it is raised in the main process."""
     try:
         raise error.with_traceback(None)
     except BaseException:
@@ -63,7 +70,7 @@ def crossed(error: BaseException) -> BaseException:
 
 
 def of_torch(error: BaseException) -> BaseException:
-    """The same with torch's wrapper alone."""
+    """Return the exception as torch's wrapper raises it."""
     try:
         raise error.with_traceback(None)
     except BaseException:
@@ -93,13 +100,13 @@ def of_torch(error: BaseException) -> BaseException:
     ids=lambda error: type(error).__name__,
 )
 def test_type_and_text_are_torch_s(error):
-    ours, theirs = crossed(error), of_torch(error)
+    ours, theirs = raised_in_main(error), of_torch(error)
     assert type(ours) is type(theirs)
 
     def text_of(raised):
-        """Without the two lines that differ: where this file raised it."""
+        """Return the text without the lines that name this file, which differ."""
         text = str(raised.args[0])
-        return [line for line in text.splitlines() if "test_remote_error.py" not in line]
+        return [line for line in text.splitlines() if "test_failures.py" not in line]
 
     assert text_of(ours) == text_of(theirs)
     assert text_of(ours)[0] == f"Caught {type(error).__name__} {WHERE}."
@@ -119,7 +126,7 @@ class KeywordOnlyError(Exception):
 )
 def test_a_class_with_a_message_that_takes_none_becomes_a_runtime_error(error):
     # torch raises a TypeError that says nothing of the user's.
-    arrived = crossed(error)
+    arrived = raised_in_main(error)
     assert type(arrived) is RuntimeError
     assert f"Caught {type(error).__name__} {WHERE}." in str(arrived)
 
@@ -137,17 +144,17 @@ def test_a_class_with_a_message_that_takes_none_becomes_a_runtime_error(error):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_would_end_something_arrives_as_a_runtime_error(error):
-    arrived = crossed(error)
+def test_control_flow_arrives_as_a_runtime_error(error):
+    arrived = raised_in_main(error)
     assert type(arrived) is RuntimeError
     assert str(arrived).startswith(f"Caught {type(error).__name__} {WHERE}.\nOriginal Traceback")
 
 
-def test_an_exception_of_a_subclass_of_these_does_as_well():
+def test_subclasses_of_control_flow_arrive_as_a_runtime_error():
     class Stop(StopIteration):
         pass
 
-    arrived = crossed(Stop())
+    arrived = raised_in_main(Stop())
     assert type(arrived) is RuntimeError
     assert "Caught Stop in" in str(arrived)
 
@@ -156,7 +163,7 @@ def test_an_exception_of_a_subclass_of_these_does_as_well():
     "error", [ValueError("x"), TwoArgumentsError(1, "x"), KeyError("x"), StopIteration()]
 )
 def test_the_note_is_added_and_the_text_is_not_touched_by_it(error):
-    arrived = crossed(error)
+    arrived = raised_in_main(error)
     assert arrived.__notes__ == [NOTE]
     assert NOTE not in str(arrived)
 
@@ -165,7 +172,7 @@ def test_a_class_that_only_cloudpickle_can_name_is_kept():
     class LocalError(Exception):
         pass
 
-    arrived = crossed(LocalError("here"))
+    arrived = raised_in_main(LocalError("here"))
     assert type(arrived).__name__ == "LocalError"
     assert "here" in str(arrived)
 
@@ -175,14 +182,14 @@ def test_a_class_that_nothing_can_pickle_becomes_a_runtime_error_with_its_text()
         lock = torch.Generator()
         opened = (number for number in range(3))
 
-    arrived = crossed(LocalError("here"))
+    arrived = raised_in_main(LocalError("here"))
     assert type(arrived) is RuntimeError
     assert "Caught LocalError in DataLoader worker process 3." in str(arrived)
     assert "here" in str(arrived)
 
 
 def test_an_instance_that_cannot_be_pickled_keeps_its_type():
-    arrived = crossed(UnpicklableError("here"))
+    arrived = raised_in_main(UnpicklableError("here"))
     assert type(arrived) is UnpicklableError
     assert "here" in str(arrived)
 
@@ -205,7 +212,7 @@ def test_the_worker_s_traceback_and_the_cause_are_in_the_text():
         assert part in text
 
 
-def test_an_error_holds_nothing_of_the_frames_it_was_raised_in():
+def test_an_error_keeps_no_frame_alive():
     class Witness:
         pass
 
@@ -246,3 +253,137 @@ def test_a_short_text_is_not_shortened():
         error = RemoteError.caught(WHERE)
     before = error.dumps()
     assert error.shortened(100_000).dumps() == before
+
+
+# ---------------------------------------------------------------- samples
+
+
+def bad(index: object, error: Exception) -> BadSample:
+    try:
+        raise error
+    except Exception:
+        return BadSample.caught(index, WHERE)
+
+
+def crossed(report: SampleReport) -> SampleReport:
+    data = report.dumps()
+    assert_is_plain(pickle.loads(data))
+    return SampleReport.loads(data)
+
+
+def assert_is_plain(value: object) -> None:
+    """Check that the value unpickles without any module."""
+    assert type(value) in {int, str, bytes, type(None), tuple, list}
+    if type(value) in {tuple, list}:
+        for item in value:
+            assert_is_plain(item)
+
+
+class FailsToPickle:
+    def __reduce__(self):
+        raise ZeroDivisionError
+
+    def __repr__(self):
+        return "the key"
+
+
+def explode():
+    raise ZeroDivisionError
+
+
+class FailsToLoad:
+    def __reduce__(self):
+        return explode, ()
+
+    def __repr__(self):
+        return "the key"
+
+
+class Shy(FailsToPickle):
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
+def test_a_report_comes_out_as_it_went_in():
+    report = SampleReport(7)
+    for index in (0, "a", (1, 2)):
+        report.note(bad(index, LookupError(f"no {index}")))
+    arrived = crossed(report)
+    assert arrived == report
+    assert (arrived.sample_count, arrived.failed_count) == (7, 3)
+    assert [one.index for one in arrived.newest] == [0, "a", (1, 2)]
+    assert [one.error.last_line for one in arrived.newest] == [
+        "LookupError: no 0", "LookupError: no a", "LookupError: no (1, 2)",
+    ]  # fmt: skip
+
+
+def test_a_report_names_the_newest_and_counts_all():
+    report = SampleReport(300)
+    for index in range(250):
+        report.note(bad(index, ValueError("bad")))
+    assert len(report.newest) == LISTED
+    arrived = crossed(report)
+    assert (arrived.failed_count, len(arrived.newest)) == (250, LISTED)
+    assert [one.index for one in arrived.newest] == list(range(150, 250))
+    arrived.note(bad(250, ValueError("bad")))
+    assert len(arrived.newest) == LISTED
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        (FailsToPickle(), "the key"),
+        (FailsToLoad(), "the key"),
+        (lambda: 0, "<function"),
+        (Shy(), "Shy"),
+        ([Shy()], "Shy"),
+        ("k" * 100_000, "'kkkk"),
+    ],
+)
+def test_a_key_that_cannot_be_pickled_is_listed_by_its_text(index, text):
+    report = SampleReport(1)
+    report.note(bad(index, ValueError("bad")))
+    (one,) = crossed(report).newest
+    assert type(one.index) is str
+    assert text in one.index
+    assert len(one.index) <= 200
+
+
+def test_a_traceback_is_shortened_to_its_beginning_and_its_end():
+    one = bad(1, ValueError("m" * 10_000_000 + " is the end"))
+    assert len(one.error.text) < 5000
+    assert one.error.text.startswith("Traceback (most recent call last)")
+    assert one.error.text.endswith("is the end\n")
+
+
+def test_a_shortened_report_has_the_counts_and_the_last_failure():
+    class Local(Exception):  # noqa: N818 - a class that pickles by value
+        filler = "f" * 3000
+
+    report = SampleReport(300)
+    for index in range(200):
+        report.note(bad("€" * 1300 + str(index), Local("€" * 100_000)))
+    assert len(report.dumps()) > 64 * 1024
+    short = report.shortened()
+    assert len(short.dumps()) <= INLINE_BYTES // 4
+    arrived = crossed(short)
+    assert (arrived.sample_count, arrived.failed_count) == (300, 200)
+    (one,) = arrived.newest
+    assert "199" in one.index
+    assert one.error.kind == "Local"
+    assert SampleReport(5).shortened() == SampleReport(5)
+
+
+def test_a_shortened_report_keeps_a_short_key_and_class():
+    report = SampleReport(300)
+    report.note(bad((1, "two"), LookupError("x" * 100_000)))
+    (one,) = crossed(report.shortened()).newest
+    assert one.index == (1, "two")
+    assert type(one.error.rebuilt("")) is LookupError
+
+
+@pytest.mark.parametrize(
+    "index", [3, "key", Shy(), [Shy()] * 100, "x" * 10**6, pytest.param(10**5000, id="long")]
+)
+def test_every_index_has_a_short_description(index):
+    assert 0 < len(describe_index(index)) <= 200

@@ -1,0 +1,352 @@
+"""Datasets that are nothing but arrays: their batches are gathered, without loading samples.
+
+Only torch's and numpy's own classes count, unchanged: a subclass may do anything in
+``__getitem__``. Runs where batches are made: in a worker process, a worker thread, or the main
+process.
+"""
+
+import ctypes
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from shmloader.memory.bulk import address_of
+from shmloader.memory.flat import BARE, DICT, LIST
+from shmloader.memory.gather import Column, Columns, RowGatherer, SlotGatherer
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.sampling.indices import IndexArray, as_list
+from shmloader.sampling.steps import is_sharded
+from shmloader.shared.arrays import SharedArray
+from shmloader.shared.containers import SharedList
+
+_ARRAYS = (np.ndarray, np.memmap, SharedArray, torch.Tensor)
+_SEQUENCES = (list, tuple, range)
+_DATASETS = (TensorDataset, StackDataset, Subset)
+
+# Indices of a subset that are converted as a whole.
+_INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
+
+
+def is_plain_data(dataset: Any) -> bool:
+    """Whether indexing a dataset runs no code of the user's, and so draws no random numbers.
+
+    This is known of tensors, arrays, lists, tuples and ranges, and of torch's ``TensorDataset``,
+    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
+    """
+    kind = type(dataset)
+    if kind in _ARRAYS or kind in _SEQUENCES:
+        return True
+    if kind is TensorDataset:
+        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    if kind is Subset:
+        # Indices of another type, such as a subclass of Tensor, may run the user's code, too.
+        return type(dataset.indices) in (*_ARRAYS, *_SEQUENCES) and is_plain_data(dataset.dataset)
+    if kind is ConcatDataset:
+        return all(map(is_plain_data, dataset.datasets))
+    if kind is StackDataset:
+        return all(map(is_plain_data, _values_of(dataset.datasets)))
+    return False
+
+
+def find_columns(dataset: Any) -> Columns | None:
+    """Return the arrays of a dataset, if it has nothing but these.
+
+    Args:
+        dataset: A ``TensorDataset``, an array, a memory map, a tensor, a ``StackDataset`` of these,
+            or a ``Subset`` of one of these; anything else has no columns.
+
+    Returns:
+        None also where torch's collate makes something other than one array of the rows: of texts,
+        of tensors that require gradients, of arrays of foreign byte order.
+    """
+    kind = type(dataset)
+    if kind in _ARRAYS:
+        column = _column_of(dataset)
+        return None if column is None else Columns(BARE, (), (column,), len(dataset))
+    if kind not in _DATASETS or not _is_unpatched(dataset):
+        return None
+    if kind is Subset:
+        return _subset(dataset)
+    if kind is StackDataset:
+        return _side_by_side(dataset.datasets, len(dataset))
+    return _side_by_side(dataset.tensors, len(dataset))
+
+
+def _sources_of(dataset: Any) -> list[Any]:
+    """Return the objects that a dataset reads from now, to notice when one is replaced."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return list(dataset.tensors)
+    if kind is Subset:
+        return [dataset.indices, *_sources_of(dataset.dataset)]
+    if kind is StackDataset:
+        return [inner for part in _values_of(dataset.datasets) for inner in _sources_of(part)]
+    return [dataset]
+
+
+def _form_of(part: Any) -> Any:
+    """Return what may change in an array that is not replaced: its memory, shape and type."""
+    if isinstance(part, torch.Tensor):
+        return part.data_ptr(), part.shape, part.stride(), part.dtype, part.requires_grad
+    if isinstance(part, np.ndarray):
+        return part.__array_interface__["data"], part.shape, part.strides, part.dtype
+    return None
+
+
+def _side_by_side(parts: Any, length: int) -> Columns | None:
+    """Return the columns of a tuple or dict of arrays; None if a part is not one array."""
+    is_dict = type(parts) is dict
+    keys: tuple[object, ...] = tuple(parts) if is_dict else ()
+    fields: list[Column] = []
+    for part in parts.values() if is_dict else parts:
+        one = find_columns(part)
+        if one is None or one.container != BARE or one.length != length:
+            return None
+        fields += one.fields
+    return Columns(DICT if is_dict else LIST, keys, tuple(fields), length) if fields else None
+
+
+def _values_of(parts: Any) -> Any:
+    return parts.values() if isinstance(parts, dict) else parts
+
+
+def may_be_columns(dataset: Any) -> bool:
+    """Whether :func:`find_columns` may find columns, judging by the classes only."""
+    kind = type(dataset)
+    if kind is Subset:
+        return may_be_columns(dataset.dataset)
+    if kind is StackDataset:
+        return all(map(may_be_columns, _values_of(dataset.datasets)))
+    return kind in _ARRAYS or kind is TensorDataset
+
+
+def _is_unpatched(dataset: Any) -> bool:
+    """Whether the methods that load samples are still torch's own."""
+    kind = type(dataset)
+    methods = [getattr(kind, "__getitem__", None), getattr(kind, "__getitems__", None)]
+    are_torchs = all(
+        getattr(method, "__module__", "torch.").startswith("torch.") for method in methods if method
+    )
+    return are_torchs and "__getitems__" not in vars(dataset)
+
+
+def _column_of(rows: Any) -> Column | None:
+    """Return the rows of an array; None if torch makes something else of a batch of them."""
+    if isinstance(rows, np.ndarray):
+        rows = _tensor_of(rows)
+    if rows is None or rows.layout is not torch.strided or rows.ndim == 0 or not rows.is_cpu:
+        return None
+    is_odd = rows.is_nested or rows.is_quantized or rows.is_conj() or rows.is_neg()
+    if is_odd or rows.requires_grad or rows._is_zerotensor():
+        return None
+    return Column(rows, rows.dtype)
+
+
+def _tensor_of(array: Any) -> torch.Tensor | None:
+    """Return a tensor over an array; None if torch does not make a tensor of each row."""
+    is_known = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0
+    if not is_known or any(stride < 0 for stride in array.strides):
+        return None
+    if array.ndim == 1 and array.dtype == np.uint64:
+        return None  # torch makes no tensor of such scalars
+    try:
+        return _tensor_over(array)
+    except (TypeError, ValueError):  # torch lacks the dtype, or cannot have these strides
+        return None
+
+
+def _tensor_over(array: Any) -> torch.Tensor:
+    """Return a tensor over an array's memory. It is only read, so torch must not warn of that."""
+    if array.flags.writeable or not array.size:
+        return torch.from_numpy(array.view(np.ndarray))
+    low, nbytes = address_of(array)
+    memory: Any = (ctypes.c_char * nbytes).from_address(low)
+    memory.keep = array  # as long as a view lives
+    first = array.__array_interface__["data"][0] - low
+    return torch.from_numpy(np.ndarray(array.shape, array.dtype, memory, first, array.strides))
+
+
+def _subset(subset: Any) -> Columns | None:
+    inner = find_columns(subset.dataset)
+    if inner is None or type(subset.indices) not in _INDICES:
+        return None
+    mapping = _mapping_of(subset.indices, inner.length)
+    if mapping is None:
+        return None
+    fields = tuple(
+        column._replace(mapping=mapping if column.mapping is None else column.mapping[mapping])
+        for column in inner.fields
+    )
+    return Columns(inner.container, inner.keys, fields, len(mapping))
+
+
+def _mapping_of(indices: Sequence[Any], length: int) -> Any:
+    """Return a subset's indices as an array; None if one is not an index into ``length`` rows."""
+    if isinstance(indices, list | tuple | SharedList) and set(map(type, indices)) - {int}:
+        return None
+    try:
+        mapping = np.asarray(list(indices) if isinstance(indices, SharedList) else indices)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if mapping.ndim != 1 or (mapping.size and mapping.dtype.kind != "i"):
+        return None
+    mapping = mapping.astype(np.intp)
+    mapping[mapping < 0] += length
+    if mapping.size and not (mapping.min() >= 0 and mapping.max() < length):
+        return None
+    return mapping
+
+
+class AnyIndexFetcher:
+    """Gives a fetcher its indices as lists.
+
+    Attributes:
+        plain: The fetcher.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of these indices."""
+        return self.plain.fetch(as_list(indices))
+
+
+class ArrayFetcher:
+    """Gathers batches of arrays, and leaves other batches to another fetcher.
+
+    It gathers if all indices are integers from 0 up to the length. Others (negative or missing
+    ones) have the result that torch gives.
+
+    Args:
+        find_gatherer: Returns what gathers the next batch; None if nothing can.
+        plain: The fetcher that loads sample by sample.
+        note: Called for each gathered batch with the number of its samples.
+        may_shard: Whether the indices may be a list of index lists, one for each shard.
+    """
+
+    def __init__(
+        self,
+        find_gatherer: Callable[[], RowGatherer | None],
+        plain: Any,
+        note: Callable[[int], None],
+        *,
+        may_shard: bool,
+    ) -> None:
+        self._find_gatherer = find_gatherer
+        self._plain = plain
+        self._note = note
+        self._may_shard = may_shard
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the batch of these indices, or a list of the shards' batches."""
+        if self._may_shard and is_sharded(indices):
+            return [self._fetch_one(shard) for shard in indices]
+        return self._fetch_one(indices)
+
+    def _fetch_one(self, indices: Any) -> Any:
+        gatherer = self._find_gatherer()
+        valid = None if gatherer is None else _valid_indices(indices, gatherer.length)
+        if gatherer is None or valid is None:
+            return self._plain.fetch(as_list(indices))
+        self._note(len(valid))
+        return gatherer.gather(valid)
+
+
+def _valid_indices(indices: Any, length: int) -> Any:
+    """Return the indices as an array or range; None unless all are from 0 up to ``length``."""
+    kind = type(indices)
+    if kind is range:
+        is_valid = len(indices) > 0 and indices.start >= 0 and indices.stop <= length
+        return indices if is_valid and indices.step == 1 else None
+    if kind is IndexArray:
+        array = indices.array
+    elif kind is list and set(map(type, indices)) == {int}:
+        try:
+            array = np.array(indices, dtype=np.intp)
+        except OverflowError:
+            return None
+    else:
+        return None
+    if not len(array) or array.min() < 0 or array.max() >= length:
+        return None
+    return array
+
+
+def fetcher_of_arrays(
+    dataset: Any,
+    writer: SlotWriter,
+    plain: Any,
+    note: Callable[[int], None],
+    *,
+    may_shard: bool,
+) -> Any:
+    """Return a worker process's fetcher, for a dataset that torch's ``default_collate`` collates.
+
+    Args:
+        dataset: The worker's dataset, after ``worker_init_fn``.
+        writer: Writer of the slot, into which batches are gathered.
+        plain: As for :class:`ArrayFetcher`.
+        note: As for :class:`ArrayFetcher`.
+        may_shard: As for :class:`ArrayFetcher`.
+    """
+    columns = find_columns(dataset)
+    if columns is None:
+        return AnyIndexFetcher(plain)
+    gatherer = SlotGatherer(columns, writer)
+    return ArrayFetcher(lambda: gatherer, plain, note, may_shard=may_shard)
+
+
+def _is_stacked_in_order(column: Column) -> bool:
+    """Whether torch makes contiguous batches of a column's rows in this process.
+
+    In a worker process it always does. Here, rows of four or five dimensions in channels-last
+    order keep that order.
+    """
+    rows = column.rows
+    if rows.is_contiguous():
+        return True
+    row = torch.empty_strided(rows.shape[1:], rows.stride()[1:], device="meta")
+    batch = torch.stack([row, row])
+    return batch.stride() == torch.empty(batch.shape, device="meta").stride()
+
+
+class ArraysHere:
+    """The arrays of a dataset in the main process, where the user may replace them.
+
+    A replacement shows in the next batch, as with torch. The indices of a subset are read when an
+    epoch begins. Any threads may use this at the same time.
+
+    Args:
+        dataset: A dataset for which :func:`may_be_columns` is true.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._known: tuple[list[Any], list[Any], RowGatherer | None] = [], [], None
+
+    def begin_epoch(self) -> None:
+        """Forget what was found in the dataset."""
+        self._known = [], [], None
+
+    def find_gatherer(self) -> RowGatherer | None:
+        """Return what gathers from the dataset as it is now; None if it is not only arrays.
+
+        None also under a mode of torch's, such as another default device, which affects collate.
+        """
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return None
+        parts = _sources_of(self._dataset)
+        known, forms, gatherer = self._known
+        is_other = len(parts) != len(known) or any(map(operator.is_not, parts, known))
+        if is_other or (gatherer is not None and list(map(_form_of, parts)) != forms):
+            columns = find_columns(self._dataset)
+            gatherer = None
+            if columns is not None and all(map(_is_stacked_in_order, columns.fields)):
+                gatherer = RowGatherer(columns)
+            self._known = parts, [] if gatherer is None else list(map(_form_of, parts)), gatherer
+        return gatherer

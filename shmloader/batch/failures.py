@@ -1,0 +1,254 @@
+"""Exceptions and failed samples on their way from a worker to the main process.
+
+Only plain values cross, so that neither a key nor an exception class of the user's can make an
+answer unreadable. Failed samples are noted where they are loaded
+(:class:`shmloader.batch.fetch.TolerantFetcher`), and are read in the main process when their batch
+is delivered.
+"""
+
+import collections
+import contextlib
+import pickle
+import reprlib
+import sys
+import traceback
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Self
+
+import cloudpickle
+from torch._utils import ExceptionWrapper
+
+from shmloader.interruptions import Suppressed, is_interruption
+
+#: How many failures are listed, the newest ones; the others are only counted.
+LISTED = 100
+
+# How many characters of a failed sample's traceback are kept, half of them from its end.
+_TRACEBACK_CHARACTERS = 4000
+
+# A key whose pickle is longer than this is listed by its text.
+_INDEX_BYTES = 4 * 1024
+_INDEX_CHARACTERS = 200
+
+# The same where only a short message can be sent.
+_SHORT_TRACEBACK_CHARACTERS = 500
+_SHORT_BYTES = 512
+
+# Raised in the main process, these would end a loop or a generator. An exception that is no
+# ``Exception`` would end a task, the loader, or the program.
+_CONTROL_FLOW = (StopIteration, StopAsyncIteration)
+
+# An exception whose pickled class is longer than this becomes a RuntimeError.
+_TYPE_BYTES = 8 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An exception in a form that can cross to the main process.
+
+    Attributes:
+        kind: Name of its class.
+        where: Where it was caught, for instance "in DataLoader worker process 3".
+        text: The traceback, as text.
+        type_bytes: The pickled class; None if the main process is to raise a RuntimeError instead.
+    """
+
+    kind: str
+    where: str
+    text: str
+    type_bytes: bytes | None
+
+    @classmethod
+    def caught(cls, where: str) -> Self:
+        """Wrap the exception that is being handled."""
+        error = sys.exception()
+        assert error is not None
+        return cls.of(error, where)
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> Self:
+        """Wrap an exception that was caught."""
+        kind = type(error)
+        return cls(
+            kind.__name__, where, "".join(traceback.format_exception(error)), _pickle_type(kind)
+        )
+
+    def dumps(self) -> bytes:
+        """Return the error pickled as plain values, which can always be read."""
+        values = (self.kind, self.where, self.text, self.type_bytes)
+        return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def loads(cls, data: bytes) -> Self:
+        """Return the error that :meth:`dumps` has pickled."""
+        return cls(*pickle.loads(data))
+
+    def shortened(self, characters: int) -> Self:
+        """Return the error with the beginning and the end of its traceback."""
+        text = self.text
+        if len(text) > characters:
+            half = characters // 2
+            cut = len(text) - 2 * half
+            text = f"{text[:half]}\n[… {cut} characters …]\n{text[-half:]}"
+        return replace(self, text=text)
+
+    def reraise(self, note: str) -> NoReturn:
+        """Raise the exception in this process, with ``note`` added (PEP 678).
+
+        Raises:
+            Exception: Of the same class if that can be built from a text, otherwise RuntimeError.
+                Its text begins as torch's does.
+        """
+        try:
+            self._raise()
+        except BaseException as error:
+            if not is_interruption(error):
+                with Suppressed(Exception):  # an exception may refuse attributes
+                    error.add_note(note)
+                error.with_traceback(None)  # it refers to this frame, which refers to the error
+            raise
+
+    def rebuilt(self, note: str) -> Exception:
+        """Return what :meth:`reraise` would raise. The exception holds no frame of this process."""
+        try:
+            self.reraise(note)
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            with Suppressed(Exception):  # an exception may refuse attributes
+                error.__context__ = None
+            return error.with_traceback(None)
+
+    @property
+    def last_line(self) -> str:
+        """The traceback's last line, which mostly has the class and the message."""
+        return self.text.rstrip().rpartition("\n")[2]
+
+    def _raise(self) -> NoReturn:
+        kind: Any = None
+        if self.type_bytes is not None:
+            with Suppressed(Exception):  # a module that only the worker has
+                kind = pickle.loads(self.type_bytes)
+        if kind is not None:
+            # torch's wrapper passes KeyError and some others their text in the form they need.
+            wrapper: Any = object.__new__(ExceptionWrapper)
+            wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, self.text, self.where
+            try:
+                wrapper.reraise()
+            except (kind, RuntimeError):
+                raise
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                # The class's own constructor failed.
+        raise RuntimeError(f"Caught {self.kind} {self.where}.\nOriginal {self.text}")
+
+
+def _pickle_type(kind: type[BaseException]) -> bytes | None:
+    """Pickle a class by name or else by value; None if it must not or cannot be pickled."""
+    if issubclass(kind, _CONTROL_FLOW) or not issubclass(kind, Exception):
+        return None
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        with contextlib.suppress(Exception):
+            data: bytes = dumps(kind)
+            return data if len(data) <= _TYPE_BYTES else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that could not be loaded.
+
+    Attributes:
+        index: The sample's key; the key's text if the key could not be pickled.
+        error: What the dataset raised.
+    """
+
+    index: object
+    error: RemoteError
+
+    @classmethod
+    def caught(cls, index: object, where: str) -> Self:
+        """Wrap the exception that is being handled."""
+        return cls(index, RemoteError.caught(where).shortened(_TRACEBACK_CHARACTERS))
+
+    def _values(self) -> tuple[bytes | None, str, bytes]:
+        return _dump_index(self.index), describe_index(self.index), self.error.dumps()
+
+    @classmethod
+    def _from_values(cls, values: tuple[bytes | None, str, bytes]) -> Self:
+        data, text, error = values
+        index: object = text
+        if data is not None:
+            with Suppressed(Exception):  # unpickling the user's key may raise anything
+                index = pickle.loads(data)
+        return cls(index, RemoteError.loads(error))
+
+    def shortened(self) -> Self:
+        """Return the sample in a form of less than 4 KiB."""
+        data = _dump_index(self.index)
+        error = self.error.shortened(_SHORT_TRACEBACK_CHARACTERS)
+        if error.type_bytes is not None and len(error.type_bytes) > _SHORT_BYTES:
+            error = replace(error, type_bytes=None)
+        index = self.index
+        if data is None or len(data) > _SHORT_BYTES:
+            index = describe_index(index)
+        return replace(self, index=index, error=error)
+
+
+@dataclass(slots=True)
+class SampleReport:
+    """Counts one batch's samples, and lists those that failed.
+
+    Attributes:
+        sample_count: How many samples were asked for.
+        failed_count: How many of them failed.
+        newest: The last ones that failed, in order, at most ``LISTED``.
+    """
+
+    sample_count: int = 0
+    failed_count: int = 0
+    newest: collections.deque[BadSample] = field(
+        default_factory=lambda: collections.deque(maxlen=LISTED)
+    )
+
+    def note(self, bad: BadSample) -> None:
+        """Add a failed sample."""
+        self.failed_count += 1
+        self.newest.append(bad)
+
+    def dumps(self) -> bytes:
+        """Return the report pickled as plain values."""
+        values = [bad._values() for bad in self.newest]
+        return pickle.dumps((self.sample_count, self.failed_count, values), pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def loads(cls, data: bytes) -> Self:
+        """Return the report that :meth:`dumps` has pickled."""
+        sample_count, failed_count, values = pickle.loads(data)
+        newest = collections.deque((BadSample._from_values(item) for item in values), LISTED)
+        return cls(sample_count, failed_count, newest)
+
+    def shortened(self) -> Self:
+        """Return the counts and the last failure only, in less than 4 KiB."""
+        last = [bad.shortened() for bad in list(self.newest)[-1:]]
+        return replace(self, newest=collections.deque(last, LISTED))
+
+
+def describe_index(index: object) -> str:
+    """Return a short text of a key, whatever its ``repr`` does."""
+    try:
+        text = reprlib.repr(index)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        text = f"<{type(index).__name__}>"
+    return text[:_INDEX_CHARACTERS]
+
+
+def _dump_index(index: object) -> bytes | None:
+    """Pickle a key; None if that fails or is too long."""
+    with contextlib.suppress(Exception):  # pickling the user's key may raise anything
+        data = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
+        return data if len(data) <= _INDEX_BYTES else None
+    return None

@@ -1,0 +1,112 @@
+"""Writes what a worker answers: into the message if it is short, otherwise into the slot.
+
+All of it runs in the worker, on its main thread, between two calls of ``SlotWriter.open``. Only a
+batch that does not fit into its slot fails. An error or report that does not fit is shortened, and
+a state is left out.
+"""
+
+import pickle
+
+from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.encoder import encode
+from shmloader.memory.flat import FlatLayout, ShardLayouts
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.messages import INLINE_BYTES, Spilled, TooLong
+
+# After the user's code has kept memory of this many batches, it gets no memory of slots any more.
+_KEPT_LIMIT = 4
+
+
+class AnswerWriter:
+    """Writes the answers of one worker.
+
+    Attributes:
+        by_value: Whether the dataset came by cloudpickle; its batches may then need that, too.
+        offers: Whether the user's code may have memory of the slot.
+
+    Args:
+        writer: Writer of the slot of the task in work.
+    """
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self.by_value = False
+        self.offers = True
+        self._kept_count = 0
+        # The layout by which the main process reads this worker's next batch if it gets no other.
+        self._last_layout = b""
+        self._last_flat_layout: object = None
+        self._shard_layouts = ShardLayouts()
+
+    def put_batch(self, batch: object, *, may_shard: bool) -> bytes | Spilled | None:
+        """Encode a batch into the slot.
+
+        Args:
+            batch: The collated batch.
+            may_shard: Whether a list may be a list of batches.
+
+        Returns:
+            The pickled layout; None if it is that of the last batch.
+        """
+        if type(batch) is list and may_shard:
+            batch = self._shard_layouts.joined(batch, self._writer.slot)
+        flat = batch if type(batch) is FlatLayout else None
+        if flat is None:
+            layout = encode(
+                batch, self._writer, by_value=self.by_value, spill_bytes=INLINE_BYTES // 2
+            )
+        elif flat is self._last_flat_layout:
+            return None
+        data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
+        sent: bytes | Spilled | None = None
+        if data != self._last_layout:
+            sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self._writer.put(data))
+        # Only now: a layout that could not be written is not known to the main process.
+        self._last_layout, self._last_flat_layout = data, flat
+        return sent
+
+    def put_error(self, error: RemoteError, *, is_kept: bool) -> bytes | Spilled:
+        """Write an error, shortened if the slot has no room for it.
+
+        Args:
+            error: The error.
+            is_kept: Whether the user's code holds memory of the slot.
+        """
+        data = error.dumps()
+        if len(data) <= INLINE_BYTES // 2:
+            return data
+        if not is_kept:
+            self._writer.rewind()  # the batch has failed, so its memory is free
+        try:
+            return Spilled(*self._writer.put(data))
+        except SharedMemoryError:
+            return error.shortened(INLINE_BYTES // 4).dumps()
+
+    def put_report(self, report: SampleReport | None) -> bytes | Spilled | None:
+        """Write the report on a batch's samples, shortened if the slot has no room for it."""
+        if report is None:
+            return None
+        sent = self.put_state(report.dumps())  # with the same limits
+        return report.shortened().dumps() if isinstance(sent, TooLong) else sent
+
+    def put_state(self, state: bytes | None) -> bytes | Spilled | TooLong | None:
+        """Write a pickled state after the batch."""
+        if state is None or len(state) <= INLINE_BYTES // 4:
+            return state
+        try:
+            return Spilled(*self._writer.put(state))
+        except SharedMemoryError:
+            return TooLong(len(state))
+
+    def is_kept(self) -> bool:
+        """Return whether the user's code holds memory of the slot, now that the batch is made."""
+        self._writer.is_offered = False
+        if not self._writer.is_kept():
+            return False
+        # Code that keeps a batch once may be a cache. Code that always does (a generator that holds
+        # its last batch) would cost a slot for each batch, so it gets ordinary memory, which is
+        # copied to the slot.
+        self._kept_count += 1
+        self.offers = self._kept_count < _KEPT_LIMIT
+        return True

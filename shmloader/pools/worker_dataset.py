@@ -1,0 +1,316 @@
+"""Makes a worker's dataset ready, loads from it, resumes it, and takes its state.
+
+All of it runs in the worker, on its main thread. An exception of the user's code while the dataset
+is made ready or resumed answers every task of the epoch, in the order of the tasks.
+"""
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import Any, cast
+
+from shmloader.batch.arrays import AnyIndexFetcher, fetcher_of_arrays
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.fetch import FetchConfig, OnError
+from shmloader.batch.fingerprint import FingerprintingCollate
+from shmloader.batch.iterable_state import (
+    Beginning,
+    IterableCheckpoint,
+    Saved,
+    dump_here,
+    load_dataset,
+    load_iterator,
+    read,
+    replay,
+    save,
+    save_dataset,
+    take_fingerprints,
+)
+from shmloader.batch.maker import BatchMaker
+from shmloader.batch.sample_rng import SampleRng
+from shmloader.batch.timer import Timer
+from shmloader.memory.collate import SlotCollate
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.sampling.rng import global_rng_state, set_global_rng_state
+
+
+class WorkerDataset:
+    """A worker's dataset, and what makes batches of it.
+
+    Attributes:
+        error: Answers every task, if the dataset could not be made ready or resumed.
+        is_lost: Whether the dataset could not be resumed.
+        is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
+            ready at the first task, since it may be resumed before that.
+        has_ended: Whether the iterable dataset is exhausted in this epoch.
+        snapshot: The dataset's pickled state after the last task, where one was due.
+        maker: Makes the batches.
+
+    Args:
+        config: How batches are made.
+        worker_id: Number of the worker.
+        where: Where this runs, for the texts of errors.
+        writer: Writer of the slot of the task in work.
+        timer: Measures the parts of the work.
+    """
+
+    def __init__(
+        self, config: FetchConfig, worker_id: int, where: str, writer: SlotWriter, timer: Timer
+    ) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self._where = where
+        self._writer = writer
+        self._timer = timer
+        self._dataset: Any = None
+        self._collate: SlotCollate | None = None
+        self._on_error: OnError = "raise"
+        self._by_value = False
+        self._concurrent_fetcher: ConcurrentFetcher | None = None
+        self.maker: BatchMaker | None = None
+        # The argument of :meth:`fail`: there is no dataset in any epoch.
+        self._open_error: RemoteError | None = None
+        self.error: RemoteError | None = None
+        self.is_lost = self.is_ready = self.has_ended = False
+        # Where the dataset is resumed.
+        self._checkpoint = IterableCheckpoint()
+        # Whether batches that were delivered before are yet to be read again.
+        self._has_to_replay = False
+        # Batches that the dataset has given or failed to give in this epoch, in this worker or in
+        # those before it.
+        self._given = 0
+        self.snapshot: bytes | None = None
+        # Takes the fingerprints of an iterable dataset's batches.
+        self._fingerprints: FingerprintingCollate | None = None
+
+    # Getting ready -----------------------------------------------------------------------
+
+    def open(self, dataset: Any, collate_fn: Any, on_error: OnError, *, by_value: bool) -> None:
+        """Take the dataset and the functions.
+
+        Args:
+            dataset: The user's dataset, after ``worker_init_fn``.
+            collate_fn: The user's collate function, or torch's.
+            on_error: What is done about bad samples.
+            by_value: Whether they came by cloudpickle; states may then need it, too.
+        """
+        self._dataset, self._on_error, self._by_value = dataset, on_error, by_value
+        self._collate = SlotCollate(collate_fn, self._writer)
+        if not self._config.is_iterable:
+            self._get_ready(self._index)
+
+    def fail(self, error: RemoteError) -> None:
+        """Answer every task of all epochs with an error."""
+        self._open_error = self.error = error
+        self.is_ready = True
+
+    def get_ready(self) -> None:
+        """Begin the iterable dataset's first epoch. Called before the first task."""
+        self._get_ready(self._begin_stream)
+
+    def start_epoch(self) -> bytes | None:
+        """Begin a further epoch.
+
+        Returns:
+            A pickled ``Beginning``: what the epoch begins with. None if its fields are None.
+        """
+        if self._config.is_iterable and not self.is_ready:
+            self.get_ready()
+        self.has_ended = self._has_to_replay = False
+        self._given = 0
+        self.is_lost = False
+        self.snapshot = None
+        beginning: bytes | None = None
+
+        def begin_anew() -> BatchMaker:
+            nonlocal beginning
+            beginning = self.next_beginning()
+            return self._iterate() if self._config.is_iterable else self._index()
+
+        self._get_ready(begin_anew)
+        return beginning
+
+    def next_beginning(self) -> bytes | None:
+        """Return what the next epoch would begin with at this moment, as :meth:`start_epoch`.
+
+        Raises:
+            Exception: What the dataset's ``state_dict()`` raises, or pickling its state.
+        """
+        config = self._config
+        if not config.is_iterable and not config.snapshot_every:
+            return None
+        snapshot = self._dump(save_dataset(self._dataset))
+        draws = config.is_iterable and config.seed is None
+        return Beginning(global_rng_state() if draws else None, snapshot).dumps()
+
+    def _get_ready(self, make_maker: Callable[[], BatchMaker | None]) -> None:
+        self.is_ready = True
+        self.error = self._open_error
+        if self._open_error is None:
+            try:
+                self.maker = make_maker()
+            except BaseException:  # noqa: BLE001 - it answers every task
+                self.error = RemoteError.caught(self._where)
+
+    def _index(self) -> BatchMaker:
+        """Make what makes batches of a map-style dataset."""
+        config = self._config
+        # One for all epochs: what an async dataset has opened belongs to its event loop.
+        if self._concurrent_fetcher is None:
+            self._concurrent_fetcher = config.make_concurrent_fetcher()
+        maker = self._make_maker()
+        if self._on_error == "raise" and config.auto_collation:
+            if not self._is_packed:
+                maker.fetcher = AnyIndexFetcher(maker.fetcher)
+            else:
+                maker.fetcher = fetcher_of_arrays(
+                    self._dataset,
+                    self._writer,
+                    maker.fetcher,
+                    self._timer.count,
+                    may_shard=config.may_shard,
+                )
+        return maker
+
+    def _iterate(self, saved: Saved | None = None) -> BatchMaker:
+        """Call ``iter(dataset)``, and make what makes batches of it."""
+        load_dataset(self._dataset, saved)
+        maker = self._make_maker()
+        load_iterator(maker.fetcher, saved)
+        self._fingerprints = take_fingerprints(maker.fetcher)
+        return maker
+
+    def _make_maker(self) -> BatchMaker:
+        config = self._config
+        assert self._collate is not None
+        rng: SampleRng | None = None
+        if config.seed is not None:
+            rng = SampleRng(config.seed, self._worker_id, sets_global=config.sets_global_rngs)
+        # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
+        # seeding a sample's, so the collate function does that only where it does not pack.
+        begins_collate = config.is_iterable or not self._is_packed
+        if rng is not None and not begins_collate:
+            self._collate.before = rng.begin_collate
+        return BatchMaker(
+            config,
+            self._dataset,
+            cast("Callable[[Any], Any]", self._collate),
+            self._on_error,
+            where=self._where,
+            timer=self._timer,
+            rng=rng,
+            concurrent_fetcher=self._concurrent_fetcher,
+            begins_collate=begins_collate,
+        )
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether torch's own ``default_collate`` packs batches into the slot."""
+        return self._collate is not None and self._collate.packer is not None
+
+    # Resuming ----------------------------------------------------------------------------
+
+    def resume(self, checkpoint: bytes) -> None:
+        """Continue where a worker before this one was, or an earlier run. Before the first task.
+
+        Args:
+            checkpoint: A pickled ``IterableCheckpoint``.
+        """
+        self._checkpoint = IterableCheckpoint(*pickle.loads(checkpoint))
+        if self._config.is_iterable or self._open_error is not None:
+            return
+        try:
+            if self._checkpoint.snapshot is not None:
+                load_dataset(self._dataset, read(self._checkpoint.snapshot))
+        except BaseException:  # noqa: BLE001 - it answers every task
+            self._note_lost()
+
+    def _note_lost(self) -> None:
+        """Note that the dataset could not be resumed, because of the exception being handled."""
+        self.is_lost = True
+        self.error = RemoteError.caught(self._where)
+
+    def _begin_stream(self) -> BatchMaker | None:
+        """Call ``iter(dataset)`` where the checkpoint says."""
+        checkpoint = self._checkpoint
+        self._given, self.has_ended = checkpoint.given, checkpoint.has_ended
+        self._has_to_replay = checkpoint.skip > 0
+        try:
+            saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+            if checkpoint.rng is not None:
+                set_global_rng_state(checkpoint.rng)
+            if not self.has_ended:
+                return self._iterate(saved)
+            load_dataset(self._dataset, saved)  # for the next epoch
+        except BaseException:
+            if self.has_ended:
+                # This epoch has no task that could fail.
+                self._open_error = RemoteError.caught(self._where)
+            self.is_lost = checkpoint != IterableCheckpoint()
+            raise
+        return None
+
+    def _replay(self, indices: object) -> None:
+        """Read again what was delivered before. If that fails, so does every task of the epoch."""
+        self._has_to_replay = False
+        maker, fingerprints = self.maker, self._fingerprints
+        assert maker is not None
+        assert fingerprints is not None
+        try:
+            with maker.loading(indices) as plain, self._writer.withheld():
+                replay(
+                    maker.fetcher, self._checkpoint, plain, fingerprints, only_reads=self._is_packed
+                )
+        except BaseException:
+            self._note_lost()
+            raise
+
+    # Loading -----------------------------------------------------------------------------
+
+    def load(self, indices: object) -> Any:
+        """Make a task's batch, and note the dataset's state after it where that is due.
+
+        Raises:
+            StopIteration: At the end of an iterable dataset.
+            EmptyBatchError: If all samples failed and were to be skipped.
+            BaseException: What the dataset, ``collate_fn`` or ``on_error`` raises.
+        """
+        assert self.maker is not None
+        if not self._config.is_iterable:
+            try:
+                return self.maker.make(indices)
+            finally:
+                if self._config.snapshot_every:
+                    self.snapshot = self._dump(save_dataset(self._dataset))
+        if self._has_to_replay:
+            self._replay(indices)
+        self._given += 1  # also if the batch fails
+        if self._fingerprints is not None:
+            self._fingerprints.reset()
+        try:
+            batch = self.maker.make(indices)
+            self._take_snapshot()
+        except StopIteration:
+            self._given -= 1
+            raise
+        except BaseException:
+            # A failed batch need not read the same when it is read again.
+            with contextlib.suppress(BaseException):
+                self._take_snapshot()
+            raise
+        return batch
+
+    def _take_snapshot(self) -> None:
+        every = self._config.snapshot_every
+        if every and self._given % every == 0:
+            assert self.maker is not None
+            self.snapshot = self._dump(save(self.maker.fetcher))
+
+    def _dump(self, saved: Saved | None) -> bytes | None:
+        return None if saved is None else dump_here(saved, by_value=self._by_value)
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Fingerprint of the batch in work, if its samples could be read."""
+        return None if self._fingerprints is None else self._fingerprints.value
