@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.batch.plain_data import only_hands_out
-from shmloader.device.target import parse_device
+from shmloader.device.backend import parse_device
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
