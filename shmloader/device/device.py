@@ -25,9 +25,9 @@ import torch
 
 from shmloader.device.backend import Backend, Event, open_backend
 from shmloader.device.drivers import relax_this_thread
-from shmloader.device.exchange import StageBrokenError
 from shmloader.device.page_locks import PageLocks
 from shmloader.device.pin import is_small, pin_block, split_block
+from shmloader.device.stage import Stage, StageBrokenError
 from shmloader.device.structure import all_tensors, map_tensors, mapped_tensors
 from shmloader.probing import probe
 
@@ -76,8 +76,8 @@ class OnDevice(NamedTuple):
     number: int
 
 
-class DeviceStage:
-    """Copies each batch to a device; see :class:`~shmloader.device.thread.Stage`.
+class DeviceStage(Stage):
+    """Copies each batch to a device.
 
     Args:
         backend: The device.
@@ -96,7 +96,7 @@ class DeviceStage:
         ahead: int,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.ahead: int | None = ahead
+        self.ahead = ahead
         self._backend = backend
         self._locks = locks
         self._transform = transform
@@ -252,8 +252,11 @@ class DeviceStage:
             self._reading.clear()
 
 
-class HostStage:
-    """Copies batches for the CPU out of slots that a device may read as well."""
+class HostStage(Stage):
+    """Copies batches for the CPU out of slots that a device may read as well.
+
+    It runs within a :class:`DevicesStage`, whose thread and statistics have a name.
+    """
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
         self._transform = transform
@@ -263,18 +266,8 @@ class HostStage:
         copied = map_tensors(torch.clone, batch, copy.deepcopy)
         return copied if self._transform is None else self._transform(copied)
 
-    def hand_over(self, result: Any) -> Any:
-        """Return the batch."""
-        return result
 
-    def start(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class DevicesStage:
+class DevicesStage(Stage):
     """Copies batch i of each step to device i, each with a stream of its own.
 
     Args:
@@ -295,8 +288,8 @@ class DevicesStage:
         ahead: int,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.ahead: int | None = ahead
-        self._stages = [
+        self.ahead = ahead
+        self._stages: list[Stage] = [
             HostStage(transform)
             if backend is None
             else DeviceStage(backend, locks, ahead, transform)

@@ -46,10 +46,6 @@ class Raised:
     delivery: Delivery | None = None
 
 
-class StageBrokenError(RuntimeError):
-    """The stage can handle no further batch, so the iterator ends."""
-
-
 class Request(enum.Enum):
     """A request of the engine's thread, which does not wait for the answer."""
 

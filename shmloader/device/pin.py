@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from shmloader.device.drivers import relax_this_thread
+from shmloader.device.stage import Stage
 from shmloader.memory.flat import COPY_OUT_BYTES
 from shmloader.memory.slot import align
 
@@ -102,15 +103,15 @@ def split_block(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterato
         start += align(tensor.nbytes)
 
 
-class PinStage:
-    """Pins each batch; see :class:`~shmloader.device.thread.Stage`.
+class PinStage(Stage):
+    """Pins each batch.
 
     Args:
         device: The type of the accelerator, as torch names it.
         index: The accelerator's index. As with torch, it becomes the thread's current device.
     """
 
-    ahead: int | None = None  # as many as there are tickets, as with torch
+    ahead = None  # as with torch
     name = "pt_data_pin"  # torch's name for such a thread
     kind = "pin"
 
@@ -144,10 +145,3 @@ class PinStage:
             raised.with_traceback(None)  # the frame that it comes from pins the slot
             raise
         raise AssertionError("reraise() returned")
-
-    def hand_over(self, result: object) -> object:
-        """Return the batch."""
-        return result
-
-    def close(self) -> None:
-        """Do nothing."""

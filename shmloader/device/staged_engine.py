@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from shmloader.device.exchange import Raised, Ready, Request, Result, Results, UserThreadCall
-from shmloader.device.thread import EngineThread, Stage, ThreadOwner
+from shmloader.device.stage import Stage
+from shmloader.device.thread import EngineThread, ThreadOwner
 from shmloader.engine.base import Delivery, EngineBase
 from shmloader.errors import ClosedLoaderError
 from shmloader.interruptions import is_interruption

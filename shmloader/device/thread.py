@@ -12,26 +12,18 @@ Only the user's thread draws the sampler, one ticket for each batch that is take
 process's random generators are used as torch uses them. It also starts the worker that replaces a
 dead one: a fork copies the forking thread, and the user's thread is the one that forked the others.
 
-An engine whose tickets wait for any idle worker has such a thread without a real stage, too
-(:class:`PassThroughStage`), so that workers get further tasks while the user's thread is elsewhere.
-There the thread stays in ``next_batch`` while its batches are not taken, and does not wait outside.
+An engine whose tickets wait for any idle worker has such a thread, too, with a stage that passes
+batches through. So workers get further tasks while the user's thread is elsewhere. There the thread
+stays in ``next_batch`` while its batches are not taken, and does not wait outside.
 """
 
 import functools
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
-from shmloader.device.exchange import (
-    Raised,
-    Ready,
-    Request,
-    Results,
-    Semaphore,
-    StageBrokenError,
-    UserThreadCall,
-)
+from shmloader.device.exchange import Raised, Ready, Request, Results, Semaphore, UserThreadCall
+from shmloader.device.stage import Stage, StageBrokenError
 from shmloader.engine.base import EngineBase
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import InternalError
@@ -42,52 +34,6 @@ from shmloader.threads.uninterruptible import uninterruptible
 
 # How long `close` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
-
-
-class Stage(Protocol):
-    """What is done to each batch."""
-
-    #: Batches that may be ready and not yet taken; None for as many as there are tickets.
-    ahead: int | None
-    #: The thread's name.
-    name: str
-    #: The stage's name in the statistics; see :data:`~shmloader.insight.times.STAGES`.
-    kind: str
-
-    def start(self) -> None:
-        """Prepare the thread. Called on it."""
-
-    def run(self, batch: object) -> Any:
-        """Process a batch. Called on the thread."""
-
-    def hand_over(self, result: Any) -> object:
-        """Return the batch for the user out of what :meth:`run` returned. On the user's thread."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and drop all batches. Called when the thread has ended."""
-
-
-class PassThroughStage:
-    """Leaves batches as the engine builds them."""
-
-    # One batch is built while the user is busy with the one before. It counts as lent, so no more.
-    ahead: int | None = 1
-    name = "shmloader_engine"
-    kind = "build"
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def run(self, batch: object) -> Any:
-        """Return the batch."""
-        return batch
-
-    def hand_over(self, result: Any) -> object:
-        """Return the batch."""
-        return result
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _Stop(BaseException):

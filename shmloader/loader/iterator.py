@@ -14,8 +14,8 @@ from typing import Any
 from shmloader.device.backend import current_index
 from shmloader.device.device import Destination, DevicesStage, DeviceStage
 from shmloader.device.pin import PinStage
+from shmloader.device.stage import PassThroughStage, Stage
 from shmloader.device.staged_engine import StagedEngine
-from shmloader.device.thread import PassThroughStage, Stage
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints

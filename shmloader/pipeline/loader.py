@@ -1,7 +1,6 @@
 """``PipelineDataLoader``: the usual chain of stages in one call."""
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from shmloader.engine.failures import FailureList
@@ -119,13 +118,8 @@ class PipelineDataLoader:
         """Return the loader itself. It is closed at the end of the block."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close."""
+    def __exit__(self, *_: object) -> None:
+        """Close the loader."""
         self.close()
 
 

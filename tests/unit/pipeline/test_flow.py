@@ -251,7 +251,7 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
     assert second in flow.ready
 
 
-def test_a_belt_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
+def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     queue = StageQueue(4, 1)
     flow = Flow([PipeStage(0, StageQueue(1), queue, 1, in_order=True)])
     flow.begin()
