@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shmloader.device.target import parse_device
+from shmloader.device.backend import parse_device
 
 LATE = "late"
 

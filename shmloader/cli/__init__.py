@@ -1,5 +1,5 @@
 """The command line: ``doctor``, ``bench``, ``tune`` and ``report``.
 
 Modules: ``main`` (arguments), ``target`` (finds the user's loader, and makes others like it),
-``measure`` (runs a loader), ``progress`` (bars), and one for each command.
+``measure`` (runs a loader, and shows the progress), and one for each command.
 """

@@ -1,12 +1,11 @@
-"""``shmloader bench``: run a loader, and say where its time goes."""
+"""``shmloader bench``: runs a loader, and shows where its time goes."""
 
 import argparse
 import itertools
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.cli.measure import Run
-from shmloader.cli.progress import Progress
+from shmloader.cli.measure import Progress, Run
 from shmloader.cli.target import UsageError, find, like, make_loader
 from shmloader.insight.snapshot import LoaderStats
 from shmloader.insight.text import seconds
@@ -17,14 +16,14 @@ def bench(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: If the arguments name no loader, or none to compare.
-        KeyboardInterrupt: After a Ctrl-C, and after what was measured so far.
+        UsageError: If the arguments name no loader, or there is nothing to compare it with.
+        KeyboardInterrupt: After a Ctrl-C, when the measurements so far are printed.
     """
     make = find(options.target)
     loader = make_loader(make, options.target)
     other = like(loader, of_torch=True) if options.vs else None
     if other is not None and not isinstance(loader, DataLoader):
-        raise UsageError(f"--vs: {options.target}() gives a loader of torch's already")
+        raise UsageError(f"--vs: {options.target}() already returns a loader of torch's")
     interrupted: KeyboardInterrupt | None = None
     measured: list[LoaderStats] = []
     for name, each in (("bench" if other is None else "shmloader", loader), ("torch", other)):
@@ -46,7 +45,7 @@ def _run(
 ) -> tuple[LoaderStats, KeyboardInterrupt | None]:
     interrupted = None
     with Run(loader, options.step_ms / 1e3) as run:
-        batches = run.batches()  # with it goes the iterator: its workers are asked for below
+        batches = run.batches()  # `stats` examines its workers, so it is kept until then
         try:
             with Progress(name, options.batches, "batches") as progress:
                 for _ in itertools.islice(batches, options.batches):
@@ -61,7 +60,7 @@ def _run(
 
 def _print_ratios(ours: LoaderStats, torchs: LoaderStats) -> None:
     def rate(stats: LoaderStats) -> float:
-        # The first batch of an epoch has a row of its own.
+        # The first batch of each epoch counts as start-up, which has a row of its own.
         steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
         return (stats.batches - stats.epochs) / steady_s
 

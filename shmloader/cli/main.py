@@ -1,7 +1,9 @@
-"""Arguments of the command line, and its exit codes.
+"""The arguments of the command line, and its exit codes.
 
-0: done; 1: the user's dataset raised, as Python has it; 2: bad arguments, told in one line, and a
-module or function that they name and that raises; 130: Ctrl-C, after what was measured so far.
+* 0: done.
+* 1: the user's dataset raised an exception, which is printed as by any Python program.
+* 2: wrong arguments, or a module or function named there that raises. One line says why.
+* 130: Ctrl-C. What was measured so far is printed.
 """
 
 import argparse
@@ -25,8 +27,8 @@ _BAD_ARGUMENTS = 2
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, not the usage as well."""
-        self.exit(_BAD_ARGUMENTS, f"{self.prog}: error: {message} (--help lists the options)\n")
+        """Print one line, without the usage."""
+        self.exit(_BAD_ARGUMENTS, f"{self.prog}: error: {message} (--help lists the arguments)\n")
 
 
 def _number(minimum: float, kind: Callable[[str], float], name: str) -> Callable[[str], float]:
@@ -43,41 +45,47 @@ def _number(minimum: float, kind: Callable[[str], float], name: str) -> Callable
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    parser = _Parser(prog="shmloader", description="Where does the time of a data loader go?")
+    """Return the parser of all commands."""
+    parser = _Parser(prog="shmloader", description="Find out where the time of a data loader goes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     count = _number(1, int, "a whole number")
     duration = _number(0, float, "a number")
 
-    found = commands.add_parser("doctor", help="what this machine offers a loader")
-    found.set_defaults(run=lambda _: doctor())
+    command = commands.add_parser("doctor", help="show what this machine offers to a loader")
+    command.set_defaults(run=lambda _: doctor())
 
-    found = commands.add_parser("bench", help="run a loader, and say where its time goes")
-    found.add_argument("target", metavar="MODULE:FUNCTION", help="a function that makes a loader")
-    found.add_argument("--batches", type=count, default=200, help="to be taken (%(default)s)")
-    step_help = "a training step that takes so long, between two batches (%(default)s)"
-    found.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
+    target = _Parser(add_help=False)
+    target.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader"
+    )
+    step_help = "duration of a training step after each batch, in milliseconds (%(default)s)"
+    target.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
+
+    bench_help = "run a loader, and show where its time goes"
+    command = commands.add_parser("bench", parents=[target], help=bench_help)
+    command.add_argument(
+        "--batches", type=count, default=200, help="number of batches to take (%(default)s)"
+    )
     vs_help = "run torch's loader on the same dataset, too, and print the ratios"
-    found.add_argument("--vs", choices=["torch"], help=vs_help)
-    found.set_defaults(run=bench)
+    command.add_argument("--vs", choices=["torch"], help=vs_help)
+    command.set_defaults(run=bench)
 
-    found = commands.add_parser("tune", help="find the best num_workers and prefetch_factor")
-    found.add_argument("target", metavar="MODULE:FUNCTION", help="a function that makes a loader")
-    found.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
-    seconds_help = "seconds that a setting is measured at most (%(default)s)"
-    found.add_argument(
+    tune_help = "find the best num_workers and prefetch_factor"
+    command = commands.add_parser("tune", parents=[target], help=tune_help)
+    seconds_help = "longest measurement of a setting, in seconds (%(default)s)"
+    command.add_argument(
         "--seconds", type=_number(0.1, float, "a number"), default=5.0, help=seconds_help
     )
-    found.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve (png, svg or pdf)")
-    found.set_defaults(run=tune)
+    plot_help = "draw the speeds into a file (png, svg or pdf)"
+    command.add_argument("--plot", type=Path, metavar="FILE", help=plot_help)
+    command.set_defaults(run=tune)
 
-    found = commands.add_parser("report", help="make a page of a trace")
-    found.add_argument("trace", type=Path, help="what loader.trace() has written")
-    found.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the page (the trace's name, .html)"
-    )
-    found.add_argument("--png", action="store_true", help="a picture as well, beside the page")
-    found.set_defaults(run=report)
+    command = commands.add_parser("report", help="write a web page that shows a trace")
+    command.add_argument("trace", type=Path, help="a file that loader.trace() has written")
+    output_help = "the page (default: the name of the trace with .html)"
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
+    command.add_argument("--png", action="store_true", help="draw a picture beside the page, too")
+    command.set_defaults(run=report)
     return parser
 
 
@@ -85,14 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: Of the command line, without the program's name; None: this process's.
+        arguments: The arguments without the program's name; None for those of this process.
 
     Returns:
         The exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # of bars and µ, where it cannot write these
+            stream.reconfigure(errors="replace")  # it may lack µ and the like
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     try:
@@ -102,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BAD_ARGUMENTS
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # of a reader such as `head`
+    except BrokenPipeError:  # the reader has ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0

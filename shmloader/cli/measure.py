@@ -1,9 +1,10 @@
-"""Runs a loader of any kind, and measures what its consumer sees."""
+"""Runs a loader of any kind, measures what its consumer sees, and shows the progress."""
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shmloader.cli.target import UsageError
 from shmloader.insight.record import Record, Statistics
@@ -13,17 +14,25 @@ from shmloader.loader.dataloader import DataLoader
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+# Without a bar, seconds between two lines.
+_LINE_EVERY_S = 1.0
+
 
 class Run:
-    """A loader, batch after batch, epoch after epoch. Used as a context manager.
+    """Takes batches of a loader, epoch after epoch. Used as a context manager.
 
     Attributes:
-        taken: Batches that were taken.
-        epochs: Epochs that were begun.
+        taken: Number of batches that were taken.
+        epochs: Number of epochs that were begun.
 
     Args:
         loader: Any iterable of batches.
-        step_s: A training step between two batches.
+        step_s: Duration of a training step after each batch, in seconds.
     """
 
     def __init__(self, loader: Any, step_s: float = 0.0) -> None:
@@ -33,8 +42,8 @@ class Run:
         self.taken = 0
         self.epochs = 0
 
-    def __enter__(self) -> "Run":
-        """Itself."""
+    def __enter__(self) -> Self:
+        """Return the run itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,12 +55,12 @@ class Run:
             self._loader._iterator = None  # torch's persistent workers
 
     def batches(self) -> Generator[float]:
-        """Take batches for ever; gives the seconds from one to the next.
+        """Take batches without an end. Yields the seconds from one to the next.
 
-        What can be iterated but once, a generator say, ends it.
+        Ends only if the loader cannot be iterated again, such as a generator.
 
         Raises:
-            UsageError: If there is none at all.
+            UsageError: If there is no batch at all.
         """
         before_s = time.monotonic()
         while True:
@@ -75,7 +84,7 @@ class Run:
                 yield now_s - before_s
                 before_s = now_s
             if not self.taken:
-                raise UsageError("the loader gives no batch")
+                raise UsageError("the loader returns no batch")
             if count == 0:
                 return
 
@@ -93,8 +102,51 @@ class Run:
             yield
 
     def stats(self) -> LoaderStats:
-        """What there is to say of it, by our own loader where it is one."""
+        """Return the statistics: those of the loader itself, if it is ours."""
         if isinstance(self._loader, DataLoader) and self._loader.stats("total").batches:
             return self._loader.stats("total")
         record = self._statistics.total()
         return snapshot(record, self.epochs, Machine(usable_cores(Path("/"))))
+
+
+class Progress:
+    """Shows progress on standard error: tqdm's bar where it is installed (the extra ``[cli]``).
+
+    Used as a context manager.
+
+    Args:
+        name: Name of the command.
+        total: Total number of units; None if it is unknown.
+        unit: What is counted, in the plural.
+    """
+
+    def __init__(self, name: str, total: int | None, unit: str) -> None:
+        self._name, self._total, self._unit = name, total, unit
+        self._count = 0
+        self._printed_s = time.monotonic()
+        self._bar: Any = None
+        if tqdm is not None and sys.stderr.isatty():
+            tqdm.monitor_interval = 0  # no thread beside the one that forks the workers
+            self._bar = tqdm(desc=name, total=total, unit=unit, leave=False)
+
+    def step(self, note: str = "") -> None:
+        """Count one more unit, and show it with a note."""
+        self._count += 1
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update()
+        elif time.monotonic() - self._printed_s > _LINE_EVERY_S:
+            self._printed_s = time.monotonic()
+            of = "" if self._total is None else f" of {self._total}"
+            note = note and f"; {note}"
+            print(f"{self._name}: {self._count}{of} {self._unit}{note}", file=sys.stderr)
+
+    def __enter__(self) -> Self:
+        """Return the progress itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,4 +1,4 @@
-"""The user's loader, by name; and loaders like it, with other workers or of torch's kind."""
+"""Finds the user's loader by name, and makes others like it: with other workers, or torch's."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.probing import probe
 from shmloader.sampling.rollover import RolloverBatchSampler
 
-# Arguments that are attributes under their names, of torch's loader and of ours.
+# Arguments of torch's loader, and of ours alone, that are readable as attributes.
 _TORCH_NAMES = (
     "num_workers",
     "collate_fn",
@@ -44,20 +44,18 @@ _OUR_NAMES = (
     "snapshot_every_n_steps",
 )
 
-
-# No attribute of a user's module.
 _ABSENT = object()
 
 
 class UsageError(Exception):
-    """Bad arguments: its text is one line for the user."""
+    """Wrong arguments. The text is one line for the user."""
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function that ``pkg.module:function`` names.
+    """Return the function that ``pkg.module:function`` names.
 
     Raises:
-        UsageError: If there is none, or its module raises.
+        UsageError: If there is none, or importing its module fails.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -79,13 +77,15 @@ def find(name: str) -> Callable[..., Any]:
         if found is _ABSENT:
             raise UsageError(f"{module_name} has no {path!r}")
     if not callable(found):
-        raise UsageError(f"{name} is no function that makes a loader, but a {type(found).__name__}")
+        raise UsageError(
+            f"{name} is not a function that makes a loader, but a {type(found).__name__}"
+        )
     make: Callable[..., Any] = found
     return make
 
 
 def _search_here() -> None:
-    """Have modules of the current directory found, as ``python -m`` does, unless told not to."""
+    """Search modules in the current directory, as ``python -m`` does, unless told not to."""
     if sys.flags.safe_path:
         return
     with contextlib.suppress(OSError):  # it may be gone
@@ -95,24 +95,24 @@ def _search_here() -> None:
 
 
 def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
-    """What the user's function makes.
+    """Return what the user's function makes.
 
     Raises:
-        UsageError: If that cannot be iterated, or the function raises, for want of arguments say.
+        UsageError: If that cannot be iterated, or the function raises.
     """
     try:
         loader = make(**options)
     except Exception as error:
         raise _raised(f"{name}()", error) from error
     if probe(loader, "__iter__") is None:
-        raise UsageError(f"{name}() gave a {type(loader).__name__}, which is no loader")
+        raise UsageError(f"{name}() returned a {type(loader).__name__}, which is not a loader")
     return loader
 
 
 def _raised(name: str, error: Exception) -> UsageError:
-    """One line on what the user's code raised, and on where in it."""
+    """Describe in one line what the user's code has raised, and where."""
     what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-    if not isinstance(error, SyntaxError):  # which says so itself
+    if not isinstance(error, SyntaxError):  # its text says where
         for frame in traceback.extract_tb(error.__traceback__):
             if not frame.filename.startswith((__file__, importlib.__file__, "<frozen ")):
                 return UsageError(f"{what} ({frame.filename}, line {frame.lineno})")
@@ -129,27 +129,27 @@ def takes_settings(make: Callable[..., Any]) -> bool:
 
 
 def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
-    """A loader with the same arguments, but for those that are given.
+    """Return a loader with the same arguments, except for those that are given.
 
     Args:
         loader: torch's ``DataLoader``, or ours.
-        of_torch: Whether to make one of torch's, without options that only ours has.
-        changes: Arguments that are to be others.
+        of_torch: Whether to make torch's ``DataLoader``, without the arguments that only ours has.
+        changes: Changed arguments.
 
     Raises:
-        UsageError: If it is neither, or cannot be made anew.
+        UsageError: If the loader is neither, or cannot be made again.
     """
     if isinstance(loader, ShardedDataLoader) or not isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(
-            f"a {type(loader).__name__} cannot be made anew with other arguments: name a function "
-            "that gives a DataLoader, or (for tune) takes num_workers and prefetch_factor"
+            f"a {type(loader).__name__} cannot be made again with other arguments: name a function "
+            "that returns a DataLoader, or (for tune) takes num_workers and prefetch_factor"
         )
     is_ours = isinstance(loader, DataLoader)
     given: Any = loader
     names = (*_TORCH_NAMES, *(_OUR_NAMES if is_ours and not of_torch else ()))
     arguments = {name: getattr(loader, name) for name in names} | _sampling_of(loader)
     if of_torch and is_ours and given.device is not None:
-        arguments["pin_memory"] = True  # as near as torch's own comes
+        arguments["pin_memory"] = True  # the nearest that torch's loader has
     arguments |= changes
     if arguments["num_workers"] == 0:
         useless = ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout")
@@ -160,7 +160,7 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
 
 
 def _sampling_of(loader: Any) -> dict[str, Any]:
-    """How a loader's batches are drawn, as its arguments said it."""
+    """Return the arguments that say how a loader's batches are drawn."""
     if loader.batch_sampler is None:
         return {"batch_size": None, **_order_of(loader)}
     if type(loader.batch_sampler) not in {BatchSampler, RolloverBatchSampler}:

@@ -1,8 +1,8 @@
-"""``shmloader tune``: find the best ``num_workers`` and ``prefetch_factor``, by climbing.
+"""``shmloader tune``: finds the best ``num_workers`` and ``prefetch_factor`` by hill climbing.
 
-From a first guess to whichever neighbour is faster, until none is. A setting is measured for as
-long as its speed is uncertain and it may still be the best; one that would not fit the memory is
-not tried. Workers are kept over epochs, so their start does not count.
+It goes from a first guess to a faster neighbour until there is none. A setting is measured as long
+as its speed is uncertain and it may still be the best. Settings that would not fit the memory are
+not tried. Workers persist over epochs, so their start does not count.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmloader.cli.measure import Run
-from shmloader.cli.progress import Progress
+from shmloader.cli.measure import Progress, Run
+from shmloader.cli.report.picture import find_matplotlib
 from shmloader.cli.target import UsageError, find, like, make_loader, takes_settings
 from shmloader.insight.snapshot import LoaderStats
 from shmloader.insight.text import size
@@ -24,34 +24,34 @@ from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pools.cores import usable_cores
 
 _ROOT = Path("/")
-# A setting has to be so much faster to be worth more workers, or more memory.
+# How much faster a setting with more workers, or more memory, has to be.
 _GAIN = 1.03
-# A speed is known well enough when its standard error is less than this share of it.
+# The largest standard error of a speed that is known well enough, as a share of the speed.
 _ERROR = 0.015
-# Standard errors between a speed and the best one that make it hopeless.
+# A speed is hopeless if it is this number of standard errors below the best one.
 _HOPELESS = 3.0
-# Spans of time that a speed is told from; each at least so long.
+# A speed is computed from spans of time of at least this length.
 _SPAN_S = 0.1
-_FEWEST_SPANS = 4
-_PREFETCH_LIMIT = 16
-# Of the free memory, what a setting may be expected to take.
+_MIN_SPANS = 4
+_MAX_PREFETCH = 16
+# The share of the free memory that a setting may be expected to take.
 _MEMORY_SHARE = 0.8
 
 
 class Setting(NamedTuple):
-    """What is tried."""
+    """The two arguments that are tuned."""
 
     num_workers: int
     prefetch_factor: int
 
     def arguments(self) -> dict[str, Any]:
-        """As a loader takes them."""
+        """Return the arguments for a loader."""
         if self.num_workers == 0:
             return {"num_workers": 0, "prefetch_factor": None}
         return {"num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor}
 
     def __str__(self) -> str:
-        """As Python has it."""
+        """Return the arguments as Python code."""
         if self.num_workers == 0:
             return "num_workers=0"
         return f"num_workers={self.num_workers}, prefetch_factor={self.prefetch_factor}"
@@ -59,13 +59,13 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was measured of a setting.
+    """The measured speed of a setting.
 
     Attributes:
-        rate: Batches a second, in steady state.
-        error: Its standard error.
-        batches: Batches that it was told from.
-        nbytes: Memory that its slots and workers took; 0 if not known.
+        rate: Batches per second, in steady state.
+        error: Standard error of the rate.
+        batches: Number of batches that it was computed from.
+        nbytes: Memory of its slots and workers in bytes; 0 if unknown.
     """
 
     rate: float
@@ -79,12 +79,12 @@ def climb(
     measure: Callable[[Setting, Speed | None], Speed],
     may_try: Callable[[Setting], bool],
 ) -> Iterator[tuple[Setting, Speed]]:
-    """Go to the better neighbour until there is none; gives the best so far after each measurement.
+    """Go to a better neighbour until there is none. Yields the best so far after each measurement.
 
     Args:
-        first: Where to begin.
-        measure: Measures a setting; told the best speed so far.
-        may_try: Whether a setting is within the limits.
+        first: The setting to begin with.
+        measure: Measures a setting. Gets the setting, and the best speed so far.
+        may_try: Returns whether a setting is within the limits.
     """
     known = {first: measure(first, None)}
     best = first
@@ -103,7 +103,7 @@ def climb(
 
 
 def _is_better(one: Setting, other: Setting, known: dict[Setting, Speed]) -> bool:
-    """Whether it is worth it: what takes less need not be faster."""
+    """Whether a setting is better than another. A smaller one need not be faster."""
     gain = _GAIN if one > other else 1 / _GAIN
     return known[one].rate > known[other].rate * gain
 
@@ -114,7 +114,7 @@ def _neighbours(here: Setting) -> Iterator[Setting]:
         if other >= 0:
             yield Setting(other, prefetch)
     if workers:
-        if prefetch * 2 <= _PREFETCH_LIMIT:
+        if prefetch * 2 <= _MAX_PREFETCH:
             yield Setting(workers, prefetch * 2)
         if prefetch > 1:
             yield Setting(workers, prefetch // 2)
@@ -125,27 +125,27 @@ def tune(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: If the arguments name no loader, or the plot cannot be drawn.
-        KeyboardInterrupt: After a Ctrl-C, and after the best setting so far.
+        KeyboardInterrupt: After a Ctrl-C, when the best setting so far is printed.
     """
     plot = None if options.plot is None else _plotter(options.plot)
     make = find(options.target)
     tuner = _Tuner(make, options)
-    found: tuple[Setting, Speed] | None = None
+    best: tuple[Setting, Speed] | None = None
     interrupted = None
     try:
         with Progress("tune", None, "settings") as progress:
-            for found in climb(tuner.first(), tuner.measure, tuner.may_try):
-                progress.step(f"best: {found[0]}, {found[1].rate:,.1f} batches/s")
+            for best in climb(tuner.first(), tuner.measure, tuner.may_try):
+                progress.step(f"best: {best[0]}, {best[1].rate:,.1f} batches/s")
     except KeyboardInterrupt as error:
         interrupted = error
-        so_far = "of what was measured so far:" if tuner.known else "nothing was measured yet"
+        so_far = "measured so far:" if tuner.known else "nothing was measured yet"
         print(f"interrupted; {so_far}")
     tuner.print_all()
-    if found is not None:
-        print(f"\nbest: {found[1].rate:,.1f} batches/s with\n")
-        print(f"DataLoader(..., {found[0]})")
+    if best is not None:
+        print(f"\nbest: {best[1].rate:,.1f} batches/s with\n")
+        print(f"DataLoader(..., {best[0]})")
         if plot is not None:
-            plot(tuner.known, found[0])
+            plot(tuner.known, best[0])
     if interrupted is not None:
         raise interrupted
 
@@ -156,7 +156,7 @@ class _Tuner:
     def __init__(self, make: Callable[..., Any], options: argparse.Namespace) -> None:
         self._make, self._name = make, options.target
         self._step_s = options.step_ms / 1e3
-        self._most_s = options.seconds
+        self._max_s = options.seconds
         self._cores = usable_cores(_ROOT)
         free = free_memory(_ROOT, control_groups(_ROOT))
         self._free_bytes = math.inf if free is None else free.nbytes * _MEMORY_SHARE
@@ -165,37 +165,39 @@ class _Tuner:
         self.known: dict[Setting, Speed] = {}
         if not self._takes_settings:
             self._given = make_loader(make, self._name)
-            like(self._given)  # or say at once why not
+            like(self._given)  # if this is not possible, fail at once
 
     def first(self) -> Setting:
-        """Half of the cores: the other half is for training."""
+        """Return the first setting: half of the cores, since training needs some."""
         return Setting(max(1, self._cores // 2), 2)
 
     def may_try(self, setting: Setting) -> bool:
-        """Whether there are cores and memory for it."""
+        """Whether there are enough cores and memory for a setting."""
         if setting.num_workers > self._cores:
             return False
-        most = max(self.known.items(), key=lambda item: item[1].nbytes, default=None)
-        if most is None or most[0].num_workers == 0:
+        largest = max(self.known.items(), key=lambda item: item[1].nbytes, default=None)
+        if largest is None or largest[0].num_workers == 0:
             return True
-        each = most[1].nbytes / most[0].num_workers / (1 + most[0].prefetch_factor)
+        each = largest[1].nbytes / largest[0].num_workers / (1 + largest[0].prefetch_factor)
         expected = each * setting.num_workers * (1 + setting.prefetch_factor)
         return expected <= self._free_bytes
 
     def measure(self, setting: Setting, best: Speed | None) -> Speed:
-        """Measure a setting for as long as needed."""
+        """Measure a setting as long as needed."""
         if self._takes_settings:
             loader = make_loader(self._make, self._name, **setting.arguments())
         else:
             is_persistent = {"persistent_workers": True} if setting.num_workers else {}
             loader = like(self._given, **setting.arguments(), **is_persistent)
         with Run(loader, self._step_s) as run:
-            spans = _Spans(self._most_s, best)
-            # The first window is of batches that were loaded while the workers started.
+            spans = _Spans(self._max_s, best)
+            # The batches of the first window were loaded while the workers started.
             skipped = setting.num_workers * setting.prefetch_factor
             batches = run.batches()
-            for _ in itertools.islice(_for_a_time(batches, self._most_s), skipped):
-                pass
+            until_s = time.monotonic() + self._max_s
+            for _ in itertools.islice(batches, skipped):
+                if time.monotonic() > until_s:
+                    break
             for elapsed_s in batches:
                 if spans.note(elapsed_s):
                     break
@@ -204,19 +206,10 @@ class _Tuner:
         return speed
 
     def print_all(self) -> None:
-        """Print what was measured."""
+        """Print all measurements."""
         for setting, speed in sorted(self.known.items()):
             memory = f", {size(speed.nbytes)}" if speed.nbytes else ""
             print(f"  {setting!s:<36}{speed.rate:>10,.1f} ± {speed.error:,.1f} batches/s{memory}")
-
-
-def _for_a_time(batches: Iterator[float], limit_s: float) -> Iterator[float]:
-    """Some of them; not for longer than this, but for the first."""
-    until_s = time.monotonic() + limit_s
-    for elapsed_s in batches:
-        yield elapsed_s
-        if time.monotonic() > until_s:
-            return
 
 
 def _memory_of(stats: LoaderStats) -> int:
@@ -224,22 +217,22 @@ def _memory_of(stats: LoaderStats) -> int:
 
 
 class _Spans:
-    """The speed of a loader, from one span of time to the next.
+    """Computes the speed of a loader from spans of time.
 
     Args:
-        most_s: After so long, what is known is enough.
+        max_s: Longest measurement in seconds.
         best: The best speed so far.
     """
 
-    def __init__(self, most_s: float, best: Speed | None) -> None:
-        self._most_s = most_s
+    def __init__(self, max_s: float, best: Speed | None) -> None:
+        self._max_s = max_s
         self._best = best
         self._rates: list[float] = []
         self._elapsed_s = self._span_s = 0.0
         self._batches = self._in_span = 0
 
     def note(self, elapsed_s: float) -> bool:
-        """Note a batch; whether enough is known."""
+        """Note the seconds that a batch took. Returns whether the measurement is over."""
         self._elapsed_s += elapsed_s
         self._span_s += elapsed_s
         self._in_span += 1
@@ -247,9 +240,9 @@ class _Spans:
         if self._span_s >= _SPAN_S:
             self._rates.append(self._in_span / self._span_s)
             self._span_s, self._in_span = 0.0, 0
-        if self._elapsed_s >= self._most_s:
+        if self._elapsed_s >= self._max_s:
             return True
-        if len(self._rates) < _FEWEST_SPANS:
+        if len(self._rates) < _MIN_SPANS:
             return False
         speed = self.speed()
         if speed.error < _ERROR * speed.rate:
@@ -260,7 +253,7 @@ class _Spans:
         return best.rate - speed.rate > _HOPELESS * math.hypot(best.error, speed.error)
 
     def speed(self, nbytes: int = 0) -> Speed:
-        """What is known."""
+        """Return the speed so far."""
         rates = self._rates
         rate = self._batches / self._elapsed_s if self._elapsed_s else 0.0
         error = rate
@@ -270,30 +263,27 @@ class _Spans:
 
 
 def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
-    """Draws the curve; made before anything is measured, so that what lacks is told at once.
+    """Return a function that draws the speeds.
+
+    Called before anything is measured, so that errors come at once.
 
     Raises:
         UsageError: If it cannot be drawn, or not be written there.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-        from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'shmloader[report]'") from error
-    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    figure = find_matplotlib("--plot")(figsize=(7, 4.2), dpi=150, layout="constrained")
     if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise UsageError(f"--plot: {path.name!r} names no kind of picture, such as .png or .svg")
+        raise UsageError(f"--plot: {path.name!r} has no suffix of a picture, such as .png or .svg")
     if not path.parent.is_dir():
         raise UsageError(f"--plot: there is no directory {str(path.parent)!r}")
 
     def plot(known: dict[Setting, Speed], best: Setting) -> None:
         axes = figure.add_subplot()
         for prefetch in sorted({setting.prefetch_factor for setting in known}):
-            of_it = sorted(item for item in known.items() if item[0].prefetch_factor == prefetch)
+            curve = sorted(item for item in known.items() if item[0].prefetch_factor == prefetch)
             axes.errorbar(
-                [setting.num_workers for setting, _ in of_it],
-                [speed.rate for _, speed in of_it],
-                [speed.error for _, speed in of_it],
+                [setting.num_workers for setting, _ in curve],
+                [speed.rate for _, speed in curve],
+                [speed.error for _, speed in curve],
                 marker="o",
                 capsize=3,
                 label=f"prefetch_factor={prefetch}",
@@ -309,10 +299,10 @@ def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
         )
         axes.set(xlabel="num_workers", ylabel="batches/s", title="shmloader tune")
         axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path)
-        print(f"\nthe curve: {path}")
+        print(f"\nplot: {path}")
 
     return plot

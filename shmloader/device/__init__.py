@@ -1,1 +1,8 @@
-"""What happens to a batch between the engine and the user."""
+"""What happens to a batch between the engine and the user: pinning, or copying to a device.
+
+Modules: ``stage`` (what a stage is), ``pin`` and ``device`` (the stages), ``thread`` (the thread
+that runs the engine and a stage), ``staged_engine`` (its results, on the user's thread),
+``exchange`` (what the two threads pass to each other), ``backend`` and ``drivers`` (a device, by
+torch's functions and by those that torch lacks), ``page_locks`` (slots that a device reads), and
+``structure`` (walks a batch).
+"""

@@ -1,7 +1,7 @@
-"""A device that batches are copied to, through torch's interface for all accelerators.
+"""Devices that batches are copied to, through torch's interface for all accelerators.
 
 There is one backend for each loader and device. Its stream is made once, because torch's allocator
-keeps device memory for the stream that first used it. The device is not initialized before the
+keeps device memory for the stream that first used it. Nothing here initializes a device before the
 loader's thread starts, so that the workers of the first epoch can be forked.
 """
 
@@ -15,6 +15,85 @@ import torch
 
 from shmloader.device.drivers import Driver, open_driver, relaxed_capture
 from shmloader.interruptions import Suppressed, is_interruption
+
+
+def parse_device(value: object) -> torch.device | None:
+    """Check the ``device`` argument.
+
+    Args:
+        value: None, a str such as ``"cuda:0"``, an index, or a ``torch.device``.
+
+    Returns:
+        The device, with its index if its kind can have several; None for the CPU.
+
+    Raises:
+        TypeError: If the value is of another type.
+        ValueError: If torch knows no such device.
+        RuntimeError: If this machine, or this build of torch, does not have the device.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
+        raise TypeError(
+            "device should be a device such as 'cuda:0', an index or a torch.device, "
+            f"but got device={value!r}"
+        )
+    if isinstance(value, int):
+        kind = _accelerator_kind()
+        if kind is None or torch.accelerator.device_count() == 0:
+            raise RuntimeError(
+                f"device={value} asks for an accelerator, and torch finds none on this machine"
+            )
+        value = f"{kind}:{value}"
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device should name a device that torch knows, but got device={value!r}: {error}"
+        ) from None
+    if device.type == "cpu":
+        return None
+    _check_present(device)
+    index: int | None = device.index
+    if index is None and device.type != "mps":
+        return torch.device(device.type, current_index(device.type))
+    return device
+
+
+def current_index(kind: str) -> int:
+    """Return the index of the calling thread's current device of a kind."""
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", lambda: True)
+    if not is_initialized():
+        return 0  # selecting another device initializes it
+    return torch.accelerator.current_device_index()
+
+
+def _accelerator_kind() -> str | None:
+    # Not is_available(), which calls CUDA's driver.
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
+
+
+def _check_present(device: torch.device) -> None:
+    kind, plural = device.type, f"{device.type} devices"
+    if kind == "cuda":
+        if not torch.backends.cuda.is_built():
+            raise RuntimeError(
+                f"device='{device}' needs CUDA, and this torch ({torch.__version__}) was built "
+                "without it"
+            )
+        # Not is_available(), which calls the driver.
+        count, plural = torch.cuda.device_count(), "GPUs"
+        if count == 0:
+            raise RuntimeError(
+                f"device='{device}' needs CUDA, and torch finds no usable GPU or driver here"
+            )
+    else:
+        count = torch.accelerator.device_count() if kind == _accelerator_kind() else 0
+        if count == 0:
+            raise RuntimeError(f"device='{device}' does not exist: torch finds no {kind} device")
+    if (device.index or 0) >= count:
+        raise RuntimeError(f"device='{device}' does not exist: this machine has {count} {plural}")
 
 
 class Event(Protocol):
@@ -41,10 +120,7 @@ class Backend:
     Attributes:
         device: The device, with its index.
         can_pin: Whether torch has pinned memory for its kind.
-        is_lost: Whether the device has reported an error that lasts.
-
-    Args:
-        device: See above.
+        is_lost: Whether the device has reported a permanent error.
     """
 
     can_pin = True
@@ -53,11 +129,11 @@ class Backend:
         self.device = device
         self.is_lost = False
         self._driver: Driver | None = None
-        # The first is our stream; a list, since two threads may make it at the same time.
+        # The first one is the loader's stream. A list, because two threads may make it at once.
         self._streams: list[Any] = []
         self._numbers = itertools.count()
-        # Events of the user's streams, for each batch that was handed over, oldest first. The
-        # user's threads put them there. They outlive an epoch, which may be short.
+        # For each batch that was handed over, oldest first: events of the user's streams. The
+        # user's threads add them. They are kept beyond the end of an epoch, which may be short.
         self._handed_over: dict[int, list[Event]] = {}
         self._new_stream: Callable[[torch.device], Any] = torch.Stream
         self._new_event: Callable[[torch.device], Any] = functools.partial(
@@ -65,7 +141,7 @@ class Backend:
         )
         self._current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
         if device.type == "cuda":
-            # Waiting for a torch.Event keeps a core busy, which the workers need.
+            # Waiting for a torch.Event would keep a core busy that the workers need.
             self._new_stream = torch.cuda.Stream
             self._new_event = lambda _: torch.cuda.Event(blocking=True)
             self._current_stream = torch.cuda.current_stream
@@ -74,7 +150,7 @@ class Backend:
         """Return the driver for this kind of device, or None if there is no known one.
 
         Raises:
-            OSError: If its library is not there.
+            OSError: If its library is missing.
             AttributeError: If the library lacks a function.
         """
         if self._driver is None:
@@ -83,14 +159,14 @@ class Backend:
 
     @property
     def stream(self) -> Any:
-        """The loader's stream. The first call makes it, and initializes the device."""
+        """The loader's stream. The first access makes it, and initializes the device."""
         if not self._streams:
             self._streams.append(self._new_stream(self.device))
         return self._streams[0]
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, the calling thread may call the driver, also while a graph is captured."""
+        """Let the calling thread call the driver in the block, even while a graph is captured."""
         try:
             driver = self.driver()
         except (OSError, AttributeError) as error:
@@ -109,22 +185,22 @@ class Backend:
             yield
 
     def enter(self) -> None:
-        """Make the loader's stream the current one of the calling thread, a thread of its own."""
+        """Make the loader's stream the current one of the calling thread."""
         torch.accelerator.set_stream(self.stream)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device, on the calling thread's current stream.
 
-        The copy reads the tensor's memory after this has returned, where that is page-locked.
+        If the tensor's memory is page-locked, the copy may read it after this method has returned.
         """
         return tensor.to(self.device, non_blocking=True)
 
     def move(self, batch: Any) -> Any:
-        """Copy an object to the device, by its own ``to``."""
+        """Copy an object to the device with its own ``to``."""
         return move_to(batch, self.device)
 
     def number(self) -> int:
-        """Return the number of a new batch."""
+        """Return a number for a new batch."""
         return next(self._numbers)
 
     def record(self) -> Event:
@@ -135,8 +211,8 @@ class Backend:
         """Record what the calling thread has enqueued for a batch.
 
         Returns:
-            An event of the thread's current stream, for each device that the batch has tensors on,
-            and for the loader's device.
+            For the loader's device, and each device that the batch has tensors on: an event of the
+            thread's current stream.
         """
         devices = dict.fromkeys([self.device, *(tensor.device for tensor in tensors)])
         return {device: self._record(device, self._current_stream(device)) for device in devices}
@@ -152,9 +228,10 @@ class Backend:
         """Let the calling thread's current streams use a batch.
 
         Args:
-            events: When the batch is ready, for each device that it has tensors on.
-            tensors: One tensor of each of its storages.
-            number: The batch's. It may be handed over several times, to one thread after the other.
+            events: For each device that the batch has tensors on, the event when it is ready.
+            tensors: One tensor of each of the batch's storages.
+            number: The batch's number. A batch may be handed over several times, from one thread
+                to the next.
         """
         streams = {device: self._current_stream(device) for device in events}
         for device, event in events.items():
@@ -165,19 +242,19 @@ class Backend:
             self._record(device, stream) for device, stream in streams.items()
         ]
 
-    def wait_for_user(self, most: int) -> None:
+    def wait_for_user(self, newest: int) -> None:
         """Wait until the user's work on earlier batches is done.
 
         Args:
-            most: The number of batches, of those handed over last, that are not waited for.
+            newest: How many of the batches handed over last are not waited for.
         """
-        while len(self._handed_over) > most:
+        while len(self._handed_over) > newest:
             oldest = next(iter(self._handed_over.copy()))
             for event in self._handed_over.pop(oldest, ()):
                 event.synchronize()
 
     def check(self) -> bool:
-        """Wait for all copies. Returns whether the device still works."""
+        """Wait for all copies. Returns False if the device has reported a permanent error."""
         if self._streams:
             with self.ready():
                 try:
@@ -185,34 +262,34 @@ class Backend:
                 except Exception as error:
                     if is_interruption(error):
                         raise
-                    self.is_lost = True  # whatever a kind of device raises
+                    self.is_lost = True  # the type of the error depends on the kind of device
         return not self.is_lost
 
 
 class BlockingBackend(Backend):
-    """A device whose kind offers no streams (MPS). Each copy waits until it is done."""
+    """A device of a kind without streams (MPS). Each copy waits until it is done."""
 
     can_pin = False
 
     def enter(self) -> None:
-        """Do nothing: there is one stream."""
+        """Do nothing: there is only one stream."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device."""
         return tensor.to(self.device)
 
     def record(self) -> Event:
-        """Return an event that is complete."""
+        """Return a complete event."""
         return _Done()
 
-    def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:  # noqa: ARG002 - as a backend's
-        """Return nothing: there is nothing to wait for."""
+    def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:  # noqa: ARG002 - the base's signature
+        """Return no events: there is nothing to wait for."""
         return {}
 
     def hand_over(
         self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
     ) -> None:
-        """Do nothing: the batch is ready, and was made on the current stream."""
+        """Do nothing: the batch is ready."""
 
 
 class _Done:

@@ -1,37 +1,63 @@
-"""Copies batches from their slots to a device, ahead of the user.
+"""Stages that copy batches from their slots to one or several devices, ahead of the user.
 
-The copy is asynchronous: it reads the slot after the call has returned. So each batch's views of
-its slot are held here until the event after its copy is over; when they are dropped, the lease
-dies, and the slot may be filled again. The user is never handed a view of such a slot: a copy of
-the user's own would be one of which nobody knows when it is done. Objects of types that we cannot
-look into are copied to memory of their own first, and so are arrays.
+A copy is asynchronous: it reads the slot after the call has returned. So each batch's views of its
+slot are held here until the event after its copy; when they are dropped, the lease dies, and the
+slot may be filled again. The user never gets a view of such a slot, because nothing would tell us
+when a copy of the user's own is done. So arrays, and objects of unknown types, are copied to
+ordinary memory first.
 
-How a tensor gets there:
+How a tensor gets to the device:
     * A large tensor in a page-locked slot is copied from the slot.
     * All small tensors of a batch are put into one block of torch's pinned memory, and cross in one
-      copy. On the device, each is a part of that block.
+      copy. On the device, each of them is a piece of that block.
     * Any other tensor is copied to torch's pinned memory first.
 """
 
 import collections
+import contextlib
 import copy
+import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from shmloader.device.backend import Backend, Event
+from shmloader.device.backend import Backend, Event, open_backend
 from shmloader.device.drivers import relax_this_thread
-from shmloader.device.exchange import StageBrokenError
 from shmloader.device.page_locks import PageLocks
-from shmloader.device.pin import is_small, parts_of, pin_together
-from shmloader.device.structure import map_tensors, tensors_in, tensors_of
+from shmloader.device.pin import is_small, pin_block, split_block
+from shmloader.device.stage import Stage, StageBrokenError
+from shmloader.device.structure import all_tensors, map_tensors, mapped_tensors
 from shmloader.probing import probe
 
-# When a batch is copied to the device, the user's work on all batches but these last ones is done:
-# the one that the user is taking now, and the one in use.
-_MOST_IN_WORK = 2
+# Before a further batch is copied to the device, the user's work on all batches but the last two is
+# waited for: one that the user is taking, and one in use.
+_BATCHES_IN_USE = 2
+
+
+class Destination:
+    """The devices that a loader's batches go to. All iterators of a loader share it.
+
+    Attributes:
+        backends: One for each device; None for the CPU.
+        locks: The page locks of slots, for all devices.
+
+    Args:
+        devices: Results of :func:`~shmloader.device.backend.parse_device`, of which at least one is
+            not the CPU.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | None]) -> None:
+        backends = {device: open_backend(device) for device in devices if device is not None}
+        self.backends = [None if device is None else backends[device] for device in devices]
+        self.locks = PageLocks(list(backends.values()))
+        self._devices = tuple(devices)
+        self._pid = os.getpid()
+
+    def is_of(self, devices: Sequence[torch.device | None]) -> bool:
+        """Whether it is for these devices, and was made by this process."""
+        return self._devices == tuple(devices) and self._pid == os.getpid()
 
 
 class OnDevice(NamedTuple):
@@ -39,9 +65,9 @@ class OnDevice(NamedTuple):
 
     Attributes:
         batch: The batch.
-        tensors: One tensor of each storage.
-        events: When it is ready, for each device that it has tensors on.
-        number: The batch's number among those of its backend.
+        tensors: One tensor of each of its storages.
+        events: For each device that it has tensors on, the event when it is ready.
+        number: Its number among the batches of its backend.
     """
 
     batch: Any
@@ -50,18 +76,14 @@ class OnDevice(NamedTuple):
     number: int
 
 
-class DeviceStage:
-    """Copies each batch to a device, on a thread.
-
-    Attributes:
-        ahead: Batches that may be ready and not taken.
-        name: Of the thread.
+class DeviceStage(Stage):
+    """Copies each batch to a device.
 
     Args:
         backend: The device.
         locks: The page locks of the slots.
-        ahead: See above; at least 1.
-        transform: Called with each batch on the device, on the thread and its stream.
+        ahead: Batches that may be ready and not yet taken; at least 1.
+        transform: Called with each batch on the device, on the stage's thread and its stream.
     """
 
     name = "shmloader_device"
@@ -74,108 +96,106 @@ class DeviceStage:
         ahead: int,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.ahead: int | None = ahead
+        self.ahead = ahead
         self._backend = backend
         self._locks = locks
         self._transform = transform
-        # What is being copied, oldest first: the batch's views of its slot, until the event. With
-        # the tensors themselves, since a container of the user's may be changed while it is mapped.
+        # Copies under way, oldest first: the event after each, and the batch's views of its slot.
+        # With the tensors themselves, because a user's container may change while it is mapped.
         self._reading: collections.deque[tuple[Event, object]] = collections.deque()
-        self._most_reading = ahead + 1
+        self._max_reading = ahead + 1
 
     def start(self) -> None:
-        """Begin, on the thread."""
+        """Prepare the stage's thread. Called on it."""
         torch.multiprocessing._set_thread_name(self.name[:15])
         torch.set_num_threads(1)
-        # Once before, because the stream may be made while a graph is captured, and once after,
-        # because the first call has no effect if the device was not initialized yet.
+        # Before, because the stream may be made while a graph is captured; and after, because the
+        # first call has no effect if the device was not initialized yet.
         relax_this_thread(self._backend.device.type)
         self._backend.enter()
         relax_this_thread(self._backend.device.type)
 
     def run(self, batch: object) -> OnDevice:
-        """Start the batch's copy; returns at once where its memory is page-locked or pinned.
+        """Start a batch's copy. Does not wait for it if its memory is page-locked or pinned.
 
         Raises:
-            StageBrokenError: If the device has failed for good.
+            StageBrokenError: If the device has reported a permanent error.
         """
         try:
             return self._run(batch)
         except Exception as error:
-            del batch  # a traceback keeps this frame, which must not keep the slot
+            del batch  # the traceback pins this frame, which must not pin the slot
             self._raise_if_lost(error)
-            traceback.clear_frames(error.__traceback__)  # likewise
+            traceback.clear_frames(error.__traceback__)  # for the same reason
             raise
 
     def _run(self, batch: object) -> OnDevice:
-        self._wait_for_turn()
+        self._wait_for_space()
         self._backend.enter()
-        held = (batch, list(tensors_of(batch)))
+        held = (batch, all_tensors(batch))
         try:
             copied = self._copy(batch)
         finally:
-            # Even where a part failed: others may be under way.
+            # Even if the copy of one tensor failed: others may be under way.
             event = self._backend.record()
             self._reading.append((event, held))
             del batch, held  # as above
         if self._transform is None:
             events = {self._backend.device: event}
             return OnDevice(copied, list(self._storages(copied)), events, self._backend.number())
-        return self._made(self._transform(copied), self._backend.number())
+        return self._recorded(self._transform(copied), self._backend.number())
 
-    def _made(self, batch: Any, number: int) -> OnDevice:
-        """A batch that was computed on the calling thread's current streams."""
+    def _recorded(self, batch: Any, number: int) -> OnDevice:
+        """Return a batch that was computed on the calling thread's current streams."""
         tensors = list(self._storages(batch))
         return OnDevice(batch, tensors, self._backend.record_all(tensors), number)
 
-    def depart(self, value: Any, came: OnDevice | None) -> OnDevice | None:
+    def record(self, value: Any, source: OnDevice | None) -> OnDevice | None:
         """Record what a pipeline's op has computed, so that it can be handed over. On any thread.
 
         Args:
             value: The op's result.
-            came: What it was computed from, if that was on the device.
+            source: What it was computed from, if that was on the device.
 
         Returns:
             The result, for :meth:`hand_over`; None if it is not on the device.
 
         Raises:
-            StageBrokenError: If the device has failed for good.
+            StageBrokenError: If the device has reported a permanent error.
         """
-        if not any(True for _ in self._storages(value)):
+        if next(self._storages(value), None) is None:
             return None
-        number = self._backend.number() if came is None else came.number
+        number = self._backend.number() if source is None else source.number
         try:
-            return self._made(value, number)
+            return self._recorded(value, number)
         except Exception as error:
             self._raise_if_lost(error)
             raise
 
-    def _wait_for_turn(self) -> None:
-        """Wait until there is room for one more batch, in the slots and on the device."""
+    def _wait_for_space(self) -> None:
+        """Wait until one more batch may be read from its slot, and put on the device."""
         reading = self._reading
         while reading and reading[0][0].query():
             reading.popleft()
-        while len(reading) >= self._most_reading:
+        while len(reading) >= self._max_reading:
             reading[0][0].synchronize()
             reading.popleft()
         # Without this, batches pile up on the device if the training loop never waits for it.
-        self._backend.wait_for_user(_MOST_IN_WORK)
+        self._backend.wait_for_user(_BATCHES_IN_USE)
 
     def _copy(self, batch: object) -> Any:
-        small = []
+        small: list[torch.Tensor] = []
         if self._backend.can_pin:
-            small = [tensor for tensor in tensors_in(batch) if is_small(tensor)]
-        together = self._copy_together(small) if small else iter(())
-        there = {id(tensor) for tensor in small}
+            small = [tensor for tensor in mapped_tensors(batch) if is_small(tensor)]
+        copies: Iterator[torch.Tensor] = iter(())
+        if small:
+            copies = split_block(self._backend.copy(pin_block(small)), small)
+        small_ids = {id(tensor) for tensor in small}
 
         def copy_one(tensor: torch.Tensor) -> torch.Tensor:
-            return next(together) if id(tensor) in there else self._copy_alone(tensor)
+            return next(copies) if id(tensor) in small_ids else self._copy_alone(tensor)
 
-        return map_tensors(copy_one, batch, self._copy_other)
-
-    def _copy_together(self, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Copies of small tensors, all by one; parts of one block."""
-        return parts_of(self._backend.copy(pin_together(tensors)), tensors)
+        return map_tensors(copy_one, batch, self._copy_object)
 
     def _copy_alone(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._backend.can_pin and tensor.is_cpu and tensor.layout is torch.strided:
@@ -187,27 +207,27 @@ class DeviceStage:
             tensor = tensor.pin_memory()
         return self._backend.copy(tensor)
 
-    def _copy_other(self, part: Any) -> Any:
-        """Of what is no tensor, nor holds any that we know of."""
-        own = copy.deepcopy(part)
+    def _copy_object(self, value: Any) -> Any:
+        """Copy an object that is neither a tensor nor a known container."""
+        own = copy.deepcopy(value)
         return self._backend.move(own) if callable(probe(own, "to")) else own
 
     def _storages(self, batch: Any) -> Iterator[torch.Tensor]:
-        """One tensor of each storage that a batch has on devices of this kind."""
+        """Yield one tensor of each storage that a batch has on devices of this kind."""
         seen = set()
-        for tensor in tensors_of(batch):
-            for part in _parts(tensor):
-                if part.device.type == self._backend.device.type and part.nbytes:
-                    storage = (part.device, part.untyped_storage().data_ptr())
+        for tensor in all_tensors(batch):
+            for plain in _plain_tensors(tensor):
+                if plain.device.type == self._backend.device.type and plain.nbytes:
+                    storage = (plain.device, plain.untyped_storage().data_ptr())
                     if storage not in seen:
                         seen.add(storage)
-                        yield part
+                        yield plain
 
     def hand_over(self, result: OnDevice) -> object:
-        """Give the batch to the user, whose current stream waits for it.
+        """Return the batch, after having the calling thread's current stream wait for it.
 
         Raises:
-            StageBrokenError: If the device has failed for good.
+            StageBrokenError: If the device has reported a permanent error.
         """
         try:
             self._backend.hand_over(result.events, result.tensors, result.number)
@@ -219,32 +239,102 @@ class DeviceStage:
     def _raise_if_lost(self, error: Exception) -> None:
         if self._backend.check():
             return
-        traceback.clear_frames(error.__traceback__)  # they may hold the slot
+        traceback.clear_frames(error.__traceback__)  # they may pin the slot
         raise StageBrokenError(
-            f"{self._backend.device} takes no more batches, since it reports an error that lasts: "
+            f"{self._backend.device} takes no more batches, since it reports a permanent error: "
             f"{error}"
         ) from error
 
     def close(self) -> None:
-        """Wait for the copies under way, and let go of their slots. Raises nothing."""
+        """Wait for the copies under way, and release their slots. Raises nothing."""
         if self._reading:
             self._backend.check()
             self._reading.clear()
 
 
+class HostStage(Stage):
+    """Copies batches for the CPU out of slots that a device may read as well.
+
+    It runs within a :class:`DevicesStage`, whose thread and statistics have a name.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
+        self._transform = transform
+
+    def run(self, batch: Any) -> Any:
+        """Copy a batch."""
+        copied = map_tensors(torch.clone, batch, copy.deepcopy)
+        return copied if self._transform is None else self._transform(copied)
+
+
+class DevicesStage(Stage):
+    """Copies batch i of each step to device i, each with a stream of its own.
+
+    Args:
+        backends: The devices; None for the CPU.
+        locks: The page locks of the slots.
+        ahead: Steps that may be ready and not yet taken; at least 1.
+        transform: Called with each batch on its device, on the stage's thread and the device's
+            stream.
+    """
+
+    name = DeviceStage.name
+    kind = DeviceStage.kind
+
+    def __init__(
+        self,
+        backends: Sequence[Backend | None],
+        locks: PageLocks,
+        ahead: int,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.ahead = ahead
+        self._stages: list[Stage] = [
+            HostStage(transform)
+            if backend is None
+            else DeviceStage(backend, locks, ahead, transform)
+            for backend in backends
+        ]
+
+    def start(self) -> None:
+        """Prepare the stage's thread. Called on it."""
+        for stage in self._stages:
+            stage.start()
+
+    def run(self, batch: Any) -> list[Any]:
+        """Start the copies of a step: a list of at most as many batches as there are devices."""
+        results, one = [], None
+        try:
+            for stage, one in zip(self._stages, batch, strict=False):
+                results.append(stage.run(one))
+        finally:
+            del batch, one  # a traceback pins this frame, which must not pin the slot
+        return results
+
+    def hand_over(self, result: list[Any]) -> object:
+        """Return the batches; the current stream on each device waits for the device's batch."""
+        return [stage.hand_over(batch) for stage, batch in zip(self._stages, result, strict=False)]
+
+    def close(self) -> None:
+        """Wait for the copies under way, and release their slots."""
+        with contextlib.ExitStack() as stack:  # a failing `close` does not prevent the others
+            for stage in self._stages:
+                stack.callback(stage.close)
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one piece of memory without gaps, in whatever order of dimensions."""
+    """Whether a tensor covers one range of memory without gaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold a tensor's memory: itself, unless it is made of others."""
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold a tensor's memory: itself, unless it is made of others."""
     if hasattr(tensor, "__tensor_flatten__"):
         names = tensor.__tensor_flatten__()[0]
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+        return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:

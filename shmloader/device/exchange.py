@@ -1,7 +1,7 @@
-"""What passes between the user's thread and the one that runs the engine.
+"""What the user's thread and the engine's thread pass to each other.
 
-Holds no lock of Python's own while it is used, since the garbage collector may end an iterator
-anywhere: on either thread, even inside of these lines.
+Uses none of Python's own locks, because the garbage collector may end an iterator anywhere: on
+either thread, even inside of these lines.
 """
 
 import collections
@@ -17,12 +17,13 @@ from shmloader.threads.wakeup import Wakeup
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the stage has made of a batch.
+    """A batch that the stage has processed.
 
     Attributes:
-        result: It.
-        delivery: The batch's.
-        staged: The stage's part in the statistics, and when it began and ended with the batch.
+        result: What the stage's ``run`` returned.
+        delivery: The batch's delivery.
+        staged: The stage's name in the statistics, and when it began and ended with the batch, in
+            nanoseconds on the clock of ``time.monotonic_ns()``.
     """
 
     result: Any
@@ -35,9 +36,9 @@ class Raised:
     """An exception for the user.
 
     Attributes:
-        error: It.
+        error: The exception.
         is_last: Whether nothing comes after it.
-        delivery: Of the batch in whose place it is raised.
+        delivery: The delivery of the batch in whose place it is raised, if there is one.
     """
 
     error: BaseException
@@ -45,18 +46,14 @@ class Raised:
     delivery: Delivery | None = None
 
 
-class StageBrokenError(RuntimeError):
-    """The stage can handle no further batch, so the iterator ends."""
-
-
 class Request(enum.Enum):
-    """A request of the engine's thread that it does not wait for."""
+    """A request of the engine's thread, which does not wait for the answer."""
 
     TICKET = enum.auto()
 
 
-class Call:
-    """Something that the user's thread does for the engine's, which waits."""
+class UserThreadCall:
+    """A function that the user's thread calls for the engine's thread, which waits."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -64,7 +61,7 @@ class Call:
         self.over = Wakeup()
 
     def make(self) -> None:
-        """Do it, on the user's thread."""
+        """Call the function. On the user's thread."""
         try:
             self._function()
         except BaseException as error:  # noqa: BLE001 - handed on to the thread that asked
@@ -72,7 +69,7 @@ class Call:
         self.over.set()
 
     def raise_error(self) -> None:
-        """Raise what it raised; once, since the traceback holds us."""
+        """Raise what the function raised. Only once: the traceback pins this object."""
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -81,7 +78,7 @@ class Call:
                 del error
 
 
-Result = Ready | Raised | Request | Call
+Result = Ready | Raised | Request | UserThreadCall
 
 
 class Results:
@@ -97,16 +94,16 @@ class Results:
         self._wakeup.set()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for an item. May return early, for an item that was taken before."""
+        """Wait for an item. May return early, when an item was put and taken before."""
         self._wakeup.wait(timeout_s)
 
     @property
     def first(self) -> Result | None:
-        """The first item, or None. It stays in the queue, so an interruption loses nothing."""
+        """The first item, or None. It stays in the queue, so that an interruption loses nothing."""
         items = self._items
         try:
             return items[0] if items else None
-        except IndexError:  # cleared, meanwhile
+        except IndexError:  # the queue was cleared meanwhile
             return None
 
     def drop_first(self) -> None:
@@ -128,33 +125,33 @@ class Results:
 
 
 class Semaphore:
-    """Counts the results that may be ready and not taken.
+    """Counts how many further results may be ready and not yet taken.
 
-    ``threading.Semaphore`` takes a lock, which a release by the garbage collector may find held by
-    the very thread that it interrupts.
+    ``threading.Semaphore`` takes a lock to be released. The garbage collector may release it on the
+    very thread that holds this lock.
     """
 
     def __init__(self, count: int) -> None:
-        self._places = collections.deque([None] * count)
+        self._free = collections.deque([None] * count)
         self._wakeup = Wakeup()
 
     def is_available(self) -> bool:
         """Whether :meth:`acquire` would return at once."""
-        return bool(self._places)
+        return bool(self._free)
 
     def try_acquire(self) -> bool:
-        """Acquire without waiting. Returns whether that was possible."""
-        if not self._places:
+        """Acquire it if that needs no wait. Returns whether it was acquired."""
+        if not self._free:
             return False
-        self._places.pop()
+        self._free.pop()
         return True
 
     def acquire(self) -> None:
-        """Wait until it can be acquired."""
+        """Acquire it, and wait until that is possible."""
         while not self.try_acquire():
             self._wakeup.wait()
 
     def release(self) -> None:
-        """Release it once. Called from any thread."""
-        self._places.append(None)
+        """Release it. Called from any thread."""
+        self._free.append(None)
         self._wakeup.set()

@@ -3,11 +3,11 @@
 Guarantees:
     * Only pages that were admitted before are locked (:mod:`shmloader.pools.arena` counts them),
       so locking takes no further memory.
-    * Locked pages are neither given back to the system nor unmapped. A device would go on reading
-      the old pages.
+    * Locked pages are neither given back to the system nor unmapped. A device would continue to
+      read the old pages.
     * A slot is unlocked only when no device reads it.
-    * What is locked is noted before it is, and forgotten after it was unlocked. So an interruption
-      leaves a note too many at most, and unlocking is tried again.
+    * A lock is noted before locking, and the note is removed after unlocking. So an interruption
+      leaves at most a note without a lock, and unlocking is tried again.
 """
 
 import contextlib
@@ -37,25 +37,25 @@ class PageLocks:
         self._backends = backends
         self._is_refused = False
         self._pid = os.getpid()
-        # Bytes that are locked, by the slot's address.
+        # Locked bytes, by the slot's address.
         self._locked: dict[int, int] = {}
-        # Addresses of slots that are about to be unlocked: no further copy may read them. Changed
-        # while no copy begins.
+        # Addresses of slots that are about to be unlocked, and that no further copy may read.
+        # Changed only under the lock that is held while a copy begins.
         self._leaving: set[int] = set()
         self._reading = threading.Lock()
 
     def locked_bytes(self, slot: Slot) -> int:
-        """Bytes from a slot's start that are locked."""
+        """Return how many bytes from a slot's start are locked."""
         return self._locked.get(slot.address, 0)
 
     def lock(self, slot: Slot, nbytes: int) -> None:
-        """Page-lock a slot's first ``nbytes``. No device reads the slot at this moment.
+        """Page-lock a slot's first bytes.
 
-        If locking is refused, it warns once and locks nothing from then on.
+        If the driver refuses, this warns once, and locks nothing from then on.
 
         Args:
-            slot: The slot.
-            nbytes: Bytes from its start that have pages.
+            slot: The slot, which no device reads at this moment.
+            nbytes: Number of bytes from its start, all of which have pages.
         """
         if self._is_refused or self.locked_bytes(slot) >= nbytes:
             return
@@ -76,7 +76,7 @@ class PageLocks:
             self._refuse(f"page-locking {wanted} bytes was refused: {refusal}")
 
     def _lock(self, driver: Driver, address: int, nbytes: int) -> str:
-        """Lock; returns the reason if it is refused, else an empty string."""
+        """Lock. Returns why it was refused, or an empty string."""
         if not driver.has_context():
             return "the thread has no context"
         if address in self._locked:
@@ -103,8 +103,8 @@ class PageLocks:
         assert driver is not None
         with self._backends[0].ready():
             error = driver.unregister(slot.address)
-        # A lost device reads nothing any more, so its registrations do no harm. One that works
-        # would take what is mapped at these addresses next for registered memory.
+        # A lost device reads nothing any more, so its registrations do no harm. A working one would
+        # take whatever is mapped at these addresses next for registered memory.
         if error and any(backend.check() for backend in self._backends):
             return False
         del self._locked[slot.address]
@@ -113,8 +113,8 @@ class PageLocks:
 
     def keep(self, slot: Slot) -> None:
         """Keep a slot that cannot be unlocked, for as long as the process lives."""
-        # Kept until the process ends: if the slot were unmapped, its addresses could be reused for
-        # other memory, and the device would read the old pages instead of it.
+        # If the slot were unmapped, its addresses could be reused for other memory, and the device
+        # would read the old pages instead.
         PROCESS.locked_for_good.append(slot)
         warnings.warn(
             f"{self._locked[slot.address]} bytes of shared memory stay page-locked and mapped "
@@ -137,10 +137,15 @@ class PageLocks:
 
     @contextlib.contextmanager
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
-        """Whether a device may read a CPU tensor's memory directly, as long as one is inside.
+        """Keep a tensor's memory locked in the block, if it is.
 
-        So a copy that is begun inside is waited for before the memory is unlocked. The tensor has
-        no gaps.
+        A copy that begins in the block is waited for before the memory is unlocked.
+
+        Args:
+            tensor: A CPU tensor without gaps.
+
+        Yields:
+            Whether a device may read the memory directly.
         """
         with self._reading:
             yield self.cover(tensor)
@@ -158,7 +163,7 @@ class PageLocks:
         self._is_refused = True
         warnings.warn(
             f"shmloader copies batches to {self._backends[0].device} by way of pinned memory, "
-            f"since its own cannot be page-locked ({why})",
+            f"since its shared memory cannot be page-locked ({why})",
             RuntimeWarning,
             stacklevel=2,
         )

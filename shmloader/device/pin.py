@@ -1,9 +1,9 @@
-"""Page-locked copies for a faster way to the GPU.
+"""Page-locked copies of batches, which a GPU reads faster.
 
-A copy, not a view of the slot: torch's allocator knows when the GPU has read memory of its own,
-and no other. What a batch's parts become, and which objects pin themselves, is torch's to say, but
-for tensors in lists, tuples and dicts: there all small fields of a batch share one page-locked
-block, since each allocation has its price.
+A copy, not a view of the slot: torch's allocator knows when the GPU has read memory of its own, but
+not when it has read other memory. torch decides what each value in a batch becomes, and which
+objects pin themselves, with one exception: all small tensors in lists, tuples and dicts share one
+page-locked block, because each allocation is expensive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from shmloader.device.drivers import relax_this_thread
+from shmloader.device.stage import Stage
 from shmloader.memory.flat import COPY_OUT_BYTES
 from shmloader.memory.slot import align
 
@@ -22,8 +23,8 @@ def pin_batch(batch: object, device: str | None) -> object:
     """Copy a batch into page-locked memory.
 
     Args:
-        batch: As the engine gave it.
-        device: The accelerator's type, as torch names it.
+        batch: The batch, as the engine returned it.
+        device: The type of the accelerator, as torch names it.
 
     Returns:
         A batch of the same structure.
@@ -31,37 +32,34 @@ def pin_batch(batch: object, device: str | None) -> object:
     small = list(_small_tensors(batch))
     if not small:
         return pin_memory(batch, device)
-    pinned = parts_of(pin_together(small), small)
+    pinned = split_block(pin_block(small), small)
 
-    def rebuild(part: Any) -> Any:
-        if type(part) is torch.Tensor:
-            return next(pinned) if is_small(part) else part.pin_memory()
-        if type(part) is dict:
-            return {key: rebuild(value) for key, value in part.items()}
-        if type(part) is list:
-            return [rebuild(item) for item in part]
-        if type(part) is tuple:
-            return tuple([rebuild(item) for item in part])
-        return pin_memory(part, device)
+    def rebuild(value: Any) -> Any:
+        if type(value) is torch.Tensor:
+            return next(pinned) if is_small(value) else value.pin_memory()
+        if type(value) is dict:
+            return {key: rebuild(item) for key, item in value.items()}
+        if type(value) is list:
+            return [rebuild(item) for item in value]
+        if type(value) is tuple:
+            return tuple([rebuild(item) for item in value])
+        return pin_memory(value, device)
 
     return rebuild(batch)
 
 
-def _small_tensors(part: Any) -> Iterator[torch.Tensor]:
-    """Those that are to share a block: in Python's own containers, however deep, in order."""
-    if type(part) is torch.Tensor:
-        if is_small(part):
-            yield part
-    elif type(part) is dict:
-        for value in part.values():
-            yield from _small_tensors(value)
-    elif type(part) in {list, tuple}:
-        for item in part:
+def _small_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that share a block, in order: those in Python's own containers."""
+    if type(value) is torch.Tensor:
+        if is_small(value):
+            yield value
+    elif type(value) in {dict, list, tuple}:
+        for item in value.values() if type(value) is dict else value:
             yield from _small_tensors(item)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is to share a block with others of its batch."""
+    """Whether a tensor shares a block with others of its batch."""
     return (
         type(tensor) is torch.Tensor and _is_plain(tensor) and 0 < tensor.nbytes <= COPY_OUT_BYTES
     )
@@ -80,40 +78,41 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def pin_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy small tensors into one block of page-locked memory, which is returned."""
+def pin_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy small tensors into one block of page-locked memory. Returns the block."""
     nbytes = sum(align(tensor.nbytes) for tensor in tensors)
     block = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    for part, tensor in zip(parts_of(block, tensors), tensors, strict=True):
-        part.copy_(tensor)
+    for piece, tensor in zip(split_block(block, tensors), tensors, strict=True):
+        piece.copy_(tensor)
     return block
 
 
-def parts_of(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that :func:`pin_together` put into a block, or into what is a copy of it."""
+def split_block(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that :func:`pin_block` put into a block, out of the block or a copy of it.
+
+    Args:
+        block: The block.
+        tensors: The tensors that were put there.
+    """
     start = 0
     for tensor in tensors:
-        part = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        # To autograd no view of the block: one part may be changed in place where another one is
-        # kept for the backward pass.
-        yield part.data
+        piece = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        # `.data`, so that autograd does not see a view of the block: one piece may be changed in
+        # place while another one is kept for the backward pass.
+        yield piece.data
         start += align(tensor.nbytes)
 
 
-class PinStage:
-    """Pins each batch, on a thread.
-
-    Attributes:
-        ahead: As many as there are tickets, as with torch.
-        name: torch's name for such a thread.
+class PinStage(Stage):
+    """Pins each batch.
 
     Args:
-        device: The accelerator's type, as torch names it.
-        index: Which of them; the thread makes it its own, as torch's does.
+        device: The type of the accelerator, as torch names it.
+        index: The accelerator's index. As with torch, it becomes the thread's current device.
     """
 
-    ahead: int | None = None
-    name = "pt_data_pin"
+    ahead = None  # as with torch
+    name = "pt_data_pin"  # torch's name for such a thread
     kind = "pin"
 
     def __init__(self, device: str | None, index: int) -> None:
@@ -121,35 +120,28 @@ class PinStage:
         self._index = index
 
     def start(self) -> None:
-        """Begin, on the thread."""
-        # The copy is not to take all cores.
-        torch.set_num_threads(1)
+        """Prepare the stage's thread. Called on it."""
+        torch.set_num_threads(1)  # else a copy would take all cores
         torch.multiprocessing._set_thread_name(self.name)
         torch.accelerator.set_device_index(self._index)
-        # Pinned memory is made here, also while the user's thread captures a graph.
+        # Pinned memory is allocated here even while the user's thread captures a graph.
         relax_this_thread(self._device or "cuda")
 
     def run(self, batch: object) -> object:
-        """The batch in page-locked memory; its slot is free when we drop what we were given.
+        """Return the batch in page-locked memory. Its slot is free when the argument is dropped.
 
         Raises:
-            Exception: As torch's pin thread has it: of the same type, with the traceback in it.
+            Exception: As from torch's pin thread: an exception of the same type, with the traceback
+                in its text.
         """
         try:
             return pin_batch(batch, self._device)
         except Exception:  # noqa: BLE001 - whatever an object's own pin_memory raises
             error = ExceptionWrapper(where=f"in pin memory thread for device {self._index}")
-        del batch  # who keeps the exception keeps this frame, and must not keep the slot
+        del batch  # the traceback pins this frame, which must not pin the slot
         try:
             error.reraise()
         except Exception as raised:
-            raised.with_traceback(None)  # the frame that it comes from holds it
+            raised.with_traceback(None)  # the frame that it comes from pins the slot
             raise
-        raise AssertionError("it returned")
-
-    def hand_over(self, result: object) -> object:
-        """The batch."""
-        return result
-
-    def close(self) -> None:
-        """Nothing is under way."""
+        raise AssertionError("reraise() returned")

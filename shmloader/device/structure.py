@@ -1,4 +1,4 @@
-"""Applies a function to every tensor of a batch, containers rebuilt as torch's pinning does."""
+"""Applies a function to all tensors of a batch, and rebuilds containers as torch's pinning does."""
 
 import collections.abc
 import copy
@@ -11,7 +11,7 @@ import torch
 from shmloader.interruptions import is_interruption
 from shmloader.probing import probe
 
-# What holds no memory of a slot, and is the same for ever.
+# Immutable values, which hold no memory of a slot.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -20,17 +20,17 @@ def map_tensors(
     batch: Any,
     other: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A batch of the same structure whose tensors are ``function`` of those of ``batch``.
+    """Return a batch of the same structure, with ``function`` applied to each tensor.
 
-    Mappings, sequences and named tuples are looked into, and keep their type where it can be
-    built, but for named tuples that move themselves (torch's packed sequence). A mapping or
-    sequence that can be changed is copied with what it has beside its items, as torch does.
+    Mappings, sequences and named tuples are walked. They keep their type if it can be built. Named
+    tuples with a ``to`` of their own, such as torch's packed sequence, are not walked. A mutable
+    mapping or sequence is copied together with its attributes, as torch does.
 
     Args:
-        function: Of a tensor.
+        function: Applied to each tensor.
         batch: Any value.
-        other: Of any other object, but for numbers, texts and the like. With it, what such a copy
-            has beside its items is mapped as well, as far as it holds tensors or arrays: the result
+        other: Applied to all other objects but immutable values. If it is given, the attributes of
+            copied containers are mapped, too, as far as they hold tensors or arrays, so the result
             shares no memory with the batch. None leaves other objects and attributes as they are.
     """
     mapper = _Mapper(function, other)
@@ -50,129 +50,124 @@ class _Mapper:
     ) -> None:
         self._function = function
         self._other = other
-        # Copies whose attributes are those of what they were copied from.
+        # Containers that were copied together with their attributes.
         self._copies: list[Any] = []
-        # By the number of what was mapped, and of what came of it: the two, which keeps them alive.
+        # Each mapped value and its result, by id() of either. The tuple keeps both alive.
         self._mapped: dict[int, tuple[Any, Any]] = {}
         self._is_in_attribute = False
 
-    def walk(self, part: Any) -> Any:
-        if isinstance(part, _ATOMS):
-            return part
-        if self._is_in_attribute and id(part) in self._mapped:
-            return self._mapped[id(part)][1]
-        mapped = self._map(part)
+    def walk(self, value: Any) -> Any:
+        if isinstance(value, _ATOMS):
+            return value
+        if self._is_in_attribute and id(value) in self._mapped:
+            return self._mapped[id(value)][1]
+        mapped = self._map(value)
         if self._other is not None:
-            self._mapped[id(part)] = (part, mapped)
+            self._mapped[id(value)] = (value, mapped)
             self._mapped[id(mapped)] = (mapped, mapped)
         return mapped
 
-    def _map(self, part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return self._function(part)
-        if isinstance(part, collections.abc.Mapping):
-            return self._map_mapping(part)
-        if isinstance(part, collections.abc.Sequence) and not _moves_itself(part):
-            return self._map_sequence(part)
-        return part if self._other is None else self._other(part)
+    def _map(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._function(value)
+        if isinstance(value, collections.abc.Mapping):
+            return self._rebuild(value, {key: self.walk(item) for key, item in value.items()})
+        if isinstance(value, collections.abc.Sequence) and not _moves_itself(value):
+            return self._map_sequence(value)
+        return value if self._other is None else self._other(value)
 
     def map_attributes(self) -> None:
-        """Map what the copies have beside their items.
+        """Map the attributes of copied containers.
 
-        Afterwards, since an attribute may be an item, too: then it becomes what that became.
+        After all items: an attribute that is an item as well becomes what the item has become.
         """
         self._is_in_attribute = True
-        for mapped in self._copies:  # which grows meanwhile
+        for mapped in self._copies:  # the list grows during the loop
             for name, value in _attributes(mapped):
                 if any(True for _ in _find(value, {}, (torch.Tensor, np.ndarray))):
                     object.__setattr__(mapped, name, self.walk(value))
 
-    def _map_mapping(self, batch: Any) -> Any:
-        mapped = {key: self.walk(value) for key, value in batch.items()}
-        try:
-            if isinstance(batch, collections.abc.MutableMapping):
-                clone = copy.copy(batch)
-                clone.update(mapped)
-                self._copies.append(clone)
-                return clone
-            return type(batch)(mapped)
-        except TypeError as error:
-            if is_interruption(error):
-                raise
-            return mapped
-
     def _map_sequence(self, batch: Any) -> Any:
-        mapped = [self.walk(part) for part in batch]
+        mapped = [self.walk(value) for value in batch]
         if isinstance(batch, tuple):
             is_named = probe(batch, "_fields") is not None
             return type(batch)(*mapped) if is_named else type(batch)(mapped)
+        return self._rebuild(batch, mapped)
+
+    def _rebuild(self, batch: Any, mapped: dict[Any, Any] | list[Any]) -> Any:
+        """Return a container like ``batch`` with the items ``mapped``, or ``mapped`` itself."""
         try:
-            if isinstance(batch, collections.abc.MutableSequence):
-                clone = copy.copy(batch)
-                for place, part in enumerate(mapped):
-                    clone[place] = part
-                self._copies.append(clone)
-                return clone
-            return type(batch)(mapped)
+            if not isinstance(
+                batch, collections.abc.MutableMapping | collections.abc.MutableSequence
+            ):
+                return type(batch)(mapped)
+            clone: Any = copy.copy(batch)
+            if isinstance(mapped, dict):
+                clone.update(mapped)
+            else:
+                for index, value in enumerate(mapped):
+                    clone[index] = value
         except TypeError as error:
             if is_interruption(error):
                 raise
             return mapped
+        self._copies.append(clone)
+        return clone
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors that :func:`map_tensors` calls its function with, in that order."""
+def mapped_tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that :func:`map_tensors` applies its function to, in that order."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, collections.abc.Mapping):
-        for part in batch.values():
-            yield from tensors_in(part)
+        for value in batch.values():
+            yield from mapped_tensors(value)
     elif (
         isinstance(batch, collections.abc.Sequence)
         and not isinstance(batch, _ATOMS)
         and not _moves_itself(batch)
     ):
-        for part in batch:
-            yield from tensors_in(part)
+        for value in batch:
+            yield from mapped_tensors(value)
 
 
-def _moves_itself(part: Any) -> bool:
-    return probe(part, "_fields") is not None and probe(part, "to") is not None
+def _moves_itself(value: Any) -> bool:
+    return probe(value, "_fields") is not None and probe(value, "to") is not None
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """All tensors of a batch, in containers and as attributes of objects, each once."""
+def all_tensors(batch: Any) -> list[torch.Tensor]:
+    """Return all tensors of a batch, in containers and in attributes of objects, each once."""
     return list(_find(batch, {}))
 
 
-# By the number of an object, which is not another one's as long as the object is kept here.
+# Keyed by id(); the value keeps the object alive.
 _Seen = dict[int, object]
 
 
-def _find(part: Any, seen: _Seen, kinds: tuple[type, ...] = (torch.Tensor,)) -> Iterator[Any]:
-    if isinstance(part, (*_ATOMS, range, type)) or id(part) in seen:
+def _find(value: Any, seen: _Seen, kinds: tuple[type, ...] = (torch.Tensor,)) -> Iterator[Any]:
+    if isinstance(value, (*_ATOMS, range, type)) or id(value) in seen:
         return
-    seen[id(part)] = part
-    if isinstance(part, kinds):
-        yield part
+    seen[id(value)] = value
+    if isinstance(value, kinds):
+        yield value
         return
-    if isinstance(part, collections.abc.Mapping):
-        yield from _find_in(part.values(), seen, kinds)
-    elif isinstance(part, collections.abc.Sequence | collections.abc.Set):
-        yield from _find_in(part, seen, kinds)
-    yield from _find_in([value for _, value in _attributes(part)], seen, kinds)
+    if isinstance(value, collections.abc.Mapping):
+        yield from _find_in(value.values(), seen, kinds)
+    elif isinstance(value, collections.abc.Sequence | collections.abc.Set):
+        yield from _find_in(value, seen, kinds)
+    yield from _find_in([value for _, value in _attributes(value)], seen, kinds)
 
 
-def _find_in(parts: Iterable[Any], seen: _Seen, kinds: tuple[type, ...]) -> Iterator[Any]:
-    for part in parts:
-        yield from _find(part, seen, kinds)
+def _find_in(values: Iterable[Any], seen: _Seen, kinds: tuple[type, ...]) -> Iterator[Any]:
+    for value in values:
+        yield from _find(value, seen, kinds)
 
 
-def _attributes(part: Any) -> list[tuple[str, Any]]:
-    """The names and values of an object's own attributes."""
-    names = [name for kind in type(part).__mro__ for name in _slot_names(kind)]
-    slots = [(name, probe(part, name)) for name in names]
-    return [*probe(part, "__dict__", {}).items(), *slots]
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of an object's own attributes."""
+    names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
+    slots = [(name, probe(value, name)) for name in names]
+    return [*probe(value, "__dict__", {}).items(), *slots]
 
 
 def _slot_names(kind: type) -> list[str]:

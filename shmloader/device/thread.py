@@ -1,4 +1,4 @@
-"""The engine and what follows it, on a thread of their own.
+"""The thread that runs an engine and the stage after it.
 
 ::
 
@@ -6,71 +6,34 @@
     ─────────────                                ───────────────────────────────
     draw the sampler ── Inbox ─────────────────▶ engine.next_batch()
     next() ◀── queue: a batch, an exception, ─── stage.run(batch): pin, or copy to the device
-               or something to be done there
+               or a call to be made there
 
-The sampler is drawn on the user's thread alone, one ticket for each batch that is taken, so the
-main process's random streams are used as torch uses them. A worker that is replaced is started
-there as well: a fork copies the thread that makes it, and the user's is the one that forked the
-others.
+Only the user's thread draws the sampler, one ticket for each batch that is taken, so the main
+process's random generators are used as torch uses them. It also starts the worker that replaces a
+dead one: a fork copies the forking thread, and the user's thread is the one that forked the others.
 
-An engine whose tickets wait for whichever worker is idle has such a thread without a stage, too
-(:mod:`shmloader.device.plain`): workers get further tasks while the user's thread is elsewhere.
-There the thread stays in ``next_batch`` while nobody takes its batches, rather than wait outside.
+An engine whose tickets wait for any idle worker has such a thread, too, with a stage that passes
+batches through. So workers get further tasks while the user's thread is elsewhere. There the thread
+stays in ``next_batch`` while its batches are not taken, and does not wait outside.
 """
 
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
 
-from shmloader.device.exchange import (
-    Call,
-    Raised,
-    Ready,
-    Request,
-    Result,
-    Results,
-    Semaphore,
-    StageBrokenError,
-)
-from shmloader.engine.base import Delivery, EngineBase
+from shmloader.device.exchange import Raised, Ready, Request, Results, Semaphore, UserThreadCall
+from shmloader.device.stage import Stage, StageBrokenError
+from shmloader.engine.base import EngineBase
 from shmloader.engine.inbox import Inbox
-from shmloader.errors import ClosedLoaderError, InternalError
+from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
-from shmloader.interruptions import is_interruption
 from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 
-# Whose steps are shorter is back before the engine's thread, woken in a moment, has done its work.
-_STEP_NS = 1_000_000
-
-# How long close() waits for the thread: it may be in the user's own transform.
+# How long `close` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
-
-
-class Stage(Protocol):
-    """What is done to each batch."""
-
-    #: Batches that may be ready and not taken; None for as many as there are tickets.
-    ahead: int | None
-    #: Of the thread.
-    name: str
-    #: What it does, as :data:`~shmloader.insight.measurements.STAGES` has it.
-    kind: str
-
-    def start(self) -> None:
-        """Begin, on the thread."""
-
-    def run(self, batch: object) -> Any:
-        """What becomes of a batch, on the thread."""
-
-    def hand_over(self, result: Any) -> object:
-        """The batch for the user out of what :meth:`run` returned, on the user's thread."""
-
-    def close(self) -> None:
-        """Wait for what is under way and let go of all batches. When the thread has ended."""
 
 
 class _Stop(BaseException):
@@ -78,31 +41,47 @@ class _Stop(BaseException):
 
 
 def _explained(error: StopIteration) -> RuntimeError:
-    explained = RuntimeError("a batch's transform raised StopIteration, or what pins it did")
+    """Return what is raised instead: StopIteration itself would silently end the epoch."""
+    explained = RuntimeError("a batch's transform or pin_memory raised StopIteration")
     explained.__cause__ = error
     return explained
 
 
-class _Thread(BackgroundThread):
-    """One epoch's thread. Holds no sampler, which may hold the loader, whose end must end us."""
+class EngineThread(BackgroundThread):
+    """Runs the engine and the stage for one epoch.
+
+    Does not refer to the sampler, which may hold the loader: when the loader is garbage, the thread
+    is to end.
+
+    Attributes:
+        results: Results for the user's thread.
+        semaphore: Counts the results that are ready; None if they are not limited.
+        inbox: Tickets from the user's thread.
+        is_stopping: Whether the thread is to end.
+    """
 
     def __init__(self, engine: EngineBase, stage: Stage) -> None:
         super().__init__(stage.name)
         self._engine = engine
         self._stage = stage
-        self._call: Call | None = None
+        self._call: UserThreadCall | None = None
+        self._stays_in_engine = engine.is_dynamic
         self.results = Results()
         self.semaphore = Semaphore(stage.ahead) if stage.ahead else None
-        self._stays_inside = engine.is_dynamic
         self.is_stopping = False
-        # Nothing of this refers to this object: no cycle delays the end of what it holds.
+        # Does not refer to this object: a reference cycle would delay the end of what it holds.
         self.inbox = Inbox(functools.partial(self.results.put, Request.TICKET))
 
     def wake(self) -> None:
+        """Get the thread out of the engine's wait."""
         self._engine.wake()
 
     def stop(self, timeout_s: float | None) -> bool:
-        """End it. Whether it has ended: not so if it takes longer, or if we must not wait."""
+        """End the thread.
+
+        Returns:
+            Whether it has ended. Not if it takes longer, or if the calling thread must not wait.
+        """
         self.is_stopping = True
         self.results.set()  # for a user's thread that waits
         call = self._call
@@ -114,6 +93,7 @@ class _Thread(BackgroundThread):
         return self.join(timeout_s)
 
     def work(self) -> None:
+        """See :class:`BackgroundThread`."""
         try:
             self._stage.start()
             while self._take_one():
@@ -124,23 +104,24 @@ class _Thread(BackgroundThread):
             self.results.put(Raised(error, is_last=True))
 
     def close_what_it_uses(self) -> None:
+        """See :class:`BackgroundThread`."""
         self.results.clear()
-        end(self._engine, self._stage)
+        close(self._engine, self._stage)
 
     def _take_one(self) -> bool:
-        """One batch; whether there may be a further one."""
-        if not self._stays_inside:
-            self._take_room()
+        """Bring one result to the user's thread. Returns whether there may be another."""
+        if not self._stays_in_engine:
+            self._acquire()
         self._pause()
         result = self._next_result()
-        if self._stays_inside:
-            self._take_room()
+        if self._stays_in_engine:
+            self._acquire()
         self.results.put(result)
         is_last = type(result) is Raised and result.is_last
-        del result  # an exception's traceback holds this frame
+        del result  # an exception's traceback pins this frame
         return not is_last
 
-    def _take_room(self) -> None:
+    def _acquire(self) -> None:
         if self.semaphore is not None and not self.semaphore.try_acquire():
             with self.resting():
                 self.semaphore.acquire()
@@ -151,8 +132,7 @@ class _Thread(BackgroundThread):
         except _Stop:
             raise
         except StopIteration:
-            # A new one, whose traceback holds nothing.
-            return Raised(StopIteration(), is_last=True)
+            return Raised(StopIteration(), is_last=True)  # a new one, whose traceback pins nothing
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             is_last = self._engine.is_closed or isinstance(error, InternalError)
             return Raised(error, is_last, self._engine.delivery)
@@ -164,31 +144,28 @@ class _Thread(BackgroundThread):
             result = self._stage.run(batch)
             return Ready(result, delivery, (self._stage.kind, began_ns, time.monotonic_ns()))
         except StopIteration as error:
-            # Else it would end the epoch, in silence.
             return Raised(_explained(error), False, delivery)
-        except BaseException as error:  # noqa: BLE001 - as above
+        except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             return Raised(error, isinstance(error, StageBrokenError), delivery)
         finally:
-            del batch  # who keeps the exception keeps this frame, and must not keep the slot
+            del batch  # an exception's traceback pins this frame, which must not pin the slot
 
     def attach(self) -> None:
         """Have the engine work for this thread from now on."""
-        if self.semaphore is None or not self._stays_inside:
-            self._engine.attach(self.inbox, self._pause, self._have_done)
-        else:
-            self._engine.attach(
-                self.inbox, self._pause, self._have_done, self.semaphore.is_available
-            )
+        may_deliver = None
+        if self.semaphore is not None and self._stays_in_engine:
+            may_deliver = self.semaphore.is_available
+        self._engine.attach(self.inbox, self._pause, self._call_in_user_thread, may_deliver)
 
     def _pause(self) -> None:
-        """Between two of the engine's steps: no lock is held."""
+        """Stand still or end if asked to. Called between two steps, when no lock is held."""
         if self.is_stopping:
             raise _Stop
         self.pause()
 
-    def _have_done(self, function: Callable[[], None]) -> None:
-        """Have the user's thread do something, and wait for it."""
-        self._call = call = Call(function)
+    def _call_in_user_thread(self, function: Callable[[], None]) -> None:
+        """Have the user's thread call a function, and wait for it."""
+        self._call = call = UserThreadCall(function)
         self.results.put(call)
         with self.resting():
             if not self.is_stopping:
@@ -199,7 +176,7 @@ class _Thread(BackgroundThread):
         call.raise_error()
 
 
-def end(engine: EngineBase, stage: Stage) -> None:
+def close(engine: EngineBase, stage: Stage) -> None:
     """Close a stage, then its engine, whose slots the stage may read."""
     try:
         stage.close()
@@ -207,35 +184,37 @@ def end(engine: EngineBase, stage: Stage) -> None:
         try:
             engine.close()
         finally:
-            engine.detach()  # it need not wait for the collector of cycles
+            engine.detach()  # this breaks a reference cycle
 
 
-class Running:
-    """What runs for an iterator: ended by it, or when it is garbage.
+class ThreadOwner:
+    """Owns an engine, its stage, and the present epoch's thread.
 
-    Args:
-        engine: Its engine.
-        stage: What follows.
+    An iterator's finalizer ends it, so it refers neither to the iterator nor to the sampler.
+
+    Attributes:
+        pid: The process that it belongs to.
+        thread: The thread of the present epoch, or None.
     """
 
     def __init__(self, engine: EngineBase, stage: Stage) -> None:
         self._engine = engine
         self._stage = stage
         self.pid = os.getpid()
-        self.thread: _Thread | None = None
+        self.thread: EngineThread | None = None
 
-    def begin(self) -> _Thread:
-        """A thread for an epoch, not started yet."""
-        self.thread = thread = _Thread(self._engine, self._stage)
+    def begin(self) -> EngineThread:
+        """Make an epoch's thread, which is not started yet, and have the engine work for it."""
+        self.thread = thread = EngineThread(self._engine, self._stage)
         thread.attach()
         return thread
 
     def end_epoch(self) -> None:
         """End the thread, if there is one. The engine belongs to the calling thread afterwards.
 
-        What was drawn is loaded all the same: the workers' random streams go on as torch's do.
-        Waits for as long as the stage takes for its batch: the user's transform may be compiled
-        just then.
+        Tickets that were drawn are loaded nevertheless, so that the workers' random generators
+        advance as torch's do. Waits for the stage's present batch without a limit, because the
+        user's transform may be compiling just then.
         """
         thread = self.thread
         if thread is not None:
@@ -246,225 +225,27 @@ class Running:
                 if not self._engine.is_closed:
                     self._engine.take_tickets()
             except BaseException:
-                self._engine.close()  # a ticket may be with a worker that was never told
+                self._engine.close()  # a worker may have a ticket that the engine has lost
                 raise
             finally:
                 self._engine.detach()
 
     def end(self) -> None:
-        """End the thread, close the stage and the engine. May be called again."""
+        """End the thread, and close the stage and the engine. May be called again."""
         if os.getpid() != self.pid:
-            self._engine.close()  # a forked child: neither the thread nor the device is its own
+            self._engine.close()  # neither the thread nor the device belongs to a forked child
             return
         uninterruptible(self._end_here)
 
     def _end_here(self) -> None:
         thread = self.thread
         if thread is not None and not thread.stop(_JOIN_S) and thread.leave_closing():
-            # We are on that thread, by way of the garbage collector; or it is stuck in the user's
-            # transform. It looks at what we would close, but for the workers.
+            # The garbage collector runs this on that thread, or the thread is stuck in the user's
+            # transform. It uses all that would be closed here, except for the workers.
             if may_wait_here():
                 self._engine.end_workers()
             return
         self.thread = None
         if thread is not None:
             thread.results.clear()
-        end(self._engine, self._stage)
-
-
-class StageThread:
-    """An engine's batches, after a stage on another thread. Used on the user's thread.
-
-    Args:
-        engine: The engine; its workers run.
-        stage: What is done to each batch.
-        window: Tickets that are drawn at an epoch's start.
-        timeout_s: Longest wait for a batch; 0 for ever.
-
-    Attributes:
-        running: What must be ended; holds neither this object nor the sampler.
-    """
-
-    def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
-        self.running = Running(engine, stage)
-        self._engine = engine
-        self._stage = stage
-        self._window = window
-        self._timeout_s = timeout_s
-        self._draw: Callable[[], object] = iter(()).__next__
-        # How the engine's thread is woken for a ticket; when a batch was last given to the user.
-        self._wake: Callable[[], None] = engine.wake
-        self._left_ns = 0
-        # Drawn in this epoch, less those that were answered.
-        self._tickets_out = 0
-        #: As :attr:`EngineBase.in_transit`.
-        self.in_transit = False
-        #: As :attr:`EngineBase.told`.
-        self.told = 0
-        #: As :attr:`EngineBase.delivery`.
-        self.delivery: Delivery | None = None
-        #: Of the batch that was given last: see :class:`Ready`.
-        self.staged: tuple[str, int, int] | None = None
-
-    def start(self, tickets: Iterator[object]) -> None:
-        """Begin the first epoch."""
-        self._draw = tickets.__next__
-        self._tickets_out = 0
-        thread = self.running.begin()
-        try:
-            for _ in range(self._window):
-                if not self._draw_one(thread):
-                    break
-        finally:
-            try:
-                thread.start()
-            except BaseException:
-                self.close()
-                raise
-
-    def set_window(self, window: int) -> None:
-        """Draw so many tickets at the next epoch's start."""
-        self._window = window
-
-    def restart(self, tickets: Iterator[object]) -> None:
-        """Begin a further epoch with the same workers; see :meth:`EngineBase.restart`."""
-        self._check_process()
-        self.running.end_epoch()
-        self._stage.close()
-        self._engine.restart(iter(()))
-        self.start(tickets)
-
-    def next_batch(self) -> object:
-        """The next batch; see :meth:`EngineBase.next_batch`."""
-        self.in_transit = False
-        self.told = 0
-        self.delivery = None  # that of the last call is told once
-        thread = self.running.thread
-        if thread is None:
-            self._engine.check_open()
-            raise ClosedLoaderError("the iterator is closed")
-        self._check_process()  # what is ready here would be given in the child as well
-        is_away = time.monotonic_ns() - self._left_ns > _STEP_NS
-        self._wake = self._engine.wake_soon if is_away else self._engine.wake
-        deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
-        while True:
-            # Interrupted here, nothing is lost.
-            result = self._wait_for_result(thread, deadline)
-            try:
-                self.in_transit = True
-                if isinstance(result, Ready | Raised):
-                    batch = self._take(thread, result)
-                    self._left_ns = time.monotonic_ns()
-                    return batch
-                self._serve(thread, result)
-                self.in_transit = False
-            except BaseException as error:
-                del result  # an exception's traceback holds this frame
-                if self.loses(error):
-                    self.give_up(error)
-                raise
-
-    def loses(self, error: BaseException) -> bool:
-        """See :meth:`EngineBase.loses`."""
-        return self.in_transit and self.told != id(error)
-
-    def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
-        """See :meth:`EngineBase.give_up`."""
-        self._engine.note_interruption(error, in_sampler=in_sampler)
-        self.close()
-
-    def _serve(self, thread: _Thread, request: Request | Call) -> None:
-        """Do what the thread asks for."""
-        thread.results.drop_first()
-        if isinstance(request, Call):
-            request.make()
-        else:
-            self._draw_one(thread)
-
-    def _take(self, thread: _Thread, result: Ready | Raised) -> object:
-        if isinstance(result, Raised) and result.is_last:
-            self.in_transit = False
-            self._raise_last(result.error)
-        thread.results.drop_first()
-        if thread.semaphore is not None:
-            thread.semaphore.release()
-        if result.delivery is not None:  # else an error that came in no batch's place
-            self._tickets_out -= 1
-            self._draw_one(thread)  # which wakes the engine
-        self.delivery = result.delivery
-        if isinstance(result, Ready):
-            self.staged = result.staged
-            return self._stage.hand_over(result.result)
-        error = result.error
-        self.told = id(error)
-        try:
-            raise error
-        finally:
-            del error, result  # the traceback holds this frame
-
-    def _raise_last(self, error: BaseException) -> NoReturn:
-        if isinstance(error, StopIteration):
-            raise StopIteration  # the result stays, for a user who asks again
-        self.close()
-        try:
-            raise error
-        finally:
-            del error
-
-    def _wait_for_result(self, thread: _Thread, deadline: float | None) -> Result:
-        """The first of the thread's results, which stays with them."""
-        results = thread.results
-        while (result := results.first) is None:
-            # Looked at after each ring: by now the one who closes may have done all there is to do.
-            if thread.is_stopping:
-                self._engine.check_open()
-                raise ClosedLoaderError("the iterator is closed")
-            self._check_process()
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._raise_late(results)
-            else:
-                self._engine.hurry()
-                results.wait(left)
-        return result
-
-    def _check_process(self) -> None:
-        if os.getpid() != self.running.pid:
-            raise ClosedLoaderError("the iterator belongs to the process that made it")
-
-    def _raise_late(self, results: Results) -> None:
-        """Raise that no batch has come in time; unless one has, while workers were asked."""
-        try:
-            late = self._engine.late()
-        except (OSError, ValueError) as error:  # the engine's thread closes what we look at
-            if not results or is_interruption(error):
-                raise
-            return
-        if not results:
-            raise late
-
-    def _draw_one(self, thread: _Thread) -> bool:
-        try:
-            indices = self._draw()
-        except StopIteration:
-            thread.inbox.end(self._wake)
-            return False
-        except BaseException as error:
-            if is_interruption(error):
-                self.give_up(error, in_sampler=True)
-                raise
-            # The sampler's own. As in torch's loader, the epoch goes on, with a ticket fewer.
-            if self._tickets_out == 0:
-                thread.inbox.end(self._wake)
-            else:
-                thread.wake()
-            self.told = id(error)
-            raise
-        self._tickets_out += 1
-        thread.inbox.put(indices, self._wake)
-        return True
-
-    def close(self) -> None:
-        """End everything. May be called again."""
-        self._draw = iter(()).__next__
-        self.running.end()
+        close(self._engine, self._stage)

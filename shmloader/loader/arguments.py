@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from shmloader.batch.arrays import is_plain_data
-from shmloader.device.target import parse_device
+from shmloader.device.backend import parse_device
 from shmloader.sampling.checks import whole_number
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.

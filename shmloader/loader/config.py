@@ -14,7 +14,7 @@ import torch
 
 from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.fetch import FetchConfig, OnError
-from shmloader.device.target import Destination
+from shmloader.device.device import Destination
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.batch.fetch import FetchConfig, OnError
-from shmloader.device.target import parse_device
+from shmloader.device.backend import parse_device
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError

@@ -23,8 +23,8 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
+from shmloader.device.stage import Stage
 from shmloader.device.structure import map_tensors
-from shmloader.device.thread import Stage
 from shmloader.engine.engine import Engine
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere

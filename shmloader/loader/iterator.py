@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shmloader.device.device import DeviceStage
-from shmloader.device.devices import DevicesStage
+from shmloader.device.backend import current_index
+from shmloader.device.device import Destination, DevicesStage, DeviceStage
 from shmloader.device.pin import PinStage
-from shmloader.device.plain import PlainStage
-from shmloader.device.target import Destination, current_index
-from shmloader.device.thread import Stage, StageThread
+from shmloader.device.stage import PassThroughStage, Stage
+from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
@@ -94,15 +93,15 @@ class EngineIterator(CountingIterator):
             # Ends the workers when the iterator is garbage. At the interpreter's exit others do.
             # It must not hold the sampler, which may hold the loader and us; an engine does,
             # unless it has a thread of its own.
-            self._source: EngineBase | StageThread = self._engine
+            self._source: EngineBase | StagedEngine = self._engine
             if stage is None and self._engine.is_dynamic:
-                stage = PlainStage()
+                stage = PassThroughStage()
             if stage is None:
                 end = self._ender()
             else:
                 self._pool.enable_wake()
-                self._source = StageThread(self._engine, stage, window, config.timeout_s)
-                end = self._source.running.end
+                self._source = StagedEngine(self._engine, stage, window, config.timeout_s)
+                end = self._source.owner.end
             self._finalizer = weakref.finalize(self, end)
             self._finalizer.atexit = False
             self._next_batch: Callable[[], Any] = self._source.next_batch
@@ -174,7 +173,7 @@ class EngineIterator(CountingIterator):
         config, worker_count = self._config, loader.num_workers
         self._begin_record(worker_count, time.monotonic_ns())
         is_free = config.fixed_window is None
-        if self._adapter is not None and is_free and isinstance(self._source, StageThread):
+        if self._adapter is not None and is_free and isinstance(self._source, StagedEngine):
             self._source.set_window(worker_count * config.prefetch_factor)
         super()._reset(loader, first_iter)
         self._begin_draws()

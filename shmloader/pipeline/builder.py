@@ -1,4 +1,4 @@
-"""``PipelineBuilder``: says what the stages are, and checks it."""
+"""``PipelineBuilder``: takes the description of a pipeline, and checks it."""
 
 import collections.abc
 import concurrent.futures
@@ -8,30 +8,32 @@ from typing import Any, Self
 
 import torch
 
-from shmloader.device.target import parse_device
+from shmloader.device.backend import parse_device
 from shmloader.loader.arguments import check_max_failures
-from shmloader.memory.slot import is_supported, why_unsupported
-from shmloader.pipeline.ops import OpKind, kind_of, name_of
-from shmloader.pipeline.pipeline import Pipeline
-from shmloader.pipeline.plan import (
+from shmloader.pipeline.config import (
+    Aggregate,
     Executor,
-    Group,
+    OpKind,
     OutputOrder,
     Pipe,
-    Plan,
+    PipelineConfig,
+    RunsOn,
     Source,
-    StagePlan,
-    Where,
     check_timeout,
+    kind_of,
+    name_of,
 )
+from shmloader.pipeline.pipeline import Pipeline
 from shmloader.sampling.checks import whole_number
+
+# The default of `num_threads` is at most this.
+_MAX_THREADS = 32
 
 
 class PipelineBuilder:
-    """Builds a pipeline: where items come from, what happens to them, and how many wait at the end.
+    """Builds a pipeline: where items come from, what happens to them, and how many are ready ahead.
 
-    Each method but :meth:`build` returns the builder. Arguments are checked where they are given.
-    ::
+    Each method but :meth:`build` returns the builder, and checks its arguments at once. ::
 
         pipeline = (
             PipelineBuilder()
@@ -47,16 +49,15 @@ class PipelineBuilder:
 
     def __init__(self) -> None:
         self._source: Source | None = None
-        self._stages: list[StagePlan] = []
+        self._stages: list[Pipe | Aggregate] = []
         self._buffer_size: int | None = None
 
     def add_source(self, source: Source) -> Self:
-        """Say where items come from.
+        """Set the source of the items.
 
         Args:
-            source: An iterable, which is iterated on a thread of its own (it may block); or an
-                async iterable, on the event loop. One that can be iterated again gives an epoch
-                each time.
+            source: An iterable, which is iterated on a thread of its own (it may block), or an
+                async iterable, which is iterated on the event loop. Each epoch iterates it once.
 
         Raises:
             ValueError: If there is a source already.
@@ -85,30 +86,36 @@ class PipelineBuilder:
         """Add a stage that calls ``op`` with each item.
 
         Args:
-            op: A function, a coroutine function, or a generator function of either kind (one item
-                in, many out); a bound method, a ``functools.partial`` or an object with
-                ``__call__`` of either. What returns, or yields, None leaves the item out.
-            concurrency: Items at once; processes, with ``executor="process"``. Functions share the
-                ``num_threads`` threads of the pipeline.
-            executor: Who calls a function. None or "thread": threads of the pipeline, which are
-                abandoned, not waited for, if they stay in an op when it stops. "process": worker
-                processes, whose results cross in shared-memory slots: large tensors and arrays
-                are views of a slot, as a loader's batches are, and what ``default_collate`` or
-                :func:`shmloader.empty` makes is written straight there; their random streams are
-                seeded when they start, by a draw from torch's generator here. Or an
-                ``Executor`` of ``concurrent.futures``, which is not shut down. What a generator
-                function gives for one item comes together from the latter two. A generator
-                function may be resumed by another thread than the one that began it.
-            output_order: "completion": results go on as they are ready. "input": in the order of
+            op: A function, a coroutine function, or a generator function of either kind, which
+                makes several results of one item; also a bound method, a ``functools.partial`` or
+                an object with ``__call__``. Results that are None are left out.
+            concurrency: Items processed at once; with ``executor="process"``, the number of
+                processes. Functions share the ``num_threads`` threads of the pipeline.
+            executor: What calls a function or a generator function.
+
+                None or "thread": threads of the pipeline. A thread that is in an op when the
+                pipeline stops is not waited for. A generator may be resumed on another thread.
+
+                "process": worker processes. Results come back in shared-memory slots: large tensors
+                and arrays are views of a slot, like a loader's batches, and ``default_collate`` and
+                :func:`shmloader.empty` write straight into it. The workers' random generators are
+                seeded at their start, with a draw from torch's generator here.
+
+                An ``Executor`` of ``concurrent.futures``, which is not shut down.
+
+                With processes and executors, all results of a generator function for one item come
+                together.
+            output_order: "completion" passes results on as they are ready, "input" in the order of
                 the items.
-            name: Of the stage, in errors; the op's own if None.
+            name: The stage's name in errors; by default the op's own name.
             max_failures: How many calls may fail in an epoch: an int, or a ``fractions.Fraction``
-                of the calls, judged from the 100th on and at the stage's end. Failed items are left
-                out, counted and listed (:attr:`Pipeline.failures`); more raise ``TooManyFailures``,
-                and so does an epoch in which all failed. None: as ``build`` is told.
+                of all calls, which is judged from the 100th call on and at the stage's end. Failed
+                items are left out, counted and listed (:attr:`Pipeline.failures`). If more calls
+                fail, or all of them, ``TooManyFailures`` is raised. By default, the limit that
+                ``build`` sets for all stages together.
 
         Raises:
-            TypeError, ValueError: For arguments that do not fit.
+            TypeError, ValueError: For wrong arguments.
         """
         self._check_open("pipe")
         if not callable(op):
@@ -121,8 +128,8 @@ class PipelineBuilder:
             )
         check_max_failures(max_failures, "skip")
         kind = kind_of(op)
-        where = _where(kind, executor)
-        if where is Where.PROCESSES and self._has_device:
+        runs_on = RunsOn.of(kind, executor)
+        if runs_on is RunsOn.PROCESSES and self._has_device:
             raise ValueError(
                 "a stage with executor='process' cannot come after transfer: batches on a device "
                 "are not sent to other processes"
@@ -132,7 +139,7 @@ class PipelineBuilder:
                 op,
                 kind,
                 name or name_of(op),
-                where,
+                runs_on,
                 whole_number(concurrency, "concurrency", minimum=1),
                 output_order == "input",
                 max_failures,
@@ -152,44 +159,45 @@ class PipelineBuilder:
 
         Args:
             n: Items of a list.
-            drop_last: Whether a last list that is shorter is left out. What it had is gone: the
-                next epoch begins anew.
-            collate: Called with each list, on a thread; its result goes on in the list's place.
+            drop_last: Whether a shorter last list is left out. Its items are lost: the next epoch
+                begins with an empty list.
+            collate: Called with each list on a thread. Its result replaces the list.
 
         Raises:
-            TypeError, ValueError: For arguments that do not fit.
+            TypeError, ValueError: For wrong arguments.
         """
         self._check_open("aggregate")
         if self._has_device:
-            raise ValueError("aggregate cannot come after transfer: aggregate on the host")
+            raise ValueError("aggregate cannot come after transfer: aggregate before")
         if not isinstance(drop_last, bool):
             raise TypeError(f"drop_last should be a bool, but got drop_last={drop_last!r}")
         if collate is not None and not callable(collate):
             raise TypeError(f"collate should be callable, but got collate={collate!r}")
-        self._stages.append(Group(whole_number(n, "n", minimum=1), drop_last))
+        self._stages.append(Aggregate(whole_number(n, "n", minimum=1), drop_last))
         return self if collate is None else self.pipe(collate, output_order="input")
 
     def disaggregate(self) -> Self:
-        """Add a stage that takes lists (or other iterables) apart: one in, its items out."""
+        """Add a stage that takes each list, or other iterable, apart into its items."""
         self._check_open("disaggregate")
         if self._has_device:
-            raise ValueError("disaggregate cannot come after transfer: take apart on the host")
+            raise ValueError("disaggregate cannot come after transfer: disaggregate before")
         return self.pipe(_take_apart, name="disaggregate")
 
     def transfer(self, device: str | int | torch.device) -> Self:
         """Add a stage that copies batches to a device, on a thread and a stream of its own.
 
-        As ``DataLoader(device=)`` does: results of a stage with ``executor="process"`` that comes
-        directly before are copied from their slots, which are page-locked; others by way of torch's
-        pinned memory. The current stream of whoever uses a batch first, the next op or the
-        consumer, waits for the copy. No aggregate may follow, nor a stage on processes.
+        It copies as ``DataLoader(device=)`` does. If the stage before has ``executor="process"``,
+        its results are copied from their slots, which are page-locked. Other batches go through
+        torch's pinned memory. The thread that uses a batch next, of an op or of the consumer, has
+        its current stream wait for the copy. No ``aggregate``, ``disaggregate`` or stage on
+        processes may follow.
 
         Args:
-            device: ``"cuda:0"``, an index, a ``torch.device``. ``"cpu"``: nothing is added.
+            device: ``"cuda:0"``, an index, or a ``torch.device``. ``"cpu"`` adds no stage.
 
         Raises:
-            TypeError, ValueError: If it is no device.
-            RuntimeError: If this machine, or this build of torch, has none.
+            TypeError, ValueError: If it is not a device.
+            RuntimeError: If this machine, or this build of torch, does not have the device.
         """
         self._check_open("transfer")
         if self._has_device:
@@ -198,20 +206,20 @@ class PipelineBuilder:
         if parsed is not None:
             self._stages.append(
                 Pipe(
-                    _unused, OpKind.FUNCTION, f"transfer to {device}", Where.DEVICE, in_order=True,
-                    device=parsed,
+                    _unused, OpKind.FUNCTION, f"transfer to {device}", RunsOn.DEVICE,
+                    in_order=True, device=parsed,
                 )
             )  # fmt: skip
         return self
 
     def add_sink(self, buffer_size: int = 3) -> Self:
-        """End the stages.
+        """Set the buffer after the last stage.
 
         Args:
             buffer_size: Results that may wait for the consumer.
 
         Raises:
-            TypeError, ValueError: If it is no whole number from 1 up, or there is a sink already.
+            TypeError, ValueError: If it is not a positive int, or there is a sink already.
         """
         if self._buffer_size is not None:
             raise ValueError("add_sink was called before: a pipeline has one sink")
@@ -225,19 +233,19 @@ class PipelineBuilder:
         max_failures: int | Fraction | None = None,
         timeout: float | None = None,
     ) -> Pipeline:
-        """The pipeline; nothing is started.
+        """Return the pipeline. It is not started.
 
         Args:
-            num_threads: Threads for all functions of stages with ``executor=None`` or "thread".
-                None: as many as these stages may use at once, at most 32. The source and
-                ``transfer`` have one each of their own.
-            max_failures: As :meth:`pipe`'s, over all stages together that have none of their own.
-                None: the first failure is raised.
-            timeout: Seconds that the consumer waits for an item at most; None: for ever.
+            num_threads: Threads shared by all stages with ``executor=None`` or "thread". By
+                default, the sum of their ``concurrency``, at most 32. The source and ``transfer``
+                have threads of their own.
+            max_failures: The limit of all stages together that have none of their own; see
+                :meth:`pipe`. By default, the first failure is raised.
+            timeout: Longest wait for an item in seconds; None waits without a limit.
 
         Raises:
-            ValueError: If there is no source, or no sink; or for arguments that do not fit.
-            TypeError: For arguments that do not fit.
+            ValueError: If there is no source or no sink, or for wrong arguments.
+            TypeError: For wrong arguments.
         """
         if self._source is None:
             raise ValueError("the pipeline has no source: call add_source")
@@ -247,9 +255,9 @@ class PipelineBuilder:
         if timeout is not None:
             check_timeout(timeout)
         if num_threads is None:
-            num_threads = self._threads_wanted
+            num_threads = self._default_num_threads
         return Pipeline(
-            Plan(
+            PipelineConfig(
                 self._source,
                 tuple(self._stages),
                 self._buffer_size,
@@ -260,54 +268,23 @@ class PipelineBuilder:
         )
 
     @property
-    def _threads_wanted(self) -> int:
-        wanted = sum(
+    def _default_num_threads(self) -> int:
+        used = sum(
             stage.concurrency
             for stage in self._stages
-            if isinstance(stage, Pipe) and stage.where is Where.THREADS
+            if isinstance(stage, Pipe) and stage.runs_on is RunsOn.THREADS
         )
-        return max(1, min(wanted, _MOST_THREADS))
+        return max(1, min(used, _MAX_THREADS))
 
     @property
     def _has_device(self) -> bool:
-        return any(isinstance(one, Pipe) and one.where is Where.DEVICE for one in self._stages)
+        return any(
+            isinstance(stage, Pipe) and stage.runs_on is RunsOn.DEVICE for stage in self._stages
+        )
 
     def _check_open(self, what: str) -> None:
         if self._buffer_size is not None:
             raise ValueError(f"{what} was called after add_sink: no stage comes after the sink")
-
-
-# Threads that a pipeline has if it is not told.
-_MOST_THREADS = 32
-
-
-def _where(kind: OpKind, executor: object) -> Where:
-    if kind.is_async:
-        if executor is not None:
-            raise ValueError(
-                f"the op is {kind.value}, which runs on the event loop, and executor={executor!r} "
-                "has no use for it"
-            )
-        return Where.LOOP
-    if executor is None or executor == "thread":
-        return Where.THREADS
-    if executor == "process":
-        if not is_supported():
-            raise ValueError(
-                f"executor='process' cannot be had here, since {why_unsupported()}: use threads, "
-                "or an executor of concurrent.futures"
-            )
-        return Where.PROCESSES
-    if isinstance(executor, concurrent.futures.Executor):
-        return Where.EXECUTOR
-    if isinstance(executor, str):
-        raise ValueError(
-            f"executor should be 'thread', 'process' or an Executor, but got {executor!r}"
-        )
-    raise TypeError(
-        "executor should be 'thread', 'process' or an Executor, but got a "
-        f"{type(executor).__name__}"
-    )
 
 
 def _take_apart(items: Iterable[Any]) -> Iterator[Any]:
@@ -315,5 +292,5 @@ def _take_apart(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _unused(item: object) -> object:
-    """Stands for what a device's stage does."""
-    raise AssertionError(f"nobody calls this, with {item!r}")
+    """Stand in for the op of a transfer."""
+    raise AssertionError(f"called with {item!r}")

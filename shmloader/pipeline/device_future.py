@@ -1,9 +1,9 @@
-"""Batches on a device, on their way from the thread that enqueued their work to one that uses them.
+"""Batches on a device, on their way from the thread that enqueued their work to the one using them.
 
-Work on a device is asynchronous: a copy, or what an op computes, may be under way still when its
-thread goes on. Each thread has current streams of its own. So what leaves a stage on a device
-travels as a :class:`DeviceFuture`, with events of the streams that it was made on, and the thread
-that takes it, of the next op or the consumer, has its own current streams wait for them first.
+Work on a device is asynchronous: a copy, or what an op computes, may still be under way when its
+thread continues, and each thread has current streams of its own. So the result of a stage on a
+device travels as a :class:`DeviceFuture` with events of the streams that it was made on. The thread
+that takes it, of the next op or of the consumer, first has its own current streams wait for them.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from shmloader.device.device import DeviceStage, OnDevice
-from shmloader.pipeline.ops import OpKind
+from shmloader.pipeline.config import OpKind
 
 
 def _itself(value: object) -> object:
@@ -22,8 +22,8 @@ class DeviceFuture:
     """A batch whose work was enqueued.
 
     Args:
-        stage: The stage that copied it to the device.
-        result: The batch, as the stage's ``run`` or ``depart`` returned it.
+        stage: The stage that copied the batch to the device.
+        result: The batch, as the stage's ``run`` or ``record`` returned it.
     """
 
     __slots__ = ("_stage", "result")
@@ -33,24 +33,24 @@ class DeviceFuture:
         self.result = result
 
     def open(self) -> object:
-        """The batch; the calling thread's current streams wait for it."""
+        """Return the batch, after having the calling thread's current streams wait for it."""
         return self._stage.hand_over(self.result)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets the batch itself."""
+        """Send the batch itself to another process."""
         return _itself, (self.open(),)
 
 
 def opened(item: object) -> object:
-    """An item for its user: a batch that has arrived, or the item as it is."""
+    """Return the batch of a future, or any other item as it is."""
     return item.open() if type(item) is DeviceFuture else item
 
 
 class AfterTransfer:
-    """An op of a stage after a transfer: takes futures, and gives them.
+    """An op of a stage after a transfer. Takes and returns futures.
 
     Args:
-        op: The op itself, which runs alone where this is sent to another process.
+        op: The op itself. In another process it runs alone.
         kind: The op's kind.
         stage: The stage of the transfer.
     """
@@ -64,10 +64,10 @@ class AfterTransfer:
         return _itself, (self._op,)
 
     def __call__(self, item: object) -> object:
-        """Call the op, as one of its kind is called."""
+        """Call the op in the way of its kind."""
         match self._kind:
             case OpKind.FUNCTION:
-                return self._function(item)
+                return self._wrapped(self._op(opened(item)), item)
             case OpKind.GENERATOR:
                 return self._generator(item)
             case OpKind.COROUTINE:
@@ -75,24 +75,21 @@ class AfterTransfer:
             case OpKind.ASYNC_GENERATOR:
                 return self._async_generator(item)
 
-    def _function(self, item: object) -> object:
-        return self._departed(self._op(opened(item)), item)
-
     def _generator(self, item: object) -> Iterator[object]:
         with contextlib.closing(self._op(opened(item))) as results:
             for result in results:
-                yield self._departed(result, item)
+                yield self._wrapped(result, item)
 
     async def _coroutine(self, item: object) -> object:
-        return self._departed(await self._op(opened(item)), item)
+        return self._wrapped(await self._op(opened(item)), item)
 
     async def _async_generator(self, item: object) -> AsyncIterator[object]:
         async with contextlib.aclosing(self._op(opened(item))) as results:
             async for result in results:
-                yield self._departed(result, item)
+                yield self._wrapped(result, item)
 
-    def _departed(self, result: object, item: object) -> object:
-        """A result of the calling thread, as it travels on."""
-        came = item.result if type(item) is DeviceFuture else None
-        made = self._stage.depart(result, came)
+    def _wrapped(self, result: object, item: object) -> object:
+        """Return a result of the calling thread, in a future if it is on the device."""
+        source = item.result if type(item) is DeviceFuture else None
+        made = self._stage.record(result, source)
         return result if made is None else DeviceFuture(self._stage, made)

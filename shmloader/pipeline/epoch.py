@@ -1,20 +1,29 @@
-"""A flow with its lock, those who run its jobs, and its consumer.
+"""One run through the source: a flow with its lock, the executors of its jobs, and its consumer.
 
 Guarantees:
-    * No op is called while the lock is held, nor any other function of the user's.
-    * :meth:`Epoch.leave` takes no lock: the garbage collector may call it anywhere. What is brought
-      to an epoch that was left is dropped.
+    * No op, nor any other function of the user's, is called while the lock is held.
+    * :meth:`Epoch.leave` takes no lock, because the garbage collector may call it anywhere. Results
+      that come to an epoch that was left are dropped.
 """
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.loader.calls import refuse
+from shmloader.pipeline.config import (
+    QUEUE_CAPACITY,
+    SOURCE_CAPACITY,
+    Aggregate,
+    OpKind,
+    PipelineConfig,
+)
 from shmloader.pipeline.device_future import opened
 from shmloader.pipeline.failures import (
     FailedItem,
@@ -26,104 +35,93 @@ from shmloader.pipeline.failures import (
 from shmloader.pipeline.flow import (
     END,
     NOTHING,
+    AggregateStage,
     Flow,
-    GroupStage,
     Job,
     PipeStage,
     Raised,
     Stage,
     StageQueue,
 )
-from shmloader.pipeline.ops import OpKind
-from shmloader.pipeline.plan import QUEUE_ROOM, SOURCE_ROOM, Group, Plan
 from shmloader.threads.wakeup import Wakeup
 
 
 class StageExecutor(Protocol):
-    """Runs jobs."""
+    """Runs the jobs of one or more stages."""
 
     def put(self, task: "Task") -> None:
-        """Have a job run, or go on. From any thread; does not wait."""
+        """Have a job run, or resume. Called from any thread; does not wait."""
 
 
-class Call:
-    """How one stage's jobs are run.
+@dataclass(frozen=True, slots=True, eq=False)
+class StageOp:
+    """How the jobs of a stage are run.
 
     Attributes:
-        name: The stage's.
-        op: What is called with an item.
-        kind: Of the op.
-        executor: Who calls it.
-        is_source: Whether it is the source, which has no item, and may give None.
+        name: The stage's name.
+        op: The function that is called with each item.
+        kind: The op's kind.
+        executor: What calls it.
+        is_source: Whether this is the source, which has no item and may yield None.
     """
 
-    __slots__ = ("executor", "is_source", "kind", "name", "op")
-
-    def __init__(
-        self,
-        name: str,
-        op: Callable[[object], object],
-        kind: OpKind,
-        executor: StageExecutor,
-        *,
-        is_source: bool = False,
-    ) -> None:
-        self.name = name
-        self.op = op
-        self.kind = kind
-        self.executor = executor
-        self.is_source = is_source
+    name: str
+    op: Callable[[object], object]
+    kind: OpKind
+    executor: StageExecutor
+    is_source: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Task:
-    """A job, as an executor gets it.
+    """A job as an executor gets it.
 
     Attributes:
-        epoch: Whom to bring the results to.
+        epoch: The epoch that takes the results.
         job: The job.
-        call: How it is run.
+        stage: How it is run.
     """
 
-    __slots__ = ("call", "epoch", "job")
-
-    def __init__(self, epoch: "Epoch", job: Job, call: Call) -> None:
-        self.epoch = epoch
-        self.job = job
-        self.call = call
+    epoch: "Epoch"
+    job: Job
+    stage: StageOp
 
 
 class Epoch:
-    """One run through the source, from any thread.
+    """One run through the source. Called from any thread.
 
     Attributes:
-        is_over: Whether nothing more comes: the end was told, or an exception, or it was left.
-        over_because: In words, if it is over for another reason than its end.
-        in_transit: Whether :meth:`take` has taken an item, or may have: an exception from outside
-            would lose it. Still so after it has returned.
+        is_over: Whether no further item comes: after the end, after an exception, or when left.
+        over_because: The reason in words, if it is over for any reason but its end.
+        in_transit: Whether :meth:`take` has, or may have, taken an item, which an exception from
+            outside would lose. Stays set when :meth:`take` has returned.
 
     Args:
-        plan: The stages.
-        calls: How each is run, the source first; None for one that nobody runs.
-        listed: Where failures are listed.
+        config: The pipeline's stages.
+        stage_ops: How each stage is run, the source first; None for a stage without jobs.
+        failures: The pipeline's list of failures.
     """
 
     def __init__(
-        self, plan: Plan, calls: list[Call | None], listed: FailureList[FailedItem]
+        self,
+        config: PipelineConfig,
+        stage_ops: list[StageOp | None],
+        failures: FailureList[FailedItem],
     ) -> None:
-        # It knows who holds it: an interruption may come before it is let go of.
+        # An RLock knows its owner, so `let_go` can release it after an interruption.
         self._lock = threading.RLock()
         self._wakeup = Wakeup()
-        self._calls = calls
-        self._flow: Flow | None = _make_flow(plan, listed)
+        self._stage_ops = stage_ops
+        self._flow: Flow | None = _make_flow(config, failures)
         self.is_over = False
         self.over_because = ""
         self.in_transit = False
-        # The `id` of what `take` raised on purpose, and the thread that is in there.
-        self._told = 0
+        # The `id` of the exception that `take` raised on purpose, and the thread that is inside it.
+        self._raised_id = 0
         self._taker = 0
 
     def begin(self) -> None:
-        """Have the source start."""
+        """Start the source."""
         with self._lock:
             flow = self._flow
             assert flow is not None
@@ -131,60 +129,60 @@ class Epoch:
             ready = self._take_ready(flow)
         self._hand_out(ready)
 
-    # Results in; on executors ----------------------------------------------------------------
+    # Results, from the executors ------------------------------------------------------------
 
-    def gave(self, task: Task, output: object) -> bool:
-        """A job that gives many results has one; None is none.
+    def yielded(self, task: Task, output: object) -> bool:
+        """Take a result of a job that may have more; None counts as no result.
 
         Returns:
-            Whether the job may go on. If not, it is given to its executor again when it may; nobody
-            may touch it after this.
+            Whether the job may continue. If not, it is given to its executor again when it may, and
+            the caller must not touch it any more.
         """
-        if output is None and not task.call.is_source:
+        if output is None and not task.stage.is_source:
             return self._flow is not None
         with self._lock:
             flow = self._flow
             if flow is None:
                 return False
-            goes_on = flow.gave(task.job, output)
+            may_continue = flow.yielded(task.job, output)
             ready = self._take_ready(flow)
         self._hand_out(ready)
-        return goes_on
+        return may_continue
 
     def finished(self, task: Task, *outputs: object) -> Task | None:
-        """A job is done, with its last results; None is none.
+        """Take the last results of a job.
 
         Returns:
-            A job that the same executor may go on with at once.
+            A task that the same executor can continue with at once, or None.
         """
-        return self._settle(lambda flow: flow.finished(task.job, *outputs), task.call.executor)
+        return self._update(lambda flow: flow.finished(task.job, *outputs), task.stage.executor)
 
     def failed(self, task: Task, error: BaseException) -> Task | None:
-        """A job's op has raised; returns as :meth:`finished`."""
+        """Note that a job's op has raised. Returns the same as :meth:`finished`."""
         item = task.job.item
-        if task.call.is_source:
-            return self.broke(task, error)
+        if task.stage.is_source:
+            return self.failed_for_good(task, error)
         flow = self._flow
         if flow is None:
             return None
         failure_counter = flow.stages[task.job.number].failure_counter
         assert isinstance(failure_counter, StageFailureCounter)
         if not failure_counter.leaves_out or not isinstance(error, Exception):
-            return self.broke(task, error)
+            return self.failed_for_good(task, error)
         listed, good = failure_counter.describe(error, item), error
-        kept = self._settle(
+        following = self._update(
             lambda flow: flow.failed(task.job, failure_counter.note_bad(listed, good)),
-            task.call.executor,
+            task.stage.executor,
         )
         failure_counter.log_first(listed, error)
-        return kept
+        return following
 
-    def broke(self, task: Task, error: BaseException) -> Task | None:
-        """As :meth:`failed`, whatever may fail: nothing can go on after it."""
-        raised = explained(error, task.call.name, task.job.item)
-        return self._settle(lambda flow: flow.failed(task.job, raised), task.call.executor)
+    def failed_for_good(self, task: Task, error: BaseException) -> Task | None:
+        """Note a failure that is raised even if ``max_failures`` allows some."""
+        raised = explained(error, task.stage.name, task.job.item)
+        return self._update(lambda flow: flow.failed(task.job, raised), task.stage.executor)
 
-    def _settle(self, change: Callable[[Flow], None], executor: StageExecutor) -> Task | None:
+    def _update(self, change: Callable[[Flow], None], executor: StageExecutor) -> Task | None:
         with self._lock:
             flow = self._flow
             if flow is None:
@@ -196,7 +194,7 @@ class Epoch:
     def _take_ready(self, flow: Flow) -> list[Job]:
         if flow.has_news:
             self._wakeup.set()
-        # Never the flow's own list: others put jobs there as soon as the lock is free.
+        # Never the flow's own list: other threads append to it as soon as the lock is free.
         ready = flow.ready
         if not ready:
             return []
@@ -207,32 +205,29 @@ class Epoch:
         """Give jobs to their executors, except for one of the last stage of ``executor``.
 
         Returns:
-            That one, with which the executor continues.
+            That one, which ``executor`` continues with.
         """
         kept: Task | None = None
-        ready.sort(key=_number, reverse=True)
+        ready.sort(key=attrgetter("number"), reverse=True)
         for job in ready:
-            call = self._calls[job.number]
-            assert call is not None
-            task = Task(self, job, call)
-            if kept is None and call.executor is executor:
+            stage = self._stage_ops[job.number]
+            assert stage is not None
+            task = Task(self, job, stage)
+            if kept is None and stage.executor is executor:
                 kept = task
             else:
-                call.executor.put(task)
+                stage.executor.put(task)
         return kept
 
-    # The consumer ------------------------------------------------------------------------
+    # The consumer ---------------------------------------------------------------------------
 
     def take(self, timeout_s: float | None) -> object:
-        """What comes next. On the consumer's thread, one at a time.
-
-        Returns:
-            The item; END after the last one.
+        """Return the next item, or END after the last one. One call at a time.
 
         Raises:
-            TimeoutError: If there is none in time; nothing is lost.
+            TimeoutError: If none comes in time. Nothing is lost.
             ClosedLoaderError: If the epoch was left, or has failed before.
-            BaseException: What was raised in an item's place.
+            BaseException: An exception that was raised in an item's place.
         """
         caller = threading.get_ident()
         if self._taker:
@@ -252,13 +247,13 @@ class Epoch:
             if item is not NOTHING:
                 return self._opened(item)
             self.in_transit = False
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 raise TimeoutError(
-                    f"the pipeline gave nothing within {timeout_s:g} seconds. Nothing is lost: ask "
-                    "again."
+                    f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
+                    "ask again."
                 )
-            self._wakeup.wait(left)
+            self._wakeup.wait(left_s)
 
     def _take_now(self) -> object:
         with self._lock:
@@ -281,31 +276,31 @@ class Epoch:
             return opened(item)
         error = item.error
         self.leave(f"{type(error).__name__}: {text_of(error)}")
-        self._told = id(error)
+        self._raised_id = id(error)
         try:
             raise error
         finally:
-            del error, item  # the traceback holds this frame
+            del error, item  # the traceback pins this frame
 
     def loses(self, error: BaseException) -> bool:
-        """Whether to go on after an exception, of :meth:`take` or after it, would lose an item."""
-        return self.in_transit and self._told != id(error)
+        """Whether an item is lost if the epoch continues after ``error``, raised in a ``take``."""
+        return self.in_transit and self._raised_id != id(error)
 
     @property
     def is_taken_here(self) -> bool:
-        """Whether this thread is in :meth:`take`: what it does for others may be interrupted."""
+        """Whether the calling thread is in :meth:`take`, which a signal handler may interrupt."""
         return self._taker == threading.get_ident()
 
-    # Ends --------------------------------------------------------------------------------
+    # Ends -----------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """After an interruption on this thread: let go of the lock, if it is held here."""
+        """Release the lock after an interruption, if the calling thread holds it."""
         with contextlib.suppress(RuntimeError):
             while True:
                 self._lock.release()
 
     def leave(self, why: str) -> None:
-        """Drop all that is in flight, and take nothing more. Takes no lock; may be repeated."""
+        """Drop all that is in flight, and end the epoch. Takes no lock; may be called again."""
         if not self.is_over:
             self.over_because = why
         self.is_over = True
@@ -313,40 +308,42 @@ class Epoch:
         self._wakeup.set()
 
 
-def _number(job: Job) -> int:
-    return job.number
-
-
-def _make_flow(plan: Plan, listed: FailureList[FailedItem]) -> Flow:
-    before = StageQueue(1)
-    after = (
-        StageQueue(SOURCE_ROOM, SOURCE_ROOM // 2) if plan.stages else StageQueue(plan.buffer_size)
-    )
-    stages: list[Stage] = [PipeStage(0, before, after, 1, in_order=True, failure_counter=None)]
-    shared = None if plan.max_failures is None else Limit(plan.max_failures, "the pipeline")
+def _make_flow(config: PipelineConfig, failures: FailureList[FailedItem]) -> Flow:
+    sink = StageQueue(config.buffer_size)
+    count = len(config.stages)
+    queues = [
+        StageQueue(1),  # before the source
+        *(StageQueue(SOURCE_CAPACITY, SOURCE_CAPACITY // 2) for _ in config.stages[:1]),
+        *(StageQueue(QUEUE_CAPACITY) for _ in config.stages[1:]),
+        sink,
+    ]
+    stages: list[Stage] = [PipeStage(0, queues[0], queues[1], 1, in_order=True)]
+    shared = None if config.max_failures is None else Limit(config.max_failures, "the pipeline")
     last_pipe = max(
-        (place for place, one in enumerate(plan.stages) if not isinstance(one, Group)), default=-1
+        (index for index in range(count) if not isinstance(config.stages[index], Aggregate)),
+        default=-1,
     )
-    for place, one in enumerate(plan.stages):
-        is_last = place == len(plan.stages) - 1
-        before, after = after, StageQueue(plan.buffer_size if is_last else QUEUE_ROOM)
-        if isinstance(one, Group):
-            stages.append(GroupStage(place + 1, before, after, one.size, drop_last=one.drop_last))
+    for index, stage in enumerate(config.stages):
+        number, before, after = index + 1, queues[index + 1], queues[index + 2]
+        if isinstance(stage, Aggregate):
+            stages.append(
+                AggregateStage(number, before, after, stage.size, drop_last=stage.drop_last)
+            )
             continue
         own = None
-        if one.max_failures is not None:
-            own = Limit(one.max_failures, f"stage '{one.name}'")
+        if stage.max_failures is not None:
+            own = Limit(stage.max_failures, f"stage '{stage.name}'")
         failure_counter = StageFailureCounter(
-            one.name, own, shared, listed, judges_shared=place == last_pipe
+            stage.name, own, shared, failures, judges_shared=index == last_pipe
         )
         stages.append(
             PipeStage(
-                place + 1,
+                number,
                 before,
                 after,
-                one.places,
-                in_order=one.in_order,
+                stage.capacity,
+                in_order=stage.in_order,
                 failure_counter=failure_counter,
             )
         )
-    return Flow(stages, after)
+    return Flow(stages)

@@ -1,4 +1,4 @@
-"""Calls of ops that failed: what is raised, what is left out, counted and listed."""
+"""Calls of ops that failed: what is raised, and what is left out, counted and listed."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from shmloader.pipeline.flow import NOTHING
 
 _log = logging.getLogger("shmloader")
 
-# Raised as they are, they would end something of the consumer's: a loop, a task, the program.
+# Raised as they are, these would end something of the consumer's: a loop, a task, the program.
 _CONTROL_FLOW = (
     StopIteration,
     StopAsyncIteration,
@@ -24,19 +24,19 @@ _CONTROL_FLOW = (
     asyncio.CancelledError,
 )
 
-# As long a text is listed as it is: a URL of any kind.
+# A str of up to this length is listed whole, so that a URL of any kind is.
 _LISTED_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class FailedItem:
-    """An item that a stage has left out, since its op has failed.
+    """An item that a stage has left out because its op failed.
 
     Attributes:
         stage: The stage's name.
-        item: The item, if it is a number, a path or a text of at most 2,000 characters; else a few
-            characters of its text, since a list of failures must not keep what is large.
-        error: The exception; its text has the traceback.
+        item: The item, if it is a number, a path or a str of at most 2,000 characters; else the
+            beginning of its ``repr``, since a list of failures must not keep large objects alive.
+        error: The exception. Its text includes the traceback.
     """
 
     stage: str
@@ -44,67 +44,105 @@ class FailedItem:
     error: Exception
 
 
-class StageFailureCounter:
-    """Counts the calls of one stage in one flow; see ``FailureCounter`` in ``flow``.
+class Limit:
+    """How many calls may fail in one epoch.
+
+    Attributes:
+        count: The counter of calls.
+        first: The first failure.
+        last: The latest failure.
 
     Args:
-        name: The stage's.
-        own: The stage's own limit, with its ``max_failures``; None if it has none.
-        shared: The pipeline's, which counts all stages that have none of their own.
-        judges_shared: Whether this is the last stage.
-        listed: Where failures are listed.
+        max_failures: A number of calls that may fail, or a share of all calls.
+        scope: What the limit is for: "stage 'parse'", "the pipeline".
+    """
+
+    def __init__(self, max_failures: int | Fraction, scope: str) -> None:
+        self.count = FailureLimit(max_failures, may_all_fail=False)
+        self.first: FailedItem | None = None
+        self.last: FailedItem | None = None
+        self._max_failures = max_failures
+        self._scope = scope
+
+    def too_many(self, error: Exception | None) -> TooManyFailures:
+        """Return the exception to raise.
+
+        Args:
+            error: The op's exception, if it was raised just now. It becomes the cause.
+        """
+        last, count = self.last, self.count
+        assert last is not None
+        more = f"more than max_failures={self._max_failures} allows"
+        if error is None and count.all_failed:
+            more = "which is all of them"
+        raised = TooManyFailures(
+            f"{count.failed_count} of {count.sample_count} calls in {self._scope} failed, {more}. "
+            f"The last was in stage '{last.stage}' for item {describe_index(last.item)}: see the "
+            "cause. The pipeline's `failures` lists the newest."
+        )
+        raised.__cause__ = last.error if error is None else error
+        return raised
+
+
+class StageFailureCounter:
+    """Counts the calls of one stage in one epoch; see ``FailureCounter`` in ``flow``.
+
+    Args:
+        name: The stage's name.
+        own: The limit of the stage alone, or None.
+        shared: The limit of all stages that have none of their own, or None.
+        failures: The pipeline's list of failures.
+        judges_shared: Whether this is the last stage, at whose end the shared limit is judged.
     """
 
     def __init__(
         self,
         name: str,
-        own: "Limit | None",
-        shared: "Limit | None",
-        listed: FailureList[FailedItem],
+        own: Limit | None,
+        shared: Limit | None,
+        failures: FailureList[FailedItem],
         *,
         judges_shared: bool,
     ) -> None:
         self._name = name
-        self._own = own
-        self._shared = shared
-        self._judges_shared = judges_shared
-        self._listed = listed
-
-    @property
-    def _limit(self) -> "Limit | None":
-        return self._own or self._shared
+        self._limit = own or shared
+        self._judged = [own, shared if judges_shared else None]
+        self._failures = failures
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a failed item is left out, unless too many are."""
+        """Whether failed items are left out, as long as there are not too many."""
         return self._limit is not None
 
     def note_good(self) -> None:
-        """A call has succeeded."""
+        """Count a call that has succeeded."""
         if self._limit is not None:
             self._limit.count.note(1, 0)
 
     def describe(self, error: Exception, item: object) -> FailedItem:
-        """What is listed of a failure; holds none of its frames. Calls the item's ``repr``."""
+        """Return the entry for the list of failures. It refers to no frame of the op's.
+
+        Calls the item's ``repr``, so it must not be called under a lock.
+        """
         remote = RemoteError.of(error, f"in stage '{self._name}'")
         rebuilt = remote.rebuilt(f"The item was {describe_index(item)}.")
-        return FailedItem(self._name, _as_listed(item), rebuilt)
+        return FailedItem(self._name, _listed(item), rebuilt)
 
     def note_bad(self, failed: FailedItem, error: Exception) -> TooManyFailures | None:
-        """A call has failed, of which ``failed`` is listed.
+        """Count and list a call that has failed.
 
         Returns:
-            What is to be raised, with ``error`` as its cause, if too many have failed.
+            The exception to raise, with ``error`` as its cause, if too many have failed.
         """
         limit = self._limit
         assert limit is not None
         limit.first, limit.last = limit.first or failed, failed
-        self._listed.total += 1
-        self._listed.add(failed)
+        self._failures.total += 1
+        self._failures.add(failed)
         return limit.too_many(error) if limit.count.note(1, 1) else None
 
     def log_first(self, failed: FailedItem, error: Exception) -> None:
-        """Tell the log of a failure, if it is the flow's first."""
+        """Log a failure if it is the first of the epoch."""
         if self._limit is not None and self._limit.first is failed:
             _log.warning(
                 "stage '%s' failed for item %s, which is left out (max_failures): %s: %s; further "
@@ -114,71 +152,30 @@ class StageFailureCounter:
             )  # fmt: skip
 
     def end(self) -> TooManyFailures | None:
-        """The stage has ended: what is to be raised, if too many have failed, or all."""
-        judged = [self._own, self._shared if self._judges_shared else None]
-        for limit in judged:
+        """Return the exception to raise at the stage's end, if too many or all calls failed."""
+        for limit in self._judged:
             if limit is not None and limit.count.end_epoch():
                 return limit.too_many(None)
         return None
 
 
-class Limit:
-    """How many calls may fail in one flow.
-
-    Attributes:
-        count: Counts them, and those that succeed.
-        first: The failure noted first.
-        last: The one noted last.
-
-    Args:
-        max_failures: A number that may fail, or a share of the calls.
-        what: What it is a limit of: "stage 'parse'", "the pipeline".
-    """
-
-    def __init__(self, max_failures: int | Fraction, what: str) -> None:
-        self.count = FailureLimit(max_failures, may_all_fail=False)
-        self.first: FailedItem | None = None
-        self.last: FailedItem | None = None
-        self._max_failures = max_failures
-        self._what = what
-
-    def too_many(self, error: Exception | None) -> TooManyFailures:
-        """What is to be raised.
-
-        Args:
-            error: The op's, if it was raised just now; it becomes the cause.
-        """
-        last, count = self.last, self.count
-        assert last is not None
-        more = f"more than max_failures={self._max_failures} allows"
-        if error is None and count.all_failed:
-            more = "which is all of them"
-        raised = TooManyFailures(
-            f"{count.failed_count} of {count.sample_count} calls in {self._what} failed, {more}. "
-            f"The last was in stage '{last.stage}' for item {describe_index(last.item)}: see the "
-            "cause. The pipeline's `failures` lists the newest."
-        )
-        raised.__cause__ = last.error if error is None else error
-        return raised
-
-
 def explained(error: BaseException, stage: str, item: object) -> BaseException:
-    """What the consumer is to raise for an op's exception: itself, with a note.
+    """Return what the consumer is to raise for an op's exception: the same, with a note.
 
     Args:
         error: The exception.
         stage: The stage's name.
-        item: Its item; NOTHING for the source.
+        item: The stage's item; NOTHING for the source.
     """
     of_item = "" if item is NOTHING else f" for item {describe_index(item)}"
     note = f"Stage '{stage}' failed{of_item}."
     if isinstance(error, _CONTROL_FLOW):
-        explaining = RuntimeError(
-            f"stage '{stage}' raised {type(error).__name__}, which would have ended more than "
-            f"this: {text_of(error)}"
+        wrapped = RuntimeError(
+            f"stage '{stage}' raised {type(error).__name__}, which would have ended more than the "
+            f"epoch: {text_of(error)}"
         )
-        explaining.__cause__ = error
-        error = explaining
+        wrapped.__cause__ = error
+        error = wrapped
     try:
         error.add_note(note)
     except Exception:  # noqa: BLE001 - an exception may refuse attributes
@@ -189,14 +186,14 @@ def explained(error: BaseException, stage: str, item: object) -> BaseException:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, whatever its ``__str__`` does."""
+    """Return the text of an exception, even if its ``__str__`` fails."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - the user's own
-        return "its text cannot be had"
+        return "its __str__ failed"
 
 
-def _as_listed(item: object) -> object:
+def _listed(item: object) -> object:
     if item is None or isinstance(item, numbers.Number | PurePath):
         return item
     if isinstance(item, str) and len(item) <= _LISTED_CHARACTERS:

@@ -1,33 +1,30 @@
-"""Where each item is, and which job may start. Pure: no thread, no clock, nothing of the user's.
+"""Where each item is, and which jobs may start. Pure: no thread, no clock, no user code.
 
 Guarantees:
-    * A queue holds at most its room, and a stage at most its places: items in work, and results
-      that wait for room. So what is in flight is bounded, whatever the consumer does.
+    * A queue holds at most its capacity, and a stage at most its own: items in work, and results
+      that wait for a place in the queue. So what is in flight is bounded, whatever the consumer
+      does.
     * Each item that is taken in leaves once: as its results, or not at all if it has none.
-    * With ``in_order``, a stage's results come in the order of its items.
-    * After a :class:`Raised` nothing more is passed on by the stage that it comes from, nor begun
-      before it; and what gives many results there, the source for one, is not asked for more.
-    * Nobody has to look for work: what may start after a call stands in ``ready``.
+    * With ``in_order``, the results of a stage leave in the order of its items.
+    * After a :class:`Raised`, the stage that it comes from passes nothing more on, and no stage
+      before it starts a job. A job that yields many results there, such as the source's, is not
+      resumed.
+    * No thread has to look for work: the jobs that may start after a call are in ``ready``.
 
 Assumes that one thread at a time calls the methods.
 """
 
 import collections
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(slots=True, eq=False)
 class Raised:
-    """Travels in an item's place: what the consumer is to raise.
+    """Travels in an item's place: an exception that the consumer is to raise."""
 
-    Attributes:
-        error: It.
-    """
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 class Mark:
@@ -40,9 +37,9 @@ class Mark:
         return self._name
 
 
-#: Nothing is there now.
+#: There is no item yet.
 NOTHING = Mark("NOTHING")
-#: Nothing will come.
+#: There will be no further item.
 END = Mark("END")
 
 
@@ -50,69 +47,67 @@ class FailureCounter(Protocol):
     """Counts the calls of one stage."""
 
     def note_good(self) -> None:
-        """A call has succeeded."""
+        """Count a call that has succeeded."""
 
     def end(self) -> BaseException | None:
-        """The stage has ended: what is to be raised, if too many have failed."""
+        """Return the exception to raise at the stage's end, if too many calls have failed."""
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One item at one stage.
 
     Attributes:
-        number: Its stage's place in the flow.
-        item: It; None once the job is done.
-        stream: What gives its results one by one; the runner's.
-        outputs: Results that wait for room on the queue; None: there are none.
+        number: Number of its stage in the flow. Not the stage, which holds the job: a reference
+            cycle would keep a flow that was left, and all that is in flight in it, alive until the
+            garbage collector runs.
+        item: The item; None once the job is done.
+        results: The iterator of a generator function's results; the executor sets it.
+        outputs: Results that wait for a place in the queue; None if there were none so far.
         is_done: Whether no further result comes.
     """
 
-    __slots__ = ("is_done", "item", "number", "outputs", "stream")
-
-    def __init__(self, number: int, item: object) -> None:
-        # Not the stage, which holds the job: a flow that was left must not wait for the collector
-        # of cycles, nor what is in flight in it.
-        self.number = number
-        self.item = item
-        self.stream: object = None
-        self.outputs: collections.deque[object] | None = None
-        self.is_done = False
+    number: int
+    item: object
+    results: object = None
+    outputs: collections.deque[object] | None = None
+    is_done: bool = False
 
 
 class StageQueue:
     """Items between two stages.
 
     Attributes:
-        items: They.
-        room: How many there may be.
-        low: How many may be left when a result that has waited for room is passed on. Less than
-            ``room - 1``: whoever gives them is woken more rarely, for several at a time.
-        is_ended: Whether no further one comes.
+        items: The items.
+        capacity: How many there may be.
+        low: A result that has waited is put here once no more than this number of items is left.
+            A number below ``capacity - 1`` wakes the stage before more rarely, for several results
+            at a time.
+        is_ended: Whether no further item comes.
     """
 
-    __slots__ = ("is_ended", "items", "low", "room")
+    __slots__ = ("capacity", "is_ended", "items", "low")
 
-    def __init__(self, room: int, low: int | None = None) -> None:
+    def __init__(self, capacity: int, low: int | None = None) -> None:
         self.items: collections.deque[object] = collections.deque()
-        self.room = room
-        self.low = room - 1 if low is None else low
+        self.capacity = capacity
+        self.low = capacity - 1 if low is None else low
         self.is_ended = False
 
 
 class PipeStage:
-    """A stage whose jobs somebody runs.
+    """A stage whose jobs an executor runs.
 
     Attributes:
-        number: Its place in the flow; the source has 0.
-        before: Where items come from.
-        after: Where results go to.
-        failure_counter: Counts its calls.
-        is_cut: Whether it takes in nothing more, since it has failed, or a later one.
+        number: Its number in the flow; the source is 0.
+        before: The queue that items come from.
+        after: The queue that results go to.
+        failure_counter: Counts the calls; None where the first failure is raised.
+        is_cut: Whether it takes nothing more in, since it or a later stage has failed.
 
     Args:
-        places: Items that may be in the stage.
-        in_order: Whether results come in the order of the items.
-        failure_counter: See above; None where a failure is raised.
+        capacity: Items that may be in the stage.
+        in_order: Whether results leave in the order of the items.
     """
 
     def __init__(
@@ -120,30 +115,29 @@ class PipeStage:
         number: int,
         before: StageQueue,
         after: StageQueue,
-        places: int,
+        capacity: int,
         *,
         in_order: bool,
-        failure_counter: FailureCounter | None,
+        failure_counter: FailureCounter | None = None,
     ) -> None:
         self.number = number
         self.before = before
         self.after = after
         self.failure_counter = failure_counter
         self._in_order = in_order
-        self._places = places
-        self._free = places
-        # In order: all jobs. Else: those whose results wait for room.
+        self._capacity = self._free = capacity
+        # In order: all jobs. Else: those whose results wait for the queue.
         self._held: collections.deque[Job] = collections.deque()
         self.is_cut = False
 
     def cut(self) -> None:
-        """Begin nothing more, and forget what waits to be begun, and what may still come."""
+        """Start no further job, and drop the items that wait for one or may still come."""
         self.is_cut = True
         self.before.items.clear()
         self.before.is_ended = True
 
     def take_in(self, ready: list[Job]) -> bool:
-        """Begin jobs as far as items and places go; whether any was."""
+        """Start jobs as far as items and capacity go. Returns whether any was started."""
         items = self.before.items
         has_taken = False
         if self.is_cut:
@@ -162,10 +156,10 @@ class PipeStage:
         return has_taken
 
     def put(self, job: Job, output: object) -> bool:
-        """A job has a result; whether it was passed on at once."""
+        """Take a result of a job. Returns whether it was passed on at once."""
         after = self.after
-        has_room = len(after.items) < after.room and not job.outputs
-        if has_room and (not self._held or (self._in_order and self._held[0] is job)):
+        has_space = len(after.items) < after.capacity and not job.outputs
+        if has_space and (not self._held or (self._in_order and self._held[0] is job)):
             after.items.append(output)
             return True
         if job.outputs is None:
@@ -176,14 +170,18 @@ class PipeStage:
         return False
 
     def finish(self, job: Job) -> None:
-        """A job has no further result."""
+        """Note that a job has no further result."""
         job.is_done = True
         job.item = None
         if not self._in_order and not job.outputs:
             self._free += 1
 
     def pass_on(self, ready: list[Job]) -> bool:
-        """Pass on results as far as there is room; whether anything was, or a place became free."""
+        """Pass on results as far as the queue has space.
+
+        Returns:
+            Whether a result was passed on, or a job has left the stage.
+        """
         held, after = self._held, self.after
         has_moved = False
         while held:
@@ -196,7 +194,7 @@ class PipeStage:
                 if job.outputs:
                     continue
                 if not job.is_done:
-                    ready.append(job)  # it was at rest until its result was passed on
+                    ready.append(job)  # it was suspended until its result was passed on
             if job.is_done:
                 held.popleft()
                 self._free += 1
@@ -208,37 +206,33 @@ class PipeStage:
         return has_moved
 
     def end(self) -> bool:
-        """End the queue after it, if all is done; whether it was ended now."""
+        """End the queue after this stage if all is done. Returns whether anything has changed."""
         after = self.after
         if after.is_ended or not self.before.is_ended or self.before.items:
             return False
-        if self._free < self._places or self._held:
+        if self._free < self._capacity or self._held:
             return False
         error = None if self.failure_counter is None or self.is_cut else self.failure_counter.end()
         if error is not None:
-            # The stage is empty, and takes nothing in any more.
+            # A last job, which brings the exception: the stage is empty and takes nothing in.
             self._free -= 1
-            job = Job(self.number, None)
-            job.outputs, job.is_done = collections.deque([Raised(error)]), True
-            self._held.append(job)
+            outputs: collections.deque[object] = collections.deque([Raised(error)])
+            self._held.append(Job(self.number, None, outputs=outputs, is_done=True))
             self.is_cut = True
             return True
         after.is_ended = True
         return True
 
 
-class GroupStage:
-    """A stage that makes lists of items, at once.
-
-    Attributes:
-        number: See :class:`PipeStage`, likewise the others.
+class AggregateStage:
+    """A stage that makes lists of items. It has no jobs, but else looks like a :class:`PipeStage`.
 
     Args:
         size: Items of a list.
-        drop_last: Whether a last list that is shorter is left out.
+        drop_last: Whether a shorter last list is left out.
     """
 
-    failure_counter: FailureCounter | None = None
+    failure_counter = None
 
     def __init__(
         self, number: int, before: StageQueue, after: StageQueue, size: int, *, drop_last: bool
@@ -253,14 +247,14 @@ class GroupStage:
         self.is_cut = False
 
     def cut(self) -> None:
-        """As a pipe's."""
+        """See :meth:`PipeStage.cut`."""
         self.is_cut = self.before.is_ended = True
         self.before.items.clear()
         self._items.clear()
         self._full = NOTHING
 
-    def take_in(self, ready: list[Job]) -> bool:  # noqa: ARG002 - as a pipe's
-        """Collect items; whether any was taken."""
+    def take_in(self, ready: list[Job]) -> bool:  # noqa: ARG002 - the signature of PipeStage
+        """Collect items. Returns whether any was taken."""
         items = self.before.items
         has_taken = False
         if self.is_cut:
@@ -277,16 +271,16 @@ class GroupStage:
                 self._full, self._items = self._items, []
         return has_taken
 
-    def pass_on(self, ready: list[Job]) -> bool:  # noqa: ARG002 - as a pipe's
-        """Pass on a list, if there is room; whether it was."""
-        if self._full is NOTHING or len(self.after.items) >= self.after.room:
+    def pass_on(self, ready: list[Job]) -> bool:  # noqa: ARG002 - the signature of PipeStage
+        """Pass on a list if the queue has space. Returns whether it was passed on."""
+        if self._full is NOTHING or len(self.after.items) >= self.after.capacity:
             return False
         self.after.items.append(self._full)
         self._full = NOTHING
         return True
 
     def end(self) -> bool:
-        """End the queue after it, if all is done; whether anything has changed."""
+        """End the queue after this stage if all is done. Returns whether anything has changed."""
         if self.after.is_ended or not self.before.is_ended or self.before.items:
             return False
         if self._full is not NOTHING:
@@ -299,52 +293,51 @@ class GroupStage:
         return True
 
 
-Stage = PipeStage | GroupStage
+Stage = PipeStage | AggregateStage
 
 
 class Flow:
     """One run through the source.
 
-    The source is a stage as well: one job, which gives many results.
+    The source is a stage, too: it has one job, which yields many results.
 
     Attributes:
         stages: The source and all others, in order.
-        ready: Jobs that may start, or go on; to be taken away after each call.
+        ready: Jobs that may start or resume. The caller takes them away after each call.
 
     Args:
-        stages: They.
-        sink: The queue after the last.
+        stages: See above. The last one's queue is the sink.
     """
 
-    def __init__(self, stages: Sequence[Stage], sink: StageQueue) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = list(stages)
         self.ready: list[Job] = []
         self._pipes = {stage.number: stage for stage in stages if isinstance(stage, PipeStage)}
-        self._sink = sink
+        self._sink = stages[-1].after
 
     def begin(self) -> None:
-        """Have the source's job start."""
+        """Start the source's job."""
         source = self.stages[0]
         source.before.items.append(NOTHING)
         source.before.is_ended = True
-        self._settle(0)
+        self._advance(0)
 
-    def gave(self, job: Job, output: object) -> bool:
-        """A job has a result, and may have more.
+    def yielded(self, job: Job, output: object) -> bool:
+        """Take a result of a job that may have more.
 
         Returns:
-            Whether it may go on; else it comes to ``ready`` when it may.
+            Whether the job may continue. If not, it comes to ``ready`` when it may.
         """
         stage = self._pipes[job.number]
         if job.number + 1 < len(self.stages) and self.stages[job.number + 1].is_cut:
-            return False  # nobody takes it, and the job rests for good
+            return False  # nothing takes the result in, and the job stays suspended
         is_passed = stage.put(job, output)
         if is_passed:
-            self._settle(stage.number + 1)
+            self._advance(stage.number + 1)
         return is_passed
 
     def finished(self, job: Job, *outputs: object) -> None:
-        """A job is done, with its last results, or none."""
+        """Take the last results of a job, or none: it is done."""
         stage = self._pipes[job.number]
         if stage.failure_counter is not None:
             stage.failure_counter.note_good()
@@ -353,11 +346,11 @@ class Flow:
         self._finish(stage, job)
 
     def failed(self, job: Job, error: BaseException | None) -> None:
-        """A job has failed.
+        """Note that a job has failed.
 
         Args:
-            job: It.
-            error: What the consumer is to raise; None: the item is left out.
+            job: The job.
+            error: The exception that the consumer is to raise; None leaves the item out.
         """
         stage = self._pipes[job.number]
         if error is not None:
@@ -369,25 +362,25 @@ class Flow:
     def _finish(self, stage: PipeStage, job: Job) -> None:
         stage.finish(job)
         if stage.number + 1 < len(self.stages):
-            self._settle(stage.number + 1)
-        self._settle(stage.number)
+            self._advance(stage.number + 1)
+        self._advance(stage.number)
 
     def take(self) -> object:
-        """What comes next for the consumer; NOTHING if it is not there yet, END after the last."""
+        """Return the consumer's next item, NOTHING if it is not there yet, or END."""
         items = self._sink.items
         if items:
             item = items.popleft()
-            self._settle(len(self.stages) - 1)
+            self._advance(len(self.stages) - 1)
             return item
         return END if self._sink.is_ended else NOTHING
 
     @property
     def has_news(self) -> bool:
-        """Whether :meth:`take` would give anything but NOTHING."""
+        """Whether :meth:`take` would return anything but NOTHING."""
         return bool(self._sink.items) or self._sink.is_ended
 
-    def _settle(self, number: int) -> None:
-        """Move whatever can be moved, now that something has changed at this stage."""
+    def _advance(self, number: int) -> None:
+        """Move all items that can be moved, after a change at stage ``number``."""
         stages, ready = self.stages, self.ready
         todo = [number]
         while todo:

@@ -1,13 +1,9 @@
-"""An executor of coroutines: one event loop, on a daemon thread.
-
-One coroutine runs one job after the other, as long as there is a next at once. That of an async
-generator stays with it to its end, at rest while there is no room for its results: what such a
-generator does (a timeout, a task group) may belong to the task that runs it.
+"""An executor of coroutines and async generators: an event loop on a daemon thread.
 
 Guarantees:
-    * ``end`` cancels what runs, and the tasks that ops have begun. A coroutine that does not let
-      itself be cancelled, or holds up the loop, is left behind with its thread, which keeps neither
-      the caller nor the interpreter.
+    * ``end`` cancels all coroutines, and the asyncio tasks that ops have begun. A coroutine that
+      resists cancelling, or blocks the loop, is left behind with its thread, which keeps neither
+      the caller nor the interpreter alive.
 """
 
 import asyncio
@@ -17,17 +13,17 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
 
+from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
-from shmloader.pipeline.ops import OpKind, refuse_coroutine
-from shmloader.pipeline.threads import EXIT_S
+from shmloader.pipeline.executors import EXIT_S, refuse_coroutine
 from shmloader.threads.background import BackgroundThread
 
-# How long coroutines may take to be cancelled.
+# How long coroutines may take to be cancelled, in seconds.
 _CANCEL_S = 0.3
 
 
 class _LoopThread(BackgroundThread):
-    """The loop's thread. Parks between two callbacks of the loop."""
+    """The loop's thread. Stands still between two callbacks of the loop."""
 
     parks_for_forks = False
     exit_s = EXIT_S
@@ -38,16 +34,16 @@ class _LoopThread(BackgroundThread):
         self._is_stopped = False
 
     def wake(self) -> None:
-        """Have it stand still; from the thread that asks."""
+        """Have the thread stand still. Called from the thread that asks for it."""
         self.call(self.pause)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the loop call a function; nothing once it has ended."""
+        """Have the loop call a function, unless the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """End the loop. On it."""
+        """End the loop. Called on the loop."""
         self._is_stopped = True
         self.loop.stop()
 
@@ -55,8 +51,8 @@ class _LoopThread(BackgroundThread):
         try:
             asyncio.set_event_loop(self.loop)
             while not self._is_stopped:
-                # A task of the op's own that raises SystemExit or KeyboardInterrupt ends the run.
-                # Whoever awaits the task has it raised, so the loop goes on.
+                # An asyncio task of an op that raises SystemExit or KeyboardInterrupt ends the run.
+                # The coroutine that awaits the task gets the exception, so the loop continues.
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     self.loop.run_forever()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -66,51 +62,55 @@ class _LoopThread(BackgroundThread):
 
 
 class LoopExecutor:
-    """Runs coroutines and async generators on a loop of its own.
+    """Runs coroutines and async generators on an event loop with a thread of its own.
+
+    One asyncio task runs a job and those that follow from it. It stays with an async generator to
+    the generator's end, and sleeps while the epoch has no room for results: what the generator does
+    (a timeout, a task group) may belong to the asyncio task that runs it.
 
     Args:
-        name: Of the thread.
+        name: The thread's name.
     """
 
     def __init__(self, name: str) -> None:
-        self._host = _LoopThread(name)
+        self._thread = _LoopThread(name)
         self._waiting: collections.deque[Task] = collections.deque()
         self._is_called = False
         self._is_ending = False
         self._running: set[asyncio.Task[None]] = set()
-        # Async generators at rest: each goes on when its future has a result.
-        self._resting: dict[int, asyncio.Future[None]] = {}
-        self._host.start()
+        # Suspended async generators, by id() of their jobs: each resumes when its future is set.
+        self._suspended: dict[int, asyncio.Future[None]] = {}
+        self._thread.start()
 
     def put(self, task: Task) -> None:
-        """Have a task run, or an async generator go on. From any thread."""
+        """Have a task run, or an async generator resume. From any thread."""
         self._waiting.append(task)
         if not self._is_called:
             self._is_called = True
-            self._host.call(self._take_all)
+            self._thread.call(self._take_all)
 
     def _take_all(self) -> None:
-        """Start what waits. On the loop."""
+        """Start all waiting tasks. On the loop."""
         self._is_called = False
         while self._waiting:
             task = self._waiting.popleft()
-            if not self._resumes(task) and not self._is_ending and not task.epoch.is_over:
-                running = self._host.loop.create_task(self._work(task))
+            if not self._resume(task) and not self._is_ending and not task.epoch.is_over:
+                running = self._thread.loop.create_task(self._work(task))
                 self._running.add(running)
                 running.add_done_callback(self._running.discard)
 
-    def _resumes(self, task: Task) -> bool:
-        """Whether a task is that of a generator at rest, which goes on now."""
-        resting = self._resting.pop(id(task.job), None)
-        if resting is not None and not resting.done():
-            resting.set_result(None)
-        return resting is not None
+    def _resume(self, task: Task) -> bool:
+        """Resume the suspended generator of a task. Returns False if there is none."""
+        suspended = self._suspended.pop(id(task.job), None)
+        if suspended is not None and not suspended.done():
+            suspended.set_result(None)
+        return suspended is not None
 
     async def _work(self, first: Task) -> None:
         task: Task | None = first
         while task is not None and not task.epoch.is_over:
             task = await self._serve(task)
-            if task is not None and self._resumes(task):
+            if task is not None and self._resume(task):
                 return
 
     async def _serve(self, task: Task) -> Task | None:
@@ -119,51 +119,51 @@ class LoopExecutor:
         except asyncio.CancelledError as error:
             if self._is_ending:
                 raise
-            return task.epoch.failed(task, error)  # of the op itself: nobody else has cancelled it
-        except BaseException as error:  # noqa: BLE001 - the consumer is told
+            return task.epoch.failed(task, error)  # raised by the op itself
+        except BaseException as error:  # noqa: BLE001 - raised to the consumer
             return task.epoch.failed(task, error)
 
     async def _run(self, task: Task) -> Task | None:
-        job, call, epoch = task.job, task.call, task.epoch
-        if call.kind is OpKind.ASYNC_GENERATOR:
-            results = cast("Callable[[object], AsyncGenerator[object]]", call.op)(job.item)
+        job, stage, epoch = task.job, task.stage, task.epoch
+        if stage.kind is OpKind.ASYNC_GENERATOR:
+            results = cast("Callable[[object], AsyncGenerator[object]]", stage.op)(job.item)
             async with contextlib.aclosing(results):
                 async for result in results:
-                    if not epoch.gave(task, result):
-                        await self._rest(task)
+                    if not epoch.yielded(task, result):
+                        await self._suspend(task)
             return epoch.finished(task)
-        result = await cast("Callable[[object], Awaitable[object]]", call.op)(job.item)
-        refuse_coroutine(result, call.name)
+        result = await cast("Callable[[object], Awaitable[object]]", stage.op)(job.item)
+        refuse_coroutine(result, stage.name)
         return epoch.finished(task) if result is None else epoch.finished(task, result)
 
-    async def _rest(self, task: Task) -> None:
-        """Wait until the generator's result was passed on, and it was put in here again."""
-        # By the job: each time it is put in here as another task. No step of the loop lies between
-        # the result and this line, so the call cannot have come before.
-        resting = self._resting[id(task.job)] = self._host.loop.create_future()
+    async def _suspend(self, task: Task) -> None:
+        """Wait until the generator's result was passed on, and its job was put here again."""
+        # Keyed by the job: it comes back as another task. No step of the loop lies between the
+        # result and this line, so it cannot have come back before.
+        suspended = self._suspended[id(task.job)] = self._thread.loop.create_future()
         try:
-            await resting
+            await suspended
         finally:
-            self._resting.pop(id(task.job), None)
+            self._suspended.pop(id(task.job), None)
 
     def end(self) -> None:
-        """Cancel what runs, and end the loop. From anywhere; does not wait."""
+        """Cancel all coroutines and end the loop. From any thread; does not wait."""
         self._is_ending = True
-        self._host.call(self._end_here)
+        self._thread.call(self._end_here)
 
     def _end_here(self) -> None:
         self._waiting.clear()
-        left = asyncio.all_tasks(self._host.loop)  # those that ops have begun, too
+        left = asyncio.all_tasks(self._thread.loop)  # including those that ops have begun
         for task in left:
             task.cancel()
-        ending = self._host.loop.create_task(self._stop_when_cancelled(left))
+        ending = self._thread.loop.create_task(self._stop_when_cancelled(left))
         self._running_end = ending  # the loop itself holds tasks weakly
 
     async def _stop_when_cancelled(self, left: set[asyncio.Task[Any]]) -> None:
         if left:
             await asyncio.wait(left, timeout=_CANCEL_S)
-        self._host.stop()
+        self._thread.stop()
 
     def join(self, deadline: float) -> None:
-        """After ``end``: wait for the thread, until ``deadline`` (``time.monotonic()``)."""
-        self._host.join(deadline - time.monotonic())
+        """Wait for the thread after ``end``, until ``deadline`` (``time.monotonic()``)."""
+        self._thread.join(deadline - time.monotonic())

@@ -2,21 +2,20 @@
 
 ::
 
-    whoever brings a result             the executor's thread                       a worker
-    ───────────────────────             ─────────────────                       ────────
-    task ── a deque, the engine ──────▶ engine.next_batch():
-            is woken                    the item is a ticket ── a task ───────▶ op(item), its result
+    any thread that brings a result     the executor's thread                   a worker
+    ───────────────────────────────     ─────────────────────                   ────────
+    task ── a deque; wakes the ───────▶ engine.next_batch():
+            engine                      the item is a ticket ── a task ───────▶ op(item), its result
                                                                                 written to the slot
     epoch.finished(task, result) ◀───── views of the slot ◀── a layout ────────
 
-A worker's dataset is the op: ``dataset[item]`` calls it. The engine knows one endless epoch, and
-gives results as they come; what order they have, and which of them nobody wants any more, is the
-flow's affair. So workers persist from one epoch of the pipeline to the next, and an op that was in
-work when an epoch was left is finished for nobody.
+The dataset of a worker is the op: ``dataset[item]`` calls it. The engine sees one endless epoch,
+and returns results as they come. The flow decides about their order, and drops those of an epoch
+that was left. So workers persist from one epoch of the pipeline to the next.
 
 Guarantees:
     * A task whose epoch was left before it went to a worker is dropped.
-    * ``join`` ends the workers within a bounded time, whatever they are at.
+    * ``join`` ends the workers within a bounded time, even if ops are blocked.
 """
 
 import collections
@@ -36,9 +35,9 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.pipeline.config import OpKind, Pipe
 from shmloader.pipeline.epoch import Task
-from shmloader.pipeline.ops import OpKind, call_all
-from shmloader.pipeline.plan import Pipe
+from shmloader.pipeline.executors import call_all
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -46,13 +45,13 @@ from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 
-# How long the workers of all stages, one after the other, may take to come out of their ops before
-# they are killed.
+# How long the workers of all stages, one stage after the other, may take to leave their ops before
+# they are killed, in seconds.
 _GRACE_S = 0.3
 
 
 class OpItems:
-    """The dataset of a worker: indexed by an item, it gives what the op makes of it."""
+    """The dataset of a worker: indexed by an item, it returns the op's result."""
 
     def __init__(self, op: Callable[[Any], Any]) -> None:
         self._op = op
@@ -64,8 +63,8 @@ class OpItems:
             raise RuntimeError("the op raised StopIteration") from error
 
 
-def as_it_is(result: Any) -> Any:
-    """The collate function of a worker: results are no lists of samples."""
+def unchanged(result: Any) -> Any:
+    """Return the result: the collate function of a worker, whose results are not samples."""
     return result
 
 
@@ -74,7 +73,11 @@ class _Stop(BaseException):
 
 
 class _Tickets(Inbox):
-    """Items on their way to the engine, as many as its window has room for.
+    """Tasks on their way to the engine, which takes as many as its window has room for.
+
+    Attributes:
+        tasks: Tasks that the engine has not taken yet.
+        sent: Tasks that the engine has, by the number of their ticket.
 
     Args:
         window: Most tickets in flight.
@@ -83,7 +86,6 @@ class _Tickets(Inbox):
     def __init__(self, window: int) -> None:
         super().__init__(_do_nothing)
         self.tasks: collections.deque[Task] = collections.deque()
-        #: Those that the engine has, by the number of their ticket.
         self.sent: dict[int, Task] = {}
         self._window = window
         self._next_seq = 0
@@ -92,7 +94,7 @@ class _Tickets(Inbox):
         return self
 
     def __next__(self) -> object:
-        """The next item. On the engine's thread."""
+        """Return the next item. Called on the engine's thread."""
         while self.tasks and len(self.sent) < self._window:
             task = self.tasks.popleft()
             if not task.epoch.is_over:
@@ -106,29 +108,36 @@ class _Tickets(Inbox):
 
 
 def _do_nothing() -> None:
-    """Nobody waits for tickets, nor gives them on demand."""
+    """Stand in for a request for tickets, which come by themselves."""
 
 
 class _Thread(BackgroundThread):
-    """Runs the engine."""
+    """Runs the engine.
 
-    def __init__(self, name: str, engine: Engine, tickets: _Tickets, gives_many: bool) -> None:
+    Args:
+        name: The thread's name.
+        engine: The engine.
+        tickets: The engine's tickets.
+        is_generator: Whether the op is a generator function, whose results are a list.
+    """
+
+    def __init__(self, name: str, engine: Engine, tickets: _Tickets, is_generator: bool) -> None:
         super().__init__(name)
         self._engine = engine
         self._tickets = tickets
-        self._gives_many = gives_many
+        self._is_generator = is_generator
         self._is_stopping = False
 
     def wake(self) -> None:
         self._engine.wake()
 
     def stop(self) -> None:
-        """From anywhere; does not wait."""
+        """Have the thread end. From any thread; does not wait."""
         self._is_stopping = True
         self.wake()
 
     def pause_or_stop(self) -> None:
-        """Between two of the engine's steps: no lock is held."""
+        """Stand still or end if asked to. Called between two steps, when no lock is held."""
         if self._is_stopping:
             raise _Stop
         self.pause()
@@ -139,114 +148,110 @@ class _Thread(BackgroundThread):
                 pass
 
     def close_what_it_uses(self) -> None:
-        end(self._engine)
+        _close(self._engine)
 
     def _serve_one(self) -> bool:
-        """Wait for one result and bring it to its epoch; whether there may be a further one."""
+        """Wait for one result and bring it to its epoch. Returns whether there may be another."""
         engine, sent = self._engine, self._tickets.sent
         try:
             result = engine.next_batch()
         except _Stop:
             raise
-        except BaseException as error:  # noqa: BLE001 - the consumer is told
+        except BaseException as error:  # noqa: BLE001 - raised to the consumer
             delivery = engine.delivery
             if delivery is None:
-                self._lose_all(error)
+                self._fail_all(error)
                 return False
             task = sent.pop(delivery.seq)
-            self._go_on(task.epoch.failed(task, error))
+            self._continue_with(task.epoch.failed(task, error))
             return not engine.is_closed
         assert engine.delivery is not None
         task = sent.pop(engine.delivery.seq)
         results: tuple[object, ...] = () if result is None else (result,)
-        if self._gives_many:
-            results = tuple(result)  # type: ignore[arg-type]  # what call_all gave
+        if self._is_generator:
+            results = tuple(result)  # type: ignore[arg-type]  # a list, from call_all
         del result
         following = task.epoch.finished(task, *results)
-        del results, task  # this frame waits next, and must not keep the slot
-        self._go_on(following)
+        del results, task  # this frame waits next, and must not pin the slot
+        self._continue_with(following)
         return True
 
-    def _go_on(self, task: Task | None) -> None:
+    def _continue_with(self, task: Task | None) -> None:
         if task is not None:
             self._tickets.tasks.append(task)
 
-    def _lose_all(self, error: BaseException) -> None:
-        """The engine is closed: a worker died, or it cannot go on."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail all tasks: the engine is closed, because a worker died or it cannot go on."""
         lost = [*self._tickets.sent.values(), *self._tickets.tasks]
         self._tickets.sent.clear()
         self._tickets.tasks.clear()
         for task in lost:
-            task.epoch.broke(task, error)
+            task.epoch.failed_for_good(task, error)
 
 
-def end(engine: Engine) -> None:
+def _close(engine: Engine) -> None:
     """Close an engine that no thread runs any more."""
     try:
         engine.close()
     finally:
-        engine.detach()  # it need not wait for the collector of cycles
+        engine.detach()  # this breaks a reference cycle
 
 
 class ProcessExecutor:
-    """Runs one stage's tasks in worker processes.
+    """Runs the tasks of one stage in worker processes.
 
-    Start it before any thread of the pipeline: it may fork.
+    Make it, and so start the workers, before any thread of the pipeline: it may fork.
 
     Args:
         pipe: The stage.
-        lent: Most results that lie in their slots at once; beyond, they are copied out.
-        locker: Locks the slots' pages, if a device reads results out of them.
-        sibling_count: How many such executors the pipeline has.
+        lend_limit: Most results that lie in their slots at once; further ones are copied out.
+        locker: Page-locks the slots, if a device reads results out of them.
+        executor_count: How many such executors the pipeline has.
+
+    Raises:
+        TypeError, AttributeError, pickle.PicklingError: If the op cannot be pickled for a start
+            method that needs it.
+        OSError: If there are no descriptors or processes left.
     """
 
     def __init__(
-        self, pipe: Pipe, lent: int, locker: PageLocker | None, sibling_count: int = 1
+        self, pipe: Pipe, lend_limit: int, locker: PageLocker | None, executor_count: int
     ) -> None:
-        """Start the workers.
-
-        Raises:
-            TypeError, AttributeError, pickle.PicklingError: If the op cannot be pickled for a start
-                method that needs it.
-            OSError: If there are no descriptors or processes left.
-        """
-        self._pipe = pipe
-        gives_many = pipe.kind is OpKind.GENERATOR
-        op = functools.partial(call_all, pipe.op) if gives_many else pipe.op
+        is_generator = pipe.kind is OpKind.GENERATOR
+        op = functools.partial(call_all, pipe.op) if is_generator else pipe.op
         root = Path("/")
-        demand = MemoryConfig(
-            pipe.concurrency, 0, lent, None, free_memory(root, control_groups(root)), str(root),
-            pipe.places,
+        memory = MemoryConfig(
+            pipe.concurrency, 0, lend_limit, None, free_memory(root, control_groups(root)),
+            str(root), pipe.capacity,
         )  # fmt: skip
         workers = WorkerProcesses(
             None,
             pipe.concurrency,
-            (OpItems(op), as_it_is, None, "raise"),
+            (OpItems(op), unchanged, None, "raise"),
             FetchConfig(is_iterable=False, auto_collation=False, drop_last=False),
             int(torch.empty((), dtype=torch.int64).random_()),
-            demand,
-            grace_s=_GRACE_S / sibling_count,
+            memory,
+            grace_s=_GRACE_S / executor_count,
         )
         self._pool = ProcessPool(
             workers,
             slot_bytes=uncapped_slot_bytes(),
-            slot_count=pipe.places + lent,
+            slot_count=pipe.capacity + lend_limit,
             locker=locker,
-            admission=MemoryAdmission(demand),
+            admission=MemoryAdmission(memory),
         )
         self._engine = Engine(
             self._pool,
             worker_count=pipe.concurrency,
-            window=pipe.places,
-            lend_limit=lent,
+            window=pipe.capacity,
+            lend_limit=lend_limit,
             in_order=False,
             timeout_s=0,
             is_dynamic=True,
         )
-        self._tickets = _Tickets(pipe.places)
-        self._thread = _Thread(
-            f"shmloader_{pipe.name}"[:15], self._engine, self._tickets, gives_many
-        )
+        self._tickets = _Tickets(pipe.capacity)
+        name = f"shmloader_{pipe.name}"[:15]
+        self._thread = _Thread(name, self._engine, self._tickets, is_generator)
         self._pool.enable_wake()
         self._engine.attach(self._tickets, self._thread.pause_or_stop, _call)
 
@@ -256,30 +261,32 @@ class ProcessExecutor:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it runs nothing any more: a worker has died."""
+        """Whether no further task can run, since a worker has died."""
         return self._engine.is_closed
 
     @property
     def pids(self) -> list[int]:
-        """Process numbers of the workers."""
+        """The workers' process ids."""
         return [process.pid or 0 for process in self._pool.processes]
 
     def put(self, task: Task) -> None:
         """Have a worker run a task. From any thread."""
         self._tickets.tasks.append(task)
         self._engine.wake()
-        if self._engine.is_closed:  # looked at last: else nobody might take it
-            task.epoch.broke(task, ClosedLoaderError("the stage's workers have been ended"))
+        # Checked last: before, the engine's thread might end without seeing the task.
+        if self._engine.is_closed:
+            error = ClosedLoaderError("the stage's workers have been ended")
+            task.epoch.failed_for_good(task, error)
 
     def end(self) -> None:
-        """Have the thread end; from anywhere, does not wait."""
+        """Have the thread end. From any thread; does not wait."""
         self._thread.stop()
 
     def join(self, deadline: float) -> None:
-        """After ``end``: end the workers and free the slots, but for those under live tensors.
+        """End the workers after ``end``, and free all slots but those under live tensors.
 
         Args:
-            deadline: Until when to wait for the thread, as ``time.monotonic()`` has it; workers
+            deadline: End of the wait for the thread, on the clock of ``time.monotonic()``. Workers
                 have a moment more.
         """
         uninterruptible(functools.partial(self._join, deadline))
@@ -287,12 +294,12 @@ class ProcessExecutor:
     def _join(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()
         if not self._thread.join(left_s) and self._thread.leave_closing():
-            # We are on a thread of ours, by way of the garbage collector; or it is stuck in reading
-            # a result. It looks at what we would close, but for the workers.
+            # The garbage collector runs this on a background thread, or the thread is stuck reading
+            # a result. It uses all that would be closed here, except for the workers.
             if may_wait_here():
                 self._engine.end_workers()
             return
-        end(self._engine)
+        _close(self._engine)
         self._tickets.tasks.clear()
         self._tickets.sent.clear()
 

@@ -155,7 +155,7 @@ def simulate_pinning() -> None:
 
 def simulate_device() -> None:
     """A device in this process's memory, whose copies are done one step late."""
-    from shmloader.device import backend, target
+    from shmloader.device import backend, device
     from shmloader.loader import arguments, dataloader
 
     class Event:
@@ -180,7 +180,7 @@ def simulate_device() -> None:
         return None if value is None else torch.device("meta")
 
     arguments.parse_device = dataloader.parse_device = parse
-    target.open_backend = Device
+    device.open_backend = Device
 
 
 # One trial -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Death
@@ -72,11 +73,15 @@ class ScriptedPool:
         return False
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
+        until_s = None if timeout_s is None else self.now_s + max(0.0, timeout_s)
         if not self._events:
             self.idle(self)
+        if until_s is not None and self.now_s > until_s:
+            self.now_s = until_s  # what happens later has not happened yet
+            return False
         if not self._events:
-            assert timeout_s is not None, "the engine would wait for ever"
-            self.now_s += max(0.0, timeout_s)
+            assert until_s is not None, "the engine would wait for ever"
+            self.now_s = until_s
             return False
         while self._events:
             name, *values = self._events.popleft()
@@ -106,6 +111,12 @@ class ScriptedPool:
 
     def retire(self, worker_id: int) -> None:
         self.log.append(("retire", worker_id))
+
+    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+        self.log.append(("resume", worker_id, checkpoint.given))
+
+    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:
+        self.log.append(("drop", slot_id, *worker_ids))
 
     def copy_out(self, slot_id: int, answer: Batch) -> Any:
         return answer.content

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shmloader
-from shmloader.cli import progress
+from shmloader.cli import measure as measuring
 from shmloader.cli import tune as tuning
 from shmloader.cli.main import main
 from shmloader.cli.target import UsageError, like
@@ -111,9 +111,9 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine"), "is not of the form pkg.module:make_loader"),
         (("bench", "no_such_module:make"), "there is no module 'no_such_module' here"),
         (("bench", "loaders_of_mine:nobody"), "loaders_of_mine has no 'nobody'"),
-        (("bench", "loaders_of_mine:number"), "is no function that makes a loader, but a int"),
-        (("bench", "loaders_of_mine:make_nothing"), "gave a int, which is no loader"),
-        (("bench", "loaders_of_mine:make_list"), "the loader gives no batch"),
+        (("bench", "loaders_of_mine:number"), "is not a function that makes a loader, but a int"),
+        (("bench", "loaders_of_mine:make_nothing"), "returned a int, which is not a loader"),
+        (("bench", "loaders_of_mine:make_list"), "the loader returns no batch"),
         (("bench", "loaders_of_mine:make_with_one"), "missing 1 required positional argument"),
         (
             ("tune", "loaders_of_mine:make_and_raise"),
@@ -122,13 +122,16 @@ def run(*arguments: str) -> int:
         (("bench", "broken:make"), "broken raised SyntaxError: "),
         (("bench", "imports:make"), "imports raised ModuleNotFoundError: No module named 'absent'"),
         (("bench", ".relative:make"), ".relative raised TypeError: "),
-        (("bench", "loaders_of_mine:make_in_process", "--vs", "torch"), "of torch's already"),
+        (
+            ("bench", "loaders_of_mine:make_in_process", "--vs", "torch"),
+            "already returns a loader of torch's",
+        ),
         (("bench", "loaders_of_mine:make", "--step-ms", "inf"), "'inf' is not a number from 0 up"),
         (("bench", "loaders_of_mine:make", "--batches", "0"), "'0' is not a whole number from 1"),
         (("bench", "loaders_of_mine:make", "--step-ms", "-1"), "'-1' is not a number from 0 up"),
         (("bench", "loaders_of_mine:make", "--vs", "gluon"), "invalid choice: 'gluon'"),
-        (("tune", "loaders_of_mine:make_sharded"), "cannot be made anew"),
-        (("tune", "loaders_of_mine:make_list"), "cannot be made anew"),
+        (("tune", "loaders_of_mine:make_sharded"), "cannot be made again"),
+        (("tune", "loaders_of_mine:make_list"), "cannot be made again"),
         (("report", "no.json"), "no.json"),
     ],
 )
@@ -180,8 +183,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch) -> Non
     pytest.importorskip("tqdm")
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr(progress, "_EVERY_S", -1.0)
-        with progress.Progress("bench", 3, "batches") as shown:
+        monkeypatch.setattr(measuring, "_LINE_EVERY_S", -1.0)
+        with measuring.Progress("bench", 3, "batches") as shown:
             shown.step()
             shown.step("as well")
         if stream.isatty():
@@ -229,7 +232,7 @@ def test_doctor_tells_of_each_thing(capsys) -> None:
         "locked pages",
     ):
         assert f"  {name}" in said
-    assert "not known" not in said
+    assert "unknown" not in said
     assert f"{len(os.sched_getaffinity(0))} by affinity" in said
 
 
@@ -275,13 +278,13 @@ def test_after_ctrl_c_tune_tells_the_best_so_far(capsys, monkeypatch) -> None:
     monkeypatch.setattr(tuning._Tuner, "measure", interrupt)
     assert run("tune", "loaders_of_mine:make", "--seconds", "0.2") == 130
     said = capsys.readouterr().out
-    assert "interrupted; of what was measured so far" in said
+    assert "interrupted; measured so far" in said
     assert said.rstrip().endswith("prefetch_factor=2)")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("curve.mp3", "names no kind of picture"), ("no/curve.png", "there is no directory")],
+    [("curve.mp3", "has no suffix of a picture"), ("no/curve.png", "there is no directory")],
 )
 def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
     capsys, name, text

@@ -21,7 +21,7 @@ from shmloader import (
     LoaderTimeoutError,
     WorkerDiedError,
 )
-from shmloader.device import thread as stages_thread
+from shmloader.device import staged_engine
 from shmloader.engine import routing
 from shmloader.pools import waker
 from shmloader.pools import worker_processes as processes
@@ -202,8 +202,8 @@ def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
     batches = iter(make(sample, 20, in_order=False))
     wait_until(lambda: loads.begun == [0, 1, 2, 3])
     assert next(batches) == 1
-    inbox = batches._source.running.thread.inbox
-    wait_until(lambda: not inbox.is_awaited and batches._source.running.thread.results)
+    inbox = batches._source.owner.thread.inbox
+    wait_until(lambda: not inbox.is_awaited and batches._source.owner.thread.results)
     count = len(wakes)
     assert next(batches) == 2
     assert inbox, "nobody has looked for it"
@@ -218,7 +218,7 @@ def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
 @pytest.mark.parametrize("in_order", [True, False])
 def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkeypatch) -> None:
     monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
-    monkeypatch.setattr(stages_thread, "_STEP_NS", -1)  # as if each step were long
+    monkeypatch.setattr(staged_engine, "_STEP_NS", -1)  # as if each step were long
     monkeypatch.setattr(waker, "_SOON_NS", 10**15)  # and the moment never came
     loads = Loads(40)
 
@@ -231,7 +231,7 @@ def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkey
     pool, scheduler = batches._pool, batches._engine._scheduler
     # The engine's thread has taken all answers, and waits: nothing but a ticket can wake it.
     wait_until(lambda: all(ticket.answer is not None for ticket in scheduler.tickets))
-    wait_until(lambda: batches._source.running.thread.results and pool.is_waiting)
+    wait_until(lambda: batches._source.owner.thread.results and pool.is_waiting)
     seen = [next(batches)]
     pool = batches._pool._workers
     assert pool._waker.is_due
@@ -535,7 +535,7 @@ def test_in_a_forked_child_the_iterator_belongs_to_another_process() -> None:
     batches = iter(make(large, 40))
     next(batches)
     # One is ready: it would be given twice.
-    wait_until(lambda: batches._source.running.thread.results.first)
+    wait_until(lambda: batches._source.owner.thread.results.first)
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):

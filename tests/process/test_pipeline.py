@@ -33,7 +33,7 @@ def on_processes(op, source, *, concurrency=2, sink=2, **options):
 
 
 def pids_of(pipeline):
-    return [pid for executor in pipeline._running.process_executors for pid in executor.pids]
+    return [pid for executor in pipeline._runtime.process_executors for pid in executor.pids]
 
 
 def filled(number):
@@ -337,7 +337,7 @@ def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
     with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
         items = iter(pipeline)
         reached.wait_until_open()
-        (executor,) = pipeline._running.process_executors
+        (executor,) = pipeline._runtime.process_executors
         wait_until(lambda: len(executor._tickets.sent) == 2)
         for _ in range(2):
             del items

@@ -209,10 +209,10 @@ def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
         batches = read_trace(trace).batches
         assert len(batches) == BATCHES
         for batch in batches:
-            assert set(batch.parts) <= set(STAGES)
-            assert batch.parts["fetch"] >= 20
-            spent = sum(batch.parts.values())
-            since = batch.began if batch.worker is None else batch.sent - batch.parts["slot"]
+            assert set(batch.stage_ms) <= set(STAGES)
+            assert batch.stage_ms["fetch"] >= 20
+            spent = sum(batch.stage_ms.values())
+            since = batch.began if batch.worker is None else batch.sent - batch.stage_ms["slot"]
             # What is not looked for is nobody's: it is part of "ready".
             assert spent <= batch.taken - since + 0.01
             assert spent >= 0.5 * (batch.taken - since)
@@ -235,13 +235,13 @@ def test_a_picture_of_the_same(tmp_path, capsys) -> None:
     ("content", "text"),
     [
         (None, "cannot read"),
-        ("no json", "is no trace"),
-        ('{"traceEvents": []}', "is no trace of loader.trace()"),
-        ("[1]", "is no trace of loader.trace()"),
-        ('{"otherData": null}', "is no trace of loader.trace()"),
-        ('{"otherData": {"producer": "shmloader"}}', "is no trace of loader.trace()"),
-        (ABOUT % '{"ph": "X", "name": "next()"}', "is no trace of loader.trace()"),
-        ("[" * 100_000, "is no trace"),
+        ("no json", "is not a trace"),
+        ('{"traceEvents": []}', "is not a trace of loader.trace()"),
+        ("[1]", "is not a trace of loader.trace()"),
+        ('{"otherData": null}', "is not a trace of loader.trace()"),
+        ('{"otherData": {"producer": "shmloader"}}', "is not a trace of loader.trace()"),
+        (ABOUT % '{"ph": "X", "name": "next()"}', "is not a trace of loader.trace()"),
+        ("[" * 100_000, "is not a trace"),
         (ABOUT % "", "there is no batch in"),
     ],
 )

@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
-from shmloader.device.exchange import Call
+from shmloader.device.exchange import UserThreadCall
 from shmloader.memory.lease import is_debugging
 from shmloader.pools.status_page import STACK_SIGNAL, Phase
 from tests.late import switched_on, to_host
@@ -841,8 +841,8 @@ def to_hashes(batches: Any, options: dict[str, Any]) -> list[str]:
 def stage_waits_for_the_user(batches: Any) -> None:
     """Kill worker 1, whose batch the stage's thread waits for; the user is not in next()."""
     kill(pids(batches)[1])
-    items = batches._source.running.thread.results._items
-    wait_until(lambda: any(isinstance(item, Call) for item in list(items)))
+    items = batches._source.owner.thread.results._items
+    wait_until(lambda: any(isinstance(item, UserThreadCall) for item in list(items)))
 
 
 def held(gate: Gate, hold: Switch) -> Calls:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.utils.data
 
+import shmloader.device.staged_engine
 import shmloader.device.thread
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.device import exchange
@@ -540,7 +541,8 @@ def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
         loader = make(kind, 8, num_workers=1)
         batches = iter(loader)
         assert number(kind, next(batches)) == 0
-        found = interrupted(batches.__next__, {shmloader.device.thread.__file__}, nth)
+        files = {shmloader.device.staged_engine.__file__, shmloader.device.thread.__file__}
+        found = interrupted(batches.__next__, files, nth)
         if found:
             assert number(kind, found[0]) == 1
             break
@@ -642,7 +644,7 @@ def test_an_error_that_was_not_taken_delays_no_end(kind, slots) -> None:
     gc.collect()
     gc.disable()
     try:
-        results = weakref.ref(batches._source.running.thread.results)
+        results = weakref.ref(batches._source.owner.thread.results)
         wait_until(lambda: any("ValueError" in repr(one) for one in list(results()._items)))
         engine = weakref.ref(batches._engine)
         del batches

@@ -54,7 +54,7 @@ def threads(batches) -> Unheard:
 
 
 def results(batches) -> Unheard:
-    return silence(batches._source.running.thread.results._wakeup)
+    return silence(batches._source.owner.thread.results._wakeup)
 
 
 def silence(wakeup) -> Unheard:

@@ -1,27 +1,36 @@
-"""``shmloader report``: one page of a trace, that works without a network; or a picture.
+"""``shmloader report``: writes a page that shows a trace, without a network, or a picture of it.
 
-Modules: ``data`` (reads a trace), ``page`` (writes the page: ``page.html`` with the data in it) and
-``picture`` (draws the same with matplotlib).
+Modules: ``data`` (reads a trace), and ``picture`` (draws the charts of the page with matplotlib).
 """
 
 import argparse
+import html
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
-from shmloader.cli.report.data import read_trace
-from shmloader.cli.report.page import write_page
+from shmloader.cli.report.data import TracedBatch, TracedRun, read_trace
 from shmloader.cli.report.picture import find_matplotlib, write_picture
 from shmloader.cli.target import UsageError
+from shmloader.insight.measurements import STAGES
 
 __all__ = ["report"]
+
+# A screen has some thousand columns. With more batches, each bar is a mean anyway, and this limit
+# keeps the page fast.
+_MAX_BATCHES = 20_000
 
 
 def report(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: If the trace cannot be read, or the page not be written.
+        UsageError: If the trace cannot be read, or the page cannot be written.
     """
     if options.png:
-        find_matplotlib()
+        find_matplotlib("--png")
     page = options.output or options.trace.with_suffix(".html")
     picture = page.with_suffix(".png")
     if page.absolute() == options.trace.absolute():
@@ -30,10 +39,55 @@ def report(options: argparse.Namespace) -> None:
         raise UsageError(f"{page} is where the picture goes: name a page.html (-o)")
     run = read_trace(options.trace)
     try:
-        write_page(run, page)
+        _write_page(run, page)
         print(f"page: {page}")
         if options.png:
             write_picture(run, picture)
             print(f"picture: {picture}")
     except OSError as error:
         raise UsageError(f"cannot write {page}: {error.strerror}") from error
+
+
+def _write_page(run: TracedRun, path: Path) -> None:
+    """Write the page of a run: ``page.html`` with the run's data in it."""
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps(_data_of(run), separators=(",", ":"), allow_nan=False)
+    fields = {
+        # "</script>" would end the script around the data, and "<!--" would change where it ends.
+        "data": data.replace("<", "\\u003c"),
+        "epoch": html.escape(run.epoch),
+        "verdict": re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict)),
+        # The table ends with the verdict, which the page shows at the top.
+        "table": html.escape(run.table.removesuffix(run.verdict).rstrip()),
+    }
+    # All at once, because a field may contain text that looks like another one's mark.
+    page = re.sub("{{([a-z]+)}}", lambda match: fields[match[1]], template)
+    path.write_text(page, encoding="utf-8")
+
+
+def _data_of(run: TracedRun) -> dict[str, Any]:
+    batches = run.batches[:_MAX_BATCHES]
+    return {
+        "stages": STAGES,
+        "left_out": len(run.batches) - len(batches),
+        "batches": [_row(batch) for batch in batches],
+        "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins[:_MAX_BATCHES]],
+        "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MAX_BATCHES]],
+        "figures": run.figures,
+    }
+
+
+def _row(batch: TracedBatch) -> dict[str, Any]:
+    return {
+        "n": batch.number,
+        "e": batch.epoch,
+        "w": batch.worker,
+        "asked": round(batch.asked, 4),
+        "taken": round(batch.taken, 4),
+        "sent": round(batch.sent, 4),
+        "began": round(batch.began, 4),
+        "done": round(batch.done, 4),
+        "stage": round(batch.stage_began, 4),
+        "lent": batch.lent,
+        "ms": [round(batch.stage_ms.get(name, 0.0), 4) for name in STAGES],
+    }

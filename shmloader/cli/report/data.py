@@ -1,7 +1,7 @@
-"""What a trace tells of each batch.
+"""Reads what a trace says about each batch.
 
-A trace is a file that anyone may have written: every field is checked here, so that what is made
-of it need not expect anything else.
+Anything may have written the file, so every field is checked here. The page and the picture can
+rely on them.
 """
 
 import dataclasses
@@ -22,29 +22,29 @@ _STAGED = re.compile(r"(pin|device) (\d{1,15})")
 
 _WAITS = ("share", "total_s", "startup_s", "p50_s", "p99_s")
 
-# Microseconds: thirty years, of which JavaScript's numbers still have a quarter.
-_MOST = 1e15
+# Thirty years in microseconds, where JavaScript's numbers still resolve a quarter of one.
+_MAX_AMOUNT = 1e15
 
 
 @dataclasses.dataclass(slots=True)
-class BatchOfTrace:
-    """A batch; times in milliseconds since the trace began.
+class TracedBatch:
+    """A batch. Times are in milliseconds since the trace began.
 
     Attributes:
-        number: In the trace.
-        epoch: Number of its epoch.
+        number: Its number in the trace.
+        epoch: The epoch's number.
         asked: When ``next()`` was called for it.
-        taken: When it returned.
-        worker: Who loaded it; None for the consumer itself.
-        sent: When it was sent to its worker.
-        began: When that began with it.
-        done: When that had done it.
+        taken: When ``next()`` returned it.
+        worker: The worker that loaded it; None for the consumer itself.
+        sent: When it was sent to the worker.
+        began: When the worker began with it.
+        done: When the worker had done it.
         handed: When the engine began to build it.
         stage_began: When the thread of a stage began with it.
-        samples: In it.
-        nbytes: In it.
-        parts: How long each of :data:`~shmloader.insight.measurements.STAGES` took.
-        lent: Slots that were lent when it was handed over.
+        samples: Its number of samples.
+        nbytes: Its size in bytes.
+        lent: How many slots were lent when it was handed over.
+        stage_ms: How long each of :data:`~shmloader.insight.measurements.STAGES` took.
     """
 
     number: int
@@ -60,24 +60,24 @@ class BatchOfTrace:
     samples: int = 0
     nbytes: int = 0
     lent: int = 0
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    stage_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunOfTrace:
+class TracedRun:
     """A run.
 
     Attributes:
-        batches: In the order in which they were taken.
-        begins: All calls of ``iter()``: when, and for how long; ms.
-        waits: Likewise of ``next()``.
-        verdict: The sentence.
+        batches: The batches, in the order in which they were taken.
+        begins: For each call of ``iter()``, when it began and how long it took, in milliseconds.
+        waits: The same for each call of ``next()``.
+        verdict: The verdict's sentence.
         table: The statistics as they print.
-        epoch: What the verdict and the figures are of; there may be other epochs in the trace.
-        figures: The most telling ones: a name and a value.
+        epoch: The epoch of the verdict and the figures, in words. The trace may have others.
+        figures: The most important figures: names and values.
     """
 
-    batches: list[BatchOfTrace]
+    batches: list[TracedBatch]
     begins: list[tuple[float, float]]
     waits: list[tuple[float, float]]
     verdict: str
@@ -86,17 +86,17 @@ class RunOfTrace:
     figures: list[tuple[str, str]]
 
 
-def read_trace(path: Path) -> RunOfTrace:
+def read_trace(path: Path) -> TracedRun:
     """Read what ``loader.trace()`` has written.
 
     Raises:
-        UsageError: If that is not there, or something else.
+        UsageError: If the file cannot be read, or is something else.
     """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
         about = trace["otherData"]
         if about["producer"] != "shmloader":
-            raise UsageError(f"{path} is no trace of loader.trace()")
+            raise UsageError(f"{path} is not a trace of loader.trace()")
         events = trace["traceEvents"]
         batches = _read_batches(events)
         if not batches:
@@ -104,7 +104,7 @@ def read_trace(path: Path) -> RunOfTrace:
                 f"there is no batch in {path}: nothing was taken while it was recorded"
             )
         begins, waits = _read_calls(events, "iter()"), _read_calls(events, "next()")
-        run = RunOfTrace(
+        run = TracedRun(
             batches,
             begins,
             waits,
@@ -116,45 +116,45 @@ def read_trace(path: Path) -> RunOfTrace:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no trace: {error}") from error
+        raise UsageError(f"{path} is not a trace: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no trace of loader.trace()") from error
+        raise UsageError(f"{path} is not a trace of loader.trace()") from error
     return run
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number that JSON has")
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def _text(value: str) -> str:
-    """A text that any encoding of Unicode can write."""
+    """Return a text that any encoding of Unicode can write."""
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
 def _amount(value: object) -> float:
-    """A time, a share or a rate.
+    """Check a time, a share or a rate.
 
     Raises:
-        ValueError: If it is none, or so large that a page could not count up to it.
+        ValueError: If it is not a number, or so large that a page could not count up to it.
     """
-    if type(value) not in {int, float} or not -_MOST <= value <= _MOST:  # type: ignore[operator]
-        raise ValueError(f"{value!r:.40} is no time, share or rate")
+    if type(value) not in {int, float} or not -_MAX_AMOUNT <= value <= _MAX_AMOUNT:  # type: ignore[operator]
+        raise ValueError(f"{value!r:.40} is not a time, share or rate")
     return float(value)  # type: ignore[arg-type]
 
 
 def _number_of(value: object) -> int:
-    """A count, or the number of something.
+    """Check a count, or the number of a thing.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is neither.
     """
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise ValueError(f"{value!r:.40} is no count")
+    if type(value) is not int or not 0 <= value <= _MAX_AMOUNT:
+        raise ValueError(f"{value!r:.40} is not a count")
     return value
 
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:
-    """When a slice began, and how long it took; ms."""
+    """Return when a slice began, and how long it took, in milliseconds."""
     return _amount(event["ts"]) / 1e3, _amount(event["dur"]) / 1e3
 
 
@@ -183,21 +183,21 @@ def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, fl
     ]
 
 
-def _read_batches(events: list[dict[str, Any]]) -> list[BatchOfTrace]:
+def _read_batches(events: list[dict[str, Any]]) -> list[TracedBatch]:
     slices = [event for event in events if event["ph"] == "X"]
-    batches: dict[int, BatchOfTrace] = {}
+    batches: dict[int, TracedBatch] = {}
     for event in slices:
         if found := _TAKEN.fullmatch(event["name"]):
             number, (asked, took) = int(found[1]), _span(event)
             epoch = _number_of(event["args"]["epoch"])
-            batches[number] = BatchOfTrace(number, epoch, asked, asked + took)
-    last: BatchOfTrace | None = None
+            batches[number] = TracedBatch(number, epoch, asked, asked + took)
+    last: TracedBatch | None = None
     for event in slices:
         began, took = _span(event)
         if event["name"] in STAGES:
-            # It follows the slice that it is a part of.
+            # It follows the slice that contains it.
             if last is not None:
-                last.parts[event["name"]] = took
+                last.stage_ms[event["name"]] = took
                 last.began = last.began or began
         elif found := _TAKEN.fullmatch(event["name"]):
             last = batches[int(found[1])]
@@ -208,10 +208,10 @@ def _read_batches(events: list[dict[str, Any]]) -> list[BatchOfTrace]:
             batches[int(found[1])].sent = began
         elif found := _BUILT.fullmatch(event["name"]):
             batch = batches[int(found[1])]
-            batch.handed, batch.parts["build"] = began, took
+            batch.handed, batch.stage_ms["build"] = began, took
         elif found := _STAGED.fullmatch(event["name"]):
             batch = batches[int(found[2])]
-            batch.stage_began, batch.parts[found[1]] = began, took
+            batch.stage_began, batch.stage_ms[found[1]] = began, took
     lent = {
         _amount(event["ts"]) / 1e3: _number_of(event["args"]["lent"])
         for event in events
@@ -222,28 +222,28 @@ def _read_batches(events: list[dict[str, Any]]) -> list[BatchOfTrace]:
     return ordered
 
 
-def _note_loaded(batch: BatchOfTrace, began: float, took: float, about: dict[str, Any]) -> None:
+def _note_loaded(batch: TracedBatch, began: float, took: float, about: dict[str, Any]) -> None:
     batch.worker, batch.began, batch.done = _number_of(about["worker"]), began, began + took
     batch.samples, batch.nbytes = _number_of(about["samples"]), _number_of(about["bytes"])
-    batch.parts["slot"] = _amount(about["slot_us"]) / 1e3
-    batch.parts["transport"] = _amount(about["transport_us"]) / 1e3
+    batch.stage_ms["slot"] = _amount(about["slot_us"]) / 1e3
+    batch.stage_ms["transport"] = _amount(about["transport_us"]) / 1e3
 
 
-def _derive(batches: list[BatchOfTrace], lent: dict[float, int]) -> None:
-    """What lies between the slices: waiting for a worker, for earlier batches, for the consumer."""
+def _derive(batches: list[TracedBatch], lent: dict[float, int]) -> None:
+    """Derive the waits between slices: for a worker, for earlier batches, and for the consumer."""
     turn, epoch = 0.0, -1
     for batch in batches:
         if batch.worker is None:
             continue
         if batch.epoch != epoch:
             turn, epoch = 0.0, batch.epoch
-        here = batch.done + batch.parts["transport"]
+        here = batch.done + batch.stage_ms["transport"]
         turn = max(turn, here)
-        batch.parts["queue"] = max(0.0, batch.began - batch.sent)
-        batch.parts["reorder"] = turn - here
+        batch.stage_ms["queue"] = max(0.0, batch.began - batch.sent)
+        batch.stage_ms["reorder"] = turn - here
         ready = max(0.0, batch.handed - turn)
-        staged = batch.parts.get("pin", 0.0) + batch.parts.get("device", 0.0)
+        staged = batch.stage_ms.get("pin", 0.0) + batch.stage_ms.get("device", 0.0)
         if staged:
             ready += max(0.0, batch.asked - batch.stage_began - staged)
-        batch.parts["ready"] = ready
+        batch.stage_ms["ready"] = ready
         batch.lent = lent.get(batch.handed, 0)

@@ -1,11 +1,11 @@
-"""Draws the page's pictures with matplotlib, into one."""
+"""Draws the charts of the page into one picture, with matplotlib."""
 
 import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from shmloader.cli.report.data import RunOfTrace
+from shmloader.cli.report.data import TracedRun
 from shmloader.cli.target import UsageError
 from shmloader.insight.measurements import STAGES
 
@@ -28,8 +28,11 @@ _CONSUMER = {"wait": "consumer waits in iter(), next()", "use": "consumer works"
 _MOST_BARS = 400
 
 
-def find_matplotlib() -> Any:
-    """matplotlib's figure.
+def find_matplotlib(argument: str) -> Any:
+    """Import and return matplotlib's ``Figure``.
+
+    Args:
+        argument: The argument that needs it.
 
     Raises:
         UsageError: If it is not installed.
@@ -37,19 +40,19 @@ def find_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UsageError("--png needs matplotlib: pip install 'shmloader[report]'") from error
+        raise UsageError(f"{argument} needs matplotlib: pip install 'shmloader[report]'") from error
     return Figure
 
 
-def write_picture(run: RunOfTrace, path: Path) -> None:
+def write_picture(run: TracedRun, path: Path) -> None:
     """Draw a run.
 
     Raises:
-        UsageError: If matplotlib is not there.
+        UsageError: If matplotlib is not installed.
         OSError: If the picture cannot be written.
     """
     rows = len({batch.worker for batch in run.batches}) + 2
-    figure = find_matplotlib()(figsize=(11, 10 + 0.25 * rows), dpi=120, layout="constrained")
+    figure = find_matplotlib("--png")(figsize=(11, 10 + 0.25 * rows), dpi=120, layout="constrained")
     heights = [1.2 + 0.35 * rows, 3.5, 2, 2.2]
     has_workers = any(batch.worker is not None for batch in run.batches)
     if not has_workers:  # one batch is never ahead of another
@@ -69,7 +72,7 @@ def write_picture(run: RunOfTrace, path: Path) -> None:
     )
     waits.set(ylabel="ms", xlabel="ms")
     if has_workers:
-        _draw_stock(panels[3], run)
+        _draw_in_flight(panels[3], run)
     for axes in panels[2:]:
         axes.sharex(timeline)
     for axes in panels:
@@ -77,9 +80,9 @@ def write_picture(run: RunOfTrace, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_timeline(axes: Any, run: RunOfTrace) -> None:
+def _draw_timeline(axes: Any, run: TracedRun) -> None:
     workers = sorted({batch.worker for batch in run.batches if batch.worker is not None})
-    stages = [name for name in ("pin", "device") if any(b.parts.get(name) for b in run.batches)]
+    stages = [name for name in ("pin", "device") if any(b.stage_ms.get(name) for b in run.batches)]
     names = [f"worker {worker}" for worker in workers]
     names += [*(stages if workers else []), "consumer"]
     spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
@@ -90,20 +93,20 @@ def _draw_timeline(axes: Any, run: RunOfTrace) -> None:
         row = last if batch.worker is None else workers.index(batch.worker)
         spans.setdefault((last, "wait"), []).append((batch.asked, batch.taken - batch.asked))
         for name in ("fetch", "collate", "encode"):
-            took = batch.parts.get(name, 0.0)
+            took = batch.stage_ms.get(name, 0.0)
             spans.setdefault((row, name), []).append((at, took))
             at += took
         for name in stages if workers else ():
-            span = (batch.stage_began, batch.parts.get(name, 0.0))
+            span = (batch.stage_began, batch.stage_ms.get(name, 0.0))
             spans.setdefault((last - 1, name), []).append(span)
         if following is not None and following.epoch == batch.epoch:
             span = (batch.taken, following.asked - batch.taken)
             spans.setdefault((last, "use"), []).append(span)
     names_shown = set()
-    for (row, name), found in spans.items():
+    for (row, name), bars in spans.items():
         label = None if name in names_shown else _CONSUMER.get(name, name)
         names_shown.add(name)
-        axes.broken_barh(found, (row - 0.38, 0.76), facecolors=_COLOURS[name], label=label)
+        axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=_COLOURS[name], label=label)
     axes.legend(ncols=7, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -111,17 +114,19 @@ def _draw_timeline(axes: Any, run: RunOfTrace) -> None:
     axes.set_xlabel("ms")
 
 
-def _draw_stack(axes: Any, run: RunOfTrace) -> None:
+def _draw_stack(axes: Any, run: TracedRun) -> None:
     count = min(len(run.batches), _MOST_BARS)
     edges = [len(run.batches) * number // count for number in range(count + 1)]
     groups = [run.batches[begin:stop] for begin, stop in itertools.pairwise(edges)]
-    places = [group[0].number for group in groups]
-    wide = len(run.batches) / count
+    first_numbers = [group[0].number for group in groups]
+    width = len(run.batches) / count
     below = [0.0] * count
     for name in STAGES:
-        means = [sum(b.parts.get(name, 0.0) for b in group) / len(group) for group in groups]
+        means = [sum(b.stage_ms.get(name, 0.0) for b in group) / len(group) for group in groups]
         if any(means):
-            axes.bar(places, means, wide, below, align="edge", color=_COLOURS[name], label=name)
+            axes.bar(
+                first_numbers, means, width, below, align="edge", color=_COLOURS[name], label=name
+            )
             below = [low + mean for low, mean in zip(below, means, strict=True)]
     axes.set_title("Where each batch spent its time", loc="left", fontsize=10)
     axes.set(ylabel="ms", xlabel="batch")
@@ -129,7 +134,7 @@ def _draw_stack(axes: Any, run: RunOfTrace) -> None:
     axes.legend(ncols=6, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.2))
 
 
-def _draw_stock(axes: Any, run: RunOfTrace) -> None:
+def _draw_in_flight(axes: Any, run: TracedRun) -> None:
     changes = []
     for batch in run.batches:
         if batch.worker is not None:

@@ -1,14 +1,96 @@
-"""What the backend decides by the kind of device, and what it does without its driver."""
+"""Which device the ``device`` argument names, and what its backend does by the kind of device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shmloader.device import drivers
-from shmloader.device.backend import Backend, BlockingBackend, move_to, open_backend
+import shmloader
+from shmloader.device import backend, drivers
+from shmloader.device.backend import (
+    Backend,
+    BlockingBackend,
+    move_to,
+    open_backend,
+    parse_device,
+)
 from shmloader.device.page_locks import PageLocks
 from shmloader.memory.slot import Slot
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "cpu:0"])
+def test_the_cpu_is_plain_loading(device) -> None:
+    assert parse_device(device) is None
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_cuda_that_is_not_there_is_said_when_the_loader_is_made(device, workers) -> None:
+    missing = "finds no usable GPU" if torch.backends.cuda.is_built() else "was built without it"
+    with pytest.raises(RuntimeError, match=rf"device='{device}' needs CUDA, .* {missing}"):
+        shmloader.DataLoader([1, 2], device=device, num_workers=workers)
+
+
+@without_cuda
+def test_an_index_asks_for_an_accelerator() -> None:
+    with pytest.raises(RuntimeError, match="device=0 asks for an accelerator, and torch finds"):
+        parse_device(0)
+
+
+def test_no_device_is_asked_whether_it_is_available(late, monkeypatch) -> None:
+    """CUDA's answer would initialize its driver, and workers could not be forked after that."""
+
+    def refuse():
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.get_device_module("late"), "is_available", refuse)
+    for device in (1, "late:1", torch.device("late", 1)):
+        assert parse_device(device) == torch.device("late", 1)
+    with pytest.raises(RuntimeError, match="device='late:2' does not exist: this machine has 2"):
+        parse_device(2)
+    assert late.count("initializations") == 0
+
+
+def test_a_device_of_a_kind_with_none_is_not_there(late) -> None:
+    late.is_on = False
+    with pytest.raises(RuntimeError, match=r"device=0 asks for an accelerator, and torch finds"):
+        parse_device(0)
+    with pytest.raises(RuntimeError, match=r"'late' does not exist: torch finds no late device"):
+        parse_device("late")
+
+
+@without_cuda
+def test_another_kind_of_device_is_looked_for() -> None:
+    with pytest.raises(RuntimeError, match="device='xpu' does not exist: torch finds no xpu"):
+        parse_device("xpu")
+
+
+def test_a_device_beyond_the_last_is_said_with_their_number(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parse_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="device='cuda:2' does not exist: this machine has 2"):
+        parse_device("cuda:2")
+
+
+def test_an_index_is_one_of_the_accelerators_that_there_are(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_accelerator_kind", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert parse_device(1) == torch.device("xpu", 1)
+
+
+@pytest.mark.parametrize("device", [True, 1.5, ["cuda"], object()])
+def test_what_is_no_device_is_a_type_error(device) -> None:
+    with pytest.raises(TypeError, match="device should be a device such as"):
+        parse_device(device)
+
+
+def test_a_name_that_torch_does_not_know_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="device should name a device that torch knows"):
+        parse_device("nonsense")
 
 
 def test_a_wait_on_cuda_keeps_no_core_busy(monkeypatch) -> None:
@@ -20,19 +102,19 @@ def test_a_wait_on_cuda_keeps_no_core_busy(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", note("stream"))
     monkeypatch.setattr(torch.cuda, "Event", note("event"))
     device = torch.device("cuda", 1)
-    backend = open_backend(device)
+    opened = open_backend(device)
     assert calls == []  # nothing of CUDA is initialized
-    backend._new_stream(device)
-    backend._new_event(device)
+    opened._new_stream(device)
+    opened._new_event(device)
     assert calls == [("stream", (device,), {}), ("event", (), {"blocking": True})]
-    assert backend._current_stream is torch.cuda.current_stream
+    assert opened._current_stream is torch.cuda.current_stream
 
 
 def test_a_kind_without_streams_copies_and_waits() -> None:
-    backend = open_backend(torch.device("mps", 0))
-    assert type(backend) is BlockingBackend
-    assert not backend.can_pin
-    assert backend.record().query()
+    opened = open_backend(torch.device("mps", 0))
+    assert type(opened) is BlockingBackend
+    assert not opened.can_pin
+    assert opened.record().query()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shmloader.device.structure import map_tensors, tensors_of
+from shmloader.device.structure import all_tensors, map_tensors
 from tests.late import switched_on
 
 
@@ -192,14 +192,14 @@ def test_tensors_are_found_in_containers_and_in_attributes_each_once() -> None:
     batch["marked"].mark = parts[7]
     del batch["marked"]["a"]
     batch.pop("module")
-    found = tensors_of(batch)
+    found = all_tensors(batch)
     assert sorted(int(part[0]) for part in found) == list(range(8))
 
 
 def test_a_tensor_alone_is_found() -> None:
     one = tensor()
-    assert tensors_of(one)[0] is one
-    assert tensors_of(None) == tensors_of("text") == tensors_of(3) == []
+    assert all_tensors(one)[0] is one
+    assert all_tensors(None) == all_tensors("text") == all_tensors(3) == []
 
 
 def test_with_another_function_attributes_of_containers_are_mapped_too() -> None:

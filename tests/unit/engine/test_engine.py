@@ -8,6 +8,7 @@ from shmloader.batch.failures import SampleReport
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
 from shmloader.engine.inbox import Inbox
+from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import (
     ClosedLoaderError,
     LoaderTimeoutError,
@@ -179,6 +180,38 @@ def test_a_worker_that_is_lost_between_epochs_is_replaced_for_the_next():
     engine.restart(iter(range(4)))
     assert all_of(engine) == [0, 1, 2, 3]
     assert pool.log == [("replace", 1)]
+
+
+def test_a_worker_that_is_lost_while_an_epoch_is_left_begins_the_next_one_at_its_start():
+    streams = IterableCheckpoints.at_beginning(2, base_seed=1)
+    engine, pool = engine_of(worker_restarts=1, streams=streams)
+    engine.start(iter(range(8)))
+    assert [engine.next_batch() for _ in range(4)] == [0, 1, 2, 3]
+    begin = pool.start_epoch
+
+    def lose_instead(worker_id: int, epoch: int) -> None:
+        if worker_id == 0:
+            begin(worker_id, epoch)
+        else:
+            pool.die(worker_id)
+
+    pool.start_epoch = lose_instead
+    engine.restart(iter(range(4)))
+    assert ("resume", 1, 0) in pool.log, "not behind the batches of the epoch before"
+    assert all_of(engine) == [0, 1, 2, 3]
+
+
+# Slots -------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_its_worker_keeps_is_dropped_and_never_filled_again():
+    engine, pool = engine_of(nothing, worker_count=1)
+    engine.start(iter(range(4)))
+    pool.answer(0, answer=Batch("kept", is_kept=True))
+    assert engine.next_batch() == "kept"
+    assert pool.log == [("drop", 0, 0)]
+    pool.idle = everything
+    assert all_of(engine) == [1, 2, 3]
 
 
 # How many workers --------------------------------------------------------------------------

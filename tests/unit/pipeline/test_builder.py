@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from shmloader import Pipeline, PipelineBuilder
-from shmloader.pipeline.ops import OpKind, kind_of, name_of
+from shmloader.pipeline.config import OpKind, kind_of, name_of
 
 
 def op(item):

@@ -16,7 +16,7 @@ import weakref
 import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
-from shmloader.pipeline import running
+from shmloader.pipeline import runtime
 from tests.process.support import Program, stack_of, wait_until
 from tests.unit.pipeline.support import SOON_S, Gate, Squares, chain
 
@@ -340,13 +340,13 @@ def test_a_stop_while_it_starts_leaves_nothing(executor, monkeypatch):
     builder = PipelineBuilder().add_source(range(3)).pipe(abs, executor="process").pipe(abs)
     pipeline = builder.add_sink().build()
 
-    class Stopped(getattr(running, executor)):
+    class Stopped(getattr(runtime, executor)):
         def __init__(self, *args):
             super().__init__(*args)
             pipeline.stop()  # as another thread may
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, executor, Stopped)
+        patch.setattr(runtime, executor, Stopped)
         with pytest.raises(ClosedLoaderError, match="stopped while it started"):
             pipeline.start()
     assert list(pipeline) == [0, 1, 2]

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from shmloader.engine.failures import FailureList
-from shmloader.pipeline.epoch import Call, Epoch, Task
-from shmloader.pipeline.ops import OpKind
+from shmloader.pipeline.config import OpKind
+from shmloader.pipeline.epoch import Epoch, StageOp, Task
 from tests.unit.pipeline.support import chain
 
 
@@ -40,14 +40,14 @@ class OvertakenLock:
 
 def test_a_job_that_another_thread_makes_ready_is_handed_out_once():
     executor = StageExecutor()
-    calls = [
-        Call("the source", iter, OpKind.GENERATOR, executor, is_source=True),
-        Call("abs", abs, OpKind.FUNCTION, executor),
+    stage_ops = [
+        StageOp("the source", iter, OpKind.GENERATOR, executor, is_source=True),
+        StageOp("abs", abs, OpKind.FUNCTION, executor),
     ]
-    epoch = Epoch(chain([1], abs)._plan, calls, FailureList())
+    epoch = Epoch(chain([1], abs)._config, stage_ops, FailureList())
     epoch.begin()
     [source] = executor.tasks
-    epoch._lock = OvertakenLock(lambda: epoch.gave(source, 1))
+    epoch._lock = OvertakenLock(lambda: epoch.yielded(source, 1))
     with pytest.raises(TimeoutError):
         epoch.take(0)
     assert [task.job.item for task in executor.tasks[1:]] == [1]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shmloader.pipeline.flow import (
     END,
     NOTHING,
+    AggregateStage,
     Flow,
-    GroupStage,
     Job,
     PipeStage,
     Raised,
@@ -39,22 +39,22 @@ class FailureCounter:
 
 
 def make_flow(*stages: Any, sink: int = 1) -> Flow:
-    """Stages are (places, in_order), or (size, drop_last, "group")."""
+    """Stages are (capacity, in_order), or (size, drop_last, "group")."""
     before, after = StageQueue(1), StageQueue(QUEUE if stages else sink)
-    made: list[Any] = [PipeStage(0, before, after, 1, in_order=True, failure_counter=None)]
+    made: list[Any] = [PipeStage(0, before, after, 1, in_order=True)]
     for number, stage in enumerate(stages, start=1):
         before, after = after, StageQueue(sink if number == len(stages) else QUEUE)
         if stage[-1] == "group":
-            made.append(GroupStage(number, before, after, stage[0], drop_last=stage[1]))
+            made.append(AggregateStage(number, before, after, stage[0], drop_last=stage[1]))
         else:
-            places, in_order, *failure_counter = stage
+            capacity, in_order, *failure_counter = stage
             made.append(
                 PipeStage(
-                    number, before, after, places, in_order=in_order,
+                    number, before, after, capacity, in_order=in_order,
                     failure_counter=failure_counter[0] if failure_counter else None,
                 )
             )  # fmt: skip
-    return Flow(made, after)
+    return Flow(made)
 
 
 class Runner:
@@ -77,10 +77,10 @@ class Runner:
     def collect(self) -> None:
         for job in self.flow.ready:
             number = job.number
-            if job.stream is None:
+            if job.results is None:
                 self.jobs[number] += 1
                 self.most[number] = max(self.most[number], self.jobs[number])
-                job.stream = (
+                job.results = (
                     self.source if number == 0 else iter([(job.item, n) for n in range(self.many)])
                 )
             self.left.append(job)
@@ -90,7 +90,7 @@ class Runner:
         """Have one of the jobs that may run give its next result, or end."""
         job = self.left[place % len(self.left)]
         number = job.number
-        stream: Any = job.stream
+        stream: Any = job.results
         output = next(stream, NOTHING)
         if output is NOTHING:
             self.left.remove(job)
@@ -98,7 +98,7 @@ class Runner:
             self.flow.finished(job)
         else:
             self.drawn += number == 0
-            if not self.flow.gave(job, output):
+            if not self.flow.yielded(job, output):
                 self.left.remove(job)
         self.collect()
 
@@ -204,7 +204,7 @@ def test_what_failed_comes_after_what_was_before_it_and_nothing_comes_after():
     (source,) = flow.ready
     flow.ready = []
     for number in range(3):
-        flow.gave(source, number)
+        flow.yielded(source, number)
     (job,) = flow.ready
     flow.ready = []
     flow.finished(job, "first")
@@ -212,7 +212,7 @@ def test_what_failed_comes_after_what_was_before_it_and_nothing_comes_after():
     flow.ready = []
     flow.failed(job, error)
     # The source may still give what it has in hand; nobody begins it.
-    flow.gave(source, 3)
+    flow.yielded(source, 3)
     flow.finished(source)
     assert flow.ready == []
     (raised,) = drain(flow)
@@ -238,12 +238,12 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
     flow.begin()
     (source,) = flow.ready
     flow.ready = []
-    flow.gave(source, "a")
-    flow.gave(source, "b")
+    flow.yielded(source, "a")
+    flow.yielded(source, "b")
     first, second = flow.ready
     flow.ready = []
-    assert not flow.gave(second, "b1")  # it rests until all of the first is passed on
-    assert flow.gave(first, "a1")
+    assert not flow.yielded(second, "b1")  # it rests until all of the first is passed on
+    assert flow.yielded(first, "a1")
     assert flow.take() == "a1"
     assert flow.ready == []
     flow.finished(first)
@@ -251,13 +251,13 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
     assert second in flow.ready
 
 
-def test_a_belt_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
+def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     queue = StageQueue(4, 1)
-    flow = Flow([PipeStage(0, StageQueue(1), queue, 1, in_order=True, failure_counter=None)], queue)
+    flow = Flow([PipeStage(0, StageQueue(1), queue, 1, in_order=True)])
     flow.begin()
     (source,) = flow.ready
     flow.ready = []
-    assert [flow.gave(source, number) for number in range(5)] == [True] * 4 + [False]
+    assert [flow.yielded(source, number) for number in range(5)] == [True] * 4 + [False]
     assert [flow.take(), flow.take()] == [0, 1]
     assert flow.ready == []
     assert flow.take() == 2
@@ -272,7 +272,7 @@ def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
     [source] = flow.ready
     for _ in range(2):  # the second finds the sink full
         flow.ready = []
-        flow.gave(source, "the item")
+        flow.yielded(source, "the item")
         [job] = flow.ready
         flow.finished(job, "the result")
     assert list(job.outputs) == ["the result"]
@@ -287,7 +287,7 @@ def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
     flow.begin()
     [source] = flow.ready
     flow.ready = []
-    assert flow.gave(source, 1)
+    assert flow.yielded(source, 1)
     [job] = flow.ready
     while job.number < len(stages):
         flow.ready = []
@@ -295,7 +295,7 @@ def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
         [job] = flow.ready
     flow.ready = []
     flow.failed(job, ValueError())
-    assert not flow.gave(source, 2)
+    assert not flow.yielded(source, 2)
     while not isinstance(flow.take(), Raised):
         pass
     assert flow.ready == []

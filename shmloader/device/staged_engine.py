@@ -1,0 +1,217 @@
+"""An engine behind a stage on another thread, as the user's thread sees it."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from shmloader.device.exchange import Raised, Ready, Request, Result, Results, UserThreadCall
+from shmloader.device.stage import Stage
+from shmloader.device.thread import EngineThread, ThreadOwner
+from shmloader.engine.base import Delivery, EngineBase
+from shmloader.errors import ClosedLoaderError
+from shmloader.interruptions import is_interruption
+
+# After a shorter training step, next() is called again before the engine's thread, woken in a
+# moment, has done its work.
+_STEP_NS = 1_000_000
+
+
+class StagedEngine:
+    """An engine's batches, after a stage on another thread. Used on the user's thread.
+
+    Args:
+        engine: The engine, whose workers are running.
+        stage: What is done to each batch.
+        window: Tickets that are drawn at an epoch's start.
+        timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
+
+    Attributes:
+        owner: What must be ended. Refers neither to this object nor to the sampler.
+        in_transit: See :attr:`EngineBase.in_transit`.
+        told: See :attr:`EngineBase.told`.
+        delivery: See :attr:`EngineBase.delivery`.
+        staged: See :class:`Ready`; of the batch that was returned last.
+    """
+
+    def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
+        self.owner = ThreadOwner(engine, stage)
+        self._engine = engine
+        self._stage = stage
+        self._window = window
+        self._timeout_s = timeout_s
+        self._draw: Callable[[], object] = iter(()).__next__
+        # How the engine's thread is woken for a ticket, and when a batch was last returned.
+        self._wake: Callable[[], None] = engine.wake
+        self._left_ns = 0
+        # Tickets of this epoch that are not answered yet.
+        self._tickets_out = 0
+        self.in_transit = False
+        self.told = 0
+        self.delivery: Delivery | None = None
+        self.staged: tuple[str, int, int] | None = None
+
+    def start(self, tickets: Iterator[object]) -> None:
+        """Begin the first epoch."""
+        self._draw = tickets.__next__
+        self._tickets_out = 0
+        thread = self.owner.begin()
+        try:
+            for _ in range(self._window):
+                if not self._draw_one(thread):
+                    break
+        finally:
+            try:
+                thread.start()
+            except BaseException:
+                self.close()
+                raise
+
+    def set_window(self, window: int) -> None:
+        """Set how many tickets are drawn at the next epoch's start."""
+        self._window = window
+
+    def restart(self, tickets: Iterator[object]) -> None:
+        """Begin a further epoch with the same workers; see :meth:`EngineBase.restart`."""
+        self._check_process()
+        self.owner.end_epoch()
+        self._stage.close()
+        self._engine.restart(iter(()))
+        self.start(tickets)
+
+    def next_batch(self) -> object:
+        """Return the next batch; see :meth:`EngineBase.next_batch`."""
+        self.in_transit = False
+        self.told = 0
+        self.delivery = None  # the one of the last call is reported only once
+        thread = self.owner.thread
+        if thread is None:
+            self._engine.check_open()
+            raise ClosedLoaderError("the iterator is closed")
+        self._check_process()  # a forked child has a copy of what is ready here
+        is_away = time.monotonic_ns() - self._left_ns > _STEP_NS
+        self._wake = self._engine.wake_soon if is_away else self._engine.wake
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
+        while True:
+            # An interruption of this call loses nothing.
+            result = self._wait_for_result(thread, deadline)
+            try:
+                self.in_transit = True
+                if isinstance(result, Ready | Raised):
+                    batch = self._take(thread, result)
+                    self._left_ns = time.monotonic_ns()
+                    return batch
+                self._serve(thread, result)
+                self.in_transit = False
+            except BaseException as error:
+                del result  # an exception's traceback pins this frame
+                if self.loses(error):
+                    self.give_up(error)
+                raise
+
+    def loses(self, error: BaseException) -> bool:
+        """See :meth:`EngineBase.loses`."""
+        return self.in_transit and self.told != id(error)
+
+    def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
+        """See :meth:`EngineBase.give_up`."""
+        self._engine.note_interruption(error, in_sampler=in_sampler)
+        self.close()
+
+    def _serve(self, thread: EngineThread, request: Request | UserThreadCall) -> None:
+        """Do what the engine's thread asks for."""
+        thread.results.drop_first()
+        if isinstance(request, UserThreadCall):
+            request.make()
+        else:
+            self._draw_one(thread)
+
+    def _take(self, thread: EngineThread, result: Ready | Raised) -> object:
+        """Return the batch of a result, or raise its exception."""
+        if isinstance(result, Raised) and result.is_last:
+            self.in_transit = False
+            self._raise_last(result.error)
+        thread.results.drop_first()
+        if thread.semaphore is not None:
+            thread.semaphore.release()
+        if result.delivery is not None:  # else an exception that is not in a batch's place
+            self._tickets_out -= 1
+            self._draw_one(thread)  # which wakes the engine
+        self.delivery = result.delivery
+        if isinstance(result, Ready):
+            self.staged = result.staged
+            return self._stage.hand_over(result.result)
+        error = result.error
+        self.told = id(error)
+        try:
+            raise error
+        finally:
+            del error, result  # the traceback pins this frame
+
+    def _raise_last(self, error: BaseException) -> NoReturn:
+        if isinstance(error, StopIteration):
+            raise StopIteration  # the result stays, for further calls
+        self.close()
+        try:
+            raise error
+        finally:
+            del error
+
+    def _wait_for_result(self, thread: EngineThread, deadline: float | None) -> Result:
+        """Wait for the first of the thread's results, and leave it with them."""
+        results = thread.results
+        while (result := results.first) is None:
+            # Checked after each wait: the thread that closes may have done so meanwhile.
+            if thread.is_stopping:
+                self._engine.check_open()
+                raise ClosedLoaderError("the iterator is closed")
+            self._check_process()
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                self._raise_late(results)
+            else:
+                self._engine.hurry()
+                results.wait(left_s)
+        return result
+
+    def _check_process(self) -> None:
+        if os.getpid() != self.owner.pid:
+            raise ClosedLoaderError("the iterator belongs to the process that made it")
+
+    def _raise_late(self, results: Results) -> None:
+        """Raise that no batch came in time, unless one came while the workers were examined."""
+        try:
+            late = self._engine.late()
+        except (OSError, ValueError) as error:  # the engine's thread closes what is examined
+            if not results or is_interruption(error):
+                raise
+            return
+        if not results:
+            raise late
+
+    def _draw_one(self, thread: EngineThread) -> bool:
+        """Draw a ticket for the engine's thread. Returns False if the sampler has ended."""
+        try:
+            indices = self._draw()
+        except StopIteration:
+            thread.inbox.end(self._wake)
+            return False
+        except BaseException as error:
+            if is_interruption(error):
+                self.give_up(error, in_sampler=True)
+                raise
+            # The sampler's own exception. As with torch, the epoch continues with one ticket fewer.
+            if self._tickets_out == 0:
+                thread.inbox.end(self._wake)
+            else:
+                thread.wake()
+            self.told = id(error)
+            raise
+        self._tickets_out += 1
+        thread.inbox.put(indices, self._wake)
+        return True
+
+    def close(self) -> None:
+        """End everything. May be called again."""
+        self._draw = iter(()).__next__
+        self.owner.end()

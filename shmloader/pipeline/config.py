@@ -1,0 +1,216 @@
+"""What a pipeline consists of, as the builder has checked it. Nothing runs here.
+
+An *op* is the function of a stage. Its kind says how it is called, and so what can run it.
+"""
+
+import concurrent.futures
+import enum
+import functools
+import inspect
+import math
+from collections.abc import AsyncIterable, Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+
+from shmloader.memory.slot import is_supported, why_unsupported
+from shmloader.probing import probe
+
+Source = Iterable[Any] | AsyncIterable[Any]
+Executor = Literal["thread", "process"] | concurrent.futures.Executor
+OutputOrder = Literal["completion", "input"]
+
+#: Items that may wait between two stages. They bridge the moment between a finished job and the
+#: next item. What is to be ready in advance is the sink's `buffer_size`.
+QUEUE_CAPACITY = 2
+
+#: Items that may wait after the source, which is woken when half of them are gone. It has a thread
+#: of its own, and switching between two threads for each item costs more than all else.
+SOURCE_CAPACITY = 8
+
+#: Jobs of a stage on processes, for each process: one runs, one is on its way.
+JOBS_PER_PROCESS = 2
+
+# Results of a stage on processes that may lie in their slots at once. Each slot takes one or two
+# file descriptors of this process.
+_MAX_LENT = 64
+
+
+class OpKind(enum.Enum):
+    """How an op is called."""
+
+    FUNCTION = "a function"
+    GENERATOR = "a generator function"
+    COROUTINE = "a coroutine function"
+    ASYNC_GENERATOR = "an async generator function"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it runs on the event loop."""
+        return self in {OpKind.COROUTINE, OpKind.ASYNC_GENERATOR}
+
+
+def kind_of(op: Callable[..., Any]) -> OpKind:
+    """Return the kind of a function, a bound method, a partial, or an object with ``__call__``."""
+    while isinstance(op, functools.partial):
+        op = op.func
+    candidates = [op]
+    if not isinstance(op, type) and not inspect.isroutine(op):
+        candidates.append(type(op).__call__)
+    for function in candidates:
+        if inspect.isasyncgenfunction(function):
+            return OpKind.ASYNC_GENERATOR
+        if inspect.iscoroutinefunction(function):
+            return OpKind.COROUTINE
+        if inspect.isgeneratorfunction(function):
+            return OpKind.GENERATOR
+    return OpKind.FUNCTION
+
+
+def name_of(op: Callable[..., Any]) -> str:
+    """Return the name of an op in messages, for a stage without a name of its own."""
+    while isinstance(op, functools.partial):
+        op = op.func
+    name = probe(op, "__name__")
+    return name if isinstance(name, str) else type(op).__name__
+
+
+class RunsOn(enum.Enum):
+    """What runs the jobs of a stage."""
+
+    THREADS = enum.auto()
+    LOOP = enum.auto()
+    PROCESSES = enum.auto()
+    EXECUTOR = enum.auto()
+    DEVICE = enum.auto()
+
+    @classmethod
+    def of(cls, kind: OpKind, executor: object) -> "RunsOn":
+        """Check the ``executor`` argument of a stage.
+
+        Args:
+            kind: The kind of the stage's op.
+            executor: The argument.
+
+        Raises:
+            TypeError: If the argument is of a wrong type.
+            ValueError: If it has a wrong value, does not suit the op, or is not available here.
+        """
+        if kind.is_async:
+            if executor is not None:
+                raise ValueError(
+                    f"the op is {kind.value}, which runs on the event loop: it cannot be combined "
+                    f"with executor={executor!r}"
+                )
+            return cls.LOOP
+        if executor is None or executor == "thread":
+            return cls.THREADS
+        if executor == "process":
+            if not is_supported():
+                raise ValueError(
+                    f"executor='process' is not available here, since {why_unsupported()}: use "
+                    "threads, or an executor of concurrent.futures"
+                )
+            return cls.PROCESSES
+        if isinstance(executor, concurrent.futures.Executor):
+            return cls.EXECUTOR
+        wrong = "executor should be 'thread', 'process' or an Executor, but got"
+        if isinstance(executor, str):
+            raise ValueError(f"{wrong} {executor!r}")
+        raise TypeError(f"{wrong} a {type(executor).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """A stage that calls an op.
+
+    Attributes:
+        op: The op; unused for ``RunsOn.DEVICE``.
+        kind: The op's kind.
+        name: The stage's name in messages.
+        runs_on: What runs the jobs.
+        concurrency: Items at once; for ``RunsOn.PROCESSES``, the number of processes.
+        in_order: Whether results leave in the order of the items.
+        max_failures: The limit of this stage alone; None for the pipeline's.
+        executor: The user's executor, for ``RunsOn.EXECUTOR``.
+        device: The target, for ``RunsOn.DEVICE``.
+    """
+
+    op: Callable[..., Any]
+    kind: OpKind
+    name: str
+    runs_on: RunsOn
+    concurrency: int = 1
+    in_order: bool = False
+    max_failures: int | Fraction | None = None
+    executor: concurrent.futures.Executor | None = None
+    device: torch.device | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Items that may be in this stage: those in work, and results that wait to leave."""
+        return self.concurrency * (JOBS_PER_PROCESS if self.runs_on is RunsOn.PROCESSES else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """A stage that makes lists of items.
+
+    Attributes:
+        size: Items of a list.
+        drop_last: Whether a shorter last list is left out.
+    """
+
+    size: int
+    drop_last: bool
+
+    capacity = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """A whole pipeline.
+
+    Attributes:
+        source: Where items come from.
+        stages: The stages, in order.
+        buffer_size: Results that may wait for the consumer.
+        num_threads: Threads that the stages share.
+        max_failures: The limit of all stages together that have none of their own; None: the first
+            failure is raised.
+        timeout_s: Longest wait of the consumer in seconds; None waits without a limit.
+    """
+
+    source: Source
+    stages: tuple[Pipe | Aggregate, ...]
+    buffer_size: int
+    num_threads: int
+    max_failures: int | Fraction | None
+    timeout_s: float | None
+
+    def lend_limit(self, index: int) -> int:
+        """Return how many results of stage ``index`` may be alive after it, at most 64."""
+        size, count = 1, self.stages[index].capacity
+        for stage in self.stages[index + 1 :]:
+            count += size * (QUEUE_CAPACITY + stage.capacity)
+            if isinstance(stage, Aggregate):
+                size *= stage.size
+                count += size
+        # The last two: the consumer holds one while it asks for the next.
+        count += size * (self.buffer_size + 2)
+        return min(count, _MAX_LENT)
+
+
+def check_timeout(timeout: object) -> None:
+    """Check a number of seconds.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is negative or NaN.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
+    if timeout < 0 or math.isnan(timeout):
+        raise ValueError(f"timeout should not be negative, but got timeout={timeout!r}")

@@ -1,0 +1,286 @@
+"""Executors of functions and generator functions: daemon threads, and a user's own executor.
+
+::
+
+    any thread that brings a result             a thread
+    ───────────────────────────────             ────────
+    task ── a queue, oldest first ────────────▶ op(item)
+    epoch.finished(task, result) ◀───────────── and, if there is one, the next task at once
+
+Guarantees:
+    * ``end`` does not wait for an op. A thread that is in an op ends when the op returns, and keeps
+      neither the caller nor the interpreter alive.
+    * An idle thread holds nothing but the queue, so it keeps no pipeline alive.
+    * An unfinished generator is closed on one of the threads when the executor ends.
+    * At the interpreter's exit, threads are asked to stand still, and waited for at most ``EXIT_S``
+      seconds.
+"""
+
+import collections
+import concurrent.futures
+import queue
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from shmloader.interruptions import is_interruption
+from shmloader.pipeline.config import OpKind
+from shmloader.pipeline.epoch import Task
+from shmloader.pipeline.flow import Job
+from shmloader.threads.background import BackgroundThread
+
+#: How long the interpreter's exit waits for an executor's threads, in seconds.
+EXIT_S = 0.3
+
+
+def refuse_coroutine(result: object, name: str) -> None:
+    """Check what an op has returned, or what its coroutine has.
+
+    Args:
+        result: The result.
+        name: The stage's name.
+
+    Raises:
+        TypeError: If the result is a coroutine.
+    """
+    if type(result) is types.CoroutineType:
+        result.close()
+        raise TypeError(
+            f"the op of stage '{name}' returned a coroutine, which nothing would await: use an "
+            "async def, and await there"
+        )
+
+
+def call_all(op: Callable[[Any], Any], item: Any) -> list[Any]:
+    """Return all results of a generator function for an item, without None."""
+    return [value for value in op(item) if value is not None]
+
+
+class _Thread(BackgroundThread):
+    """A thread of a :class:`ThreadExecutor`."""
+
+    parks_for_forks = False
+    exit_s = EXIT_S
+
+    def __init__(
+        self,
+        name: str,
+        tasks: "queue.SimpleQueue[Task | Job | None]",
+        prepare: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(name)
+        self._tasks = tasks
+        self._prepare = prepare
+
+    def work(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:
+        """Run one task and those that follow from it. Returns False when the thread is to end."""
+        try:
+            task = self._tasks.get_nowait()
+        except queue.Empty:
+            with self.resting():
+                task = self._tasks.get()
+        if task is None:
+            return False
+        if isinstance(task, Job):
+            task.results = None  # the last reference: this closes the generator
+            return True
+        while task is not None:
+            self.pause()
+            task = _run(task)
+        return True
+
+
+def _run(task: Task) -> Task | None:
+    """Run a task of a function or a generator function. Returns the task that follows, if any."""
+    job, stage = task.job, task.stage
+    if task.epoch.is_over:
+        return None
+    try:
+        if stage.kind is OpKind.GENERATOR:
+            return _run_generator(task)
+        result = stage.op(job.item)
+        refuse_coroutine(result, stage.name)
+    except BaseException as error:  # noqa: BLE001 - raised to the consumer
+        return task.epoch.failed(task, error)
+    return task.epoch.finished(task) if result is None else task.epoch.finished(task, result)
+
+
+def _run_generator(task: Task) -> Task | None:
+    """Take results until the epoch has no room for another, or there are no more."""
+    job, epoch, executor = task.job, task.epoch, task.stage.executor
+    assert isinstance(executor, ThreadExecutor)
+    if job.results is None:
+        results = cast("Callable[[object], Iterator[object]]", task.stage.op)(job.item)
+        job.results = iter(results)
+        executor.begun.add(job)
+    try:
+        for result in cast("Iterator[object]", job.results):
+            if not epoch.yielded(task, result):
+                return None
+    except BaseException:
+        executor.begun.discard(job)
+        raise
+    executor.begun.discard(job)
+    job.results = None
+    return epoch.finished(task)
+
+
+class ThreadExecutor:
+    """Daemon threads that take tasks off one queue.
+
+    Attributes:
+        begun: Jobs of generator functions that may have more results.
+
+    Args:
+        name: The threads' name; a number is appended.
+        count: Number of threads.
+        prepare: Called on each thread before its first task.
+    """
+
+    def __init__(self, name: str, count: int, prepare: Callable[[], None] | None = None) -> None:
+        self.begun: set[Job] = set()
+        self._tasks: queue.SimpleQueue[Task | Job | None] = queue.SimpleQueue()
+        self._threads = [
+            _Thread(f"{name}_{number}", self._tasks, prepare) for number in range(count)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.end()  # the system allows no further thread
+            raise
+
+    def put(self, task: Task) -> None:
+        """Have a task run by the next free thread."""
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """Tell the threads to end after their present tasks. From any thread; does not wait."""
+        begun, self.begun = list(self.begun), set()
+        for job in begun:
+            self._tasks.put(job)
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the threads after ``end``, so that an op about to return is over.
+
+        Args:
+            deadline: End of the wait, on the clock of ``time.monotonic()``.
+
+        Returns:
+            Whether all threads have ended.
+        """
+        left = [thread for thread in self._threads if not thread.join(deadline - time.monotonic())]
+        return not left
+
+
+class FuturesExecutor:
+    """Submits tasks to a ``concurrent.futures.Executor``, which the user shuts down.
+
+    All results of a generator function for an item come together.
+
+    Args:
+        executor: The user's executor.
+    """
+
+    def __init__(self, executor: concurrent.futures.Executor) -> None:
+        self._executor = executor
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._submitting = threading.Lock()
+        # The thread that takes a task out of here handles its future's result.
+        self._tasks: dict[concurrent.futures.Future[object], Task] = {}
+
+    def put(self, task: Task) -> None:
+        """Submit a task. From any thread.
+
+        Tasks are submitted one after the other. An executor may run a task inside ``submit``, which
+        brings the next task: these calls must not pile up on the stack.
+        """
+        self._waiting.append(task)
+        while self._waiting and self._submitting.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._submit(self._waiting.popleft())
+            finally:
+                self._submitting.release()
+
+    def _submit(self, task: Task) -> None:
+        stage, item = task.stage, task.job.item
+        if task.epoch.is_over:
+            return
+        try:
+            if stage.kind is OpKind.GENERATOR:
+                future: concurrent.futures.Future[object] = self._executor.submit(
+                    call_all, stage.op, item
+                )
+            else:
+                future = self._executor.submit(stage.op, item)
+        except BaseException as error:
+            if task.epoch.is_taken_here and is_interruption(error):
+                raise
+            # The executor is shut down, or broken.
+            self._continue_with(task.epoch.failed_for_good(task, error))
+            return
+        self._tasks[future] = task
+        # concurrent.futures swallows what a callback raises, including what a signal handler raises
+        # in it. So a callback on this thread does nothing, and this method looks itself.
+        adding_on: int | None = threading.get_ident()
+
+        def done(future: "concurrent.futures.Future[object]") -> None:
+            if adding_on != threading.get_ident():
+                self._finish(future)
+
+        if not future.done():
+            future.add_done_callback(done)
+            adding_on = None
+        if future.done():
+            self._finish(future)
+
+    def _finish(self, future: "concurrent.futures.Future[object]") -> None:
+        """Handle a future's result, unless another thread does. On any thread."""
+        task = self._tasks.pop(future, None)
+        if task is None:
+            return
+        epoch = task.epoch
+        if future.cancelled():
+            if not epoch.is_over:
+                epoch.failed_for_good(task, RuntimeError("the item's future was cancelled"))
+            return
+        error = future.exception()
+        if error is not None:
+            self._continue_with(epoch.failed(task, error))
+            return
+        result: Any = future.result()
+        try:
+            refuse_coroutine(result, task.stage.name)
+        except TypeError as refused:
+            if is_interruption(refused):
+                raise
+            self._continue_with(epoch.failed(task, refused))
+            return
+        if task.stage.kind is OpKind.GENERATOR:  # a list, from call_all
+            self._continue_with(epoch.finished(task, *result))
+        else:
+            self._continue_with(epoch.finished(task, *(() if result is None else (result,))))
+
+    def _continue_with(self, task: Task | None) -> None:
+        if task is not None:
+            self.put(task)
+
+    def end(self) -> None:
+        """Cancel all tasks that have not begun. From any thread."""
+        self._waiting.clear()
+        for future in list(self._tasks):
+            future.cancel()
+
+    def join(self, deadline: float) -> None:
+        """Do nothing: the user's threads or processes are not waited for."""

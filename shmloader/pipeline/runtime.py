@@ -1,0 +1,304 @@
+"""What runs for a pipeline: its executors, and the present epoch.
+
+Executors are made when the pipeline starts, and persist from one epoch to the next. If an epoch was
+left before its end, threads may still be in its ops: they are left behind, and the next epoch gets
+new ones. Worker processes persist.
+"""
+
+import collections.abc
+import contextlib
+import functools
+import os
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from shmloader.device.device import Destination, DeviceStage
+from shmloader.engine.failures import FailureList
+from shmloader.errors import ClosedLoaderError
+from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn, Source
+from shmloader.pipeline.device_future import AfterTransfer, DeviceFuture
+from shmloader.pipeline.epoch import Epoch, StageExecutor, StageOp
+from shmloader.pipeline.executors import FuturesExecutor, ThreadExecutor
+from shmloader.pipeline.failures import FailedItem
+from shmloader.pipeline.loop import LoopExecutor
+from shmloader.pipeline.processes import ProcessExecutor
+from shmloader.pools.arena import PageLocker
+from shmloader.threads.uninterruptible import uninterruptible
+
+# How long `end` waits for threads, which may be in an op, in seconds.
+_JOIN_S = 0.4
+
+# Batches whose copies to a device may be under way or not yet taken.
+_TRANSFERS_AHEAD = 2
+
+
+class _Executor(StageExecutor, Protocol):
+    """An executor that is ended here."""
+
+    def end(self) -> None:
+        """Tell it to end. From any thread; does not wait."""
+
+    def join(self, deadline: float) -> object:
+        """Wait for its end, until ``deadline`` (``time.monotonic()``)."""
+
+
+class _DeviceExecutor(ThreadExecutor):
+    """One thread that copies batches to a device."""
+
+    def __init__(self, destination: Destination) -> None:
+        backend = destination.backends[0]
+        assert backend is not None
+        self.stage = DeviceStage(backend, destination.locks, _TRANSFERS_AHEAD)
+        super().__init__(DeviceStage.name, 1, self.stage.start)
+
+    def copy(self, batch: object) -> DeviceFuture:
+        """Start a batch's copy. Called on the thread."""
+        try:
+            return DeviceFuture(self.stage, self.stage.run(batch))
+        finally:
+            del batch  # a traceback pins this frame, which must not pin the slot
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the thread as other executors do, and for the copies under way."""
+        has_ended = super().join(deadline)
+        if has_ended:
+            self.stage.close()
+        return has_ended
+
+
+class PipelineRuntime:
+    """All that must be ended when a pipeline is stopped, or garbage. Does not hold the pipeline.
+
+    Attributes:
+        epoch: The present epoch, over or not; None before the first.
+        pid: The process that began the first epoch, which the runtime belongs to; None before.
+
+    Args:
+        config: The stages.
+        failures: The pipeline's list of failures.
+    """
+
+    def __init__(self, config: PipelineConfig, failures: FailureList[FailedItem]) -> None:
+        self._config = config
+        self._failures = failures
+        self.pid: int | None = None
+        self.epoch: Epoch | None = None
+        self._epoch_count = 0
+        self._end_count = 0
+        # All executors but those on processes. None when there are none, as after a left epoch.
+        self._executors: list[_Executor] | None = None
+        self._stage_ops: list[StageOp | None] = []
+        # By the index of the stage.
+        self._processes: dict[int, ProcessExecutor] = {}
+        self._destinations: dict[int, Destination] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an epoch has begun and is not over."""
+        return self.epoch is not None and not self.epoch.is_over
+
+    @property
+    def process_executors(self) -> list[ProcessExecutor]:
+        """The executors of the stages on processes, in order."""
+        return list(self._processes.values())
+
+    def check_process(self) -> None:
+        """Raise ClosedLoaderError in a forked child, if the parent has begun an epoch."""
+        if self.pid not in (None, os.getpid()):
+            raise ClosedLoaderError("the pipeline belongs to the process that started it")
+
+    def begin_epoch(self) -> Epoch:
+        """Begin an epoch. Makes the executors that are missing.
+
+        Raises:
+            RuntimeError: If the source is an iterator, and an epoch has used it.
+            ClosedLoaderError: If another thread has ended everything meanwhile.
+        """
+        self.pid = os.getpid()
+        end_count = self._end_count
+        source = self._config.source
+        if self._epoch_count and isinstance(source, Iterator | AsyncIterator):
+            raise RuntimeError(
+                f"the pipeline's source, a {type(source).__name__}, is an iterator, and an earlier "
+                "epoch has taken items from it: give add_source an iterable that can be iterated "
+                "again (an object with __iter__), or build a pipeline for each epoch"
+            )
+        try:
+            processes = self._make_processes()
+            if self._executors is None:
+                executors: list[_Executor] = []
+                try:
+                    self._stage_ops = self._make_stage_ops(executors, processes)
+                finally:
+                    self._executors = executors
+            self._epoch_count += 1
+            epoch = self.epoch = Epoch(self._config, self._stage_ops, self._failures)
+            epoch.begin()
+        except BaseException:
+            if self.epoch is not None:
+                self.epoch.let_go()
+            self.end()
+            raise
+        if self._end_count != end_count:  # `end` may have seen only a part of what was made
+            self.end()
+            raise ClosedLoaderError("the pipeline was stopped while it started")
+        return epoch
+
+    # Ends -----------------------------------------------------------------------------------
+
+    def finish_epoch(self) -> None:
+        """Free what executors hold of an epoch that has come to its end. They persist."""
+        for executor in self._executors or ():
+            if isinstance(executor, _DeviceExecutor):
+                executor.stage.close()
+
+    def leave_epoch(self, why: str) -> None:
+        """Leave the present epoch. May be called from anywhere, and again."""
+        if self.epoch is not None:
+            self.epoch.leave(why)
+        self._end(with_processes=False)
+
+    def end(self) -> None:
+        """End everything. May be called from anywhere, and again."""
+        self._end_count += 1
+        if self.epoch is not None:
+            self.epoch.leave("it was stopped")
+        self._end(with_processes=True)
+
+    def _end(self, *, with_processes: bool) -> None:
+        if os.getpid() != self.pid:
+            return  # in a forked child, none of the threads runs
+        deadline = time.monotonic() + _JOIN_S
+        uninterruptible(
+            functools.partial(self._end_executors, [], deadline, with_processes=with_processes)
+        )
+
+    def _end_executors(
+        self, ended: list[_Executor], deadline: float, *, with_processes: bool
+    ) -> None:
+        """Tell executors to end, and wait for them. Called again after an interruption.
+
+        Args:
+            ended: Executors that were to be ended before the interruption.
+            deadline: End of the wait, on the clock of ``time.monotonic()``.
+            with_processes: Whether to end worker processes, too.
+        """
+        ended += self._executors or ()
+        self._executors = None
+        if with_processes:
+            ended += self._processes.values()
+            self._processes = {}
+        with contextlib.ExitStack() as stack:  # an interrupted `join` does not prevent the others
+            for executor in reversed(ended):
+                stack.callback(uninterruptible, functools.partial(executor.join, deadline))
+            for executor in ended:
+                executor.end()
+
+    # Executors ------------------------------------------------------------------------------
+
+    def _make_processes(self) -> dict[int, ProcessExecutor]:
+        """Start the workers that are missing, all before the first thread of the pipeline."""
+        processes: dict[int, ProcessExecutor] = {}
+        started = []
+        pipes = {
+            index: stage
+            for index, stage in enumerate(self._config.stages)
+            if isinstance(stage, Pipe) and stage.runs_on is RunsOn.PROCESSES
+        }
+        for index, pipe in pipes.items():
+            executor = self._processes.get(index)
+            if executor is not None and executor.is_broken:
+                del self._processes[index]
+                executor.end()
+                executor.join(time.monotonic() + _JOIN_S)
+                executor = None
+            if executor is None:
+                self.leave_epoch("its workers were ended")  # `_stage_ops` has the old executor
+                lend_limit, locker = self._config.lend_limit(index), self._locker_after(index)
+                executor = ProcessExecutor(pipe, lend_limit, locker, len(pipes))
+                self._processes[index] = executor
+                started.append(executor)
+            processes[index] = executor
+        for executor in started:
+            executor.start()
+        return processes
+
+    def _locker_after(self, index: int) -> PageLocker | None:
+        """Return what page-locks the slots of a stage, if the next one copies them to a device."""
+        for following in self._config.stages[index + 1 : index + 2]:
+            if isinstance(following, Pipe) and following.runs_on is RunsOn.DEVICE:
+                return self._destination(index + 1, following).locks
+        return None
+
+    def _destination(self, index: int, pipe: Pipe) -> Destination:
+        if index not in self._destinations:
+            self._destinations[index] = Destination([pipe.device])
+        return self._destinations[index]
+
+    def _make_stage_ops(
+        self, executors: list[_Executor], processes: dict[int, ProcessExecutor]
+    ) -> list[StageOp | None]:
+        """Make the executors but those on processes, and say how each stage is run.
+
+        Args:
+            executors: Gets each executor that is made, at once.
+            processes: The executors on processes, by the index of their stage.
+        """
+        config = self._config
+        used = {stage.runs_on for stage in config.stages if isinstance(stage, Pipe)}
+        shared: dict[RunsOn, Any] = {}
+        source = config.source
+        is_sync = isinstance(source, collections.abc.Iterable)
+        if not is_sync or RunsOn.LOOP in used:
+            shared[RunsOn.LOOP] = LoopExecutor("shmloader_loop")
+            executors.append(shared[RunsOn.LOOP])
+        if RunsOn.THREADS in used:
+            shared[RunsOn.THREADS] = ThreadExecutor("shmloader_pipe", config.num_threads)
+            executors.append(shared[RunsOn.THREADS])
+        iterates: Any = shared.get(RunsOn.LOOP)
+        if is_sync:
+            iterates = ThreadExecutor("shmloader_source", 1)
+            executors.append(iterates)
+        stage_ops: list[StageOp | None] = [_source_op(source, iterates)]
+        transfer: DeviceStage | None = None
+        for index, stage in enumerate(config.stages):
+            if isinstance(stage, Aggregate):
+                stage_ops.append(None)
+                continue
+            op: Callable[[Any], object] = stage.op
+            if transfer is not None:
+                op = AfterTransfer(op, stage.kind, transfer)
+            if stage.runs_on is RunsOn.PROCESSES:
+                executor: Any = processes[index]
+            elif stage.runs_on is RunsOn.EXECUTOR:
+                assert stage.executor is not None
+                executor = FuturesExecutor(stage.executor)
+                executors.append(executor)
+            elif stage.runs_on is RunsOn.DEVICE:
+                executor = _DeviceExecutor(self._destination(index, stage))
+                executors.append(executor)
+                op, transfer = executor.copy, executor.stage
+            else:
+                executor = shared[stage.runs_on]
+            stage_ops.append(StageOp(stage.name, op, stage.kind, executor))
+        return stage_ops
+
+
+def _source_op(source: Source, executor: StageExecutor) -> StageOp:
+    """Return how a source is run: as a generator function that is called once, with no item."""
+    name = "the source"
+    if isinstance(source, collections.abc.Iterable):
+        op: Callable[[object], object] = functools.partial(_iterate, source)
+        return StageOp(name, op, OpKind.GENERATOR, executor, is_source=True)
+    op = functools.partial(_iterate_async, source)
+    return StageOp(name, op, OpKind.ASYNC_GENERATOR, executor, is_source=True)
+
+
+def _iterate(source: Iterable[Any], _: object) -> Iterator[Any]:
+    return iter(source)
+
+
+async def _iterate_async(source: AsyncIterable[Any], _: object) -> AsyncIterator[Any]:
+    async for item in source:
+        yield item
