@@ -343,6 +343,9 @@ def test_nothing_of_the_device_is_initialized_before_workers_are_forked(late) ->
 
     for options in ({"device": "late"}, {"pin_memory": True}):
         late.switch(is_on=True)
+        # A pinned block that an earlier test has left would be used without the device.
+        torch.accelerator.empty_host_cache()
+        assert late.count("initializations") == 0
         loader = DataLoader(
             Calls(initializations, 6), None, num_workers=2, multiprocessing_context="fork",
             **options,
