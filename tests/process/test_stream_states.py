@@ -580,6 +580,43 @@ def test_in_process_the_dataset_s_epoch_is_handed_on() -> None:
     assert [batch[0] for batch in told_epochs(iter(other))] == [[1, 1], [1, 1]]
 
 
+class Interrupted(IterableDataset):
+    """Its own iterator, with a state; once it is interrupted before a number."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.number == self.at:
+            self.at = None
+            raise KeyboardInterrupt
+        if self.number == 10:
+            raise StopIteration
+        self.number += 1
+        return self.number - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def test_in_process_the_samples_of_an_interrupted_batch_are_read_again() -> None:
+    loader = DataLoader(Interrupted(5), batch_size=2)
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)  # it had read number 4
+    other = DataLoader(Interrupted(None), batch_size=2)
+    resume(other, state_of(loader))
+    assert [batch.tolist() for batch in other] == [[4, 5], [6, 7], [8, 9]]
+
+
 # ---------------------------------------------------------------- workers that die
 
 
