@@ -38,12 +38,12 @@ def refuse(first: int, second: int) -> NoReturn:
     """
     if first in {thread.ident for thread in threading.enumerate()} - {second}:
         raise RuntimeError(
-            "another thread is in next() of this iterator, which one thread at a time may use: "
-            "hold a lock around next(), or give each thread a loader of its own"
+            "another thread is in next() of this iterator, which only one thread at a time may "
+            "use: hold a lock around next(), or give each thread its own loader"
         )
     raise ClosedLoaderError(
-        "the iterator cannot go on: a call of next() on this thread is under way, or was left "
-        "undone when exceptions came from outside in its midst"
+        "the iterator cannot go on: a call of next() on this thread is still running, or did not "
+        "finish because exceptions from outside interrupted it"
     )
 
 

@@ -295,7 +295,9 @@ class ThreadPool:
         if is_exiting():
             if threading.current_thread().daemon:
                 threading.Event().wait()
-            raise ClosedLoaderError("the interpreter ends, and the threads stand still")
+            raise ClosedLoaderError(
+                "the interpreter is exiting, and the worker threads have stopped"
+            )
         self.is_waiting = True
         self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
