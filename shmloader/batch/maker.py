@@ -1,8 +1,8 @@
 """How a batch is made, in a worker process, in a worker thread and in the main process alike.
 
-A batch maker is what is left of a loader where its samples are loaded: the dataset, torch's fetcher
-or one of ours, the collate function, the samples' random number generators, what is done about bad
-samples, and a timer. Where batches go then differs: to a slot, to a queue, or to the user.
+A batch maker holds the parts of a loader that make batches: the dataset, torch's fetcher or one of
+ours, the collate function, the samples' random number generators, the policy for bad samples, and a
+timer. The caller puts the batch where it belongs: into a slot, into a queue, or to the user.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ class BatchMaker:
         timer: Measures the parts of the work. The caller begins it with each ticket.
 
     Args:
-        plan: What the loader's options say.
-        dataset: What is loaded from.
+        plan: How a batch is fetched and collated.
+        dataset: The dataset.
         collate_fn: Makes a batch of samples.
-        on_error: What is done about bad samples.
-        where: Where this runs, as the texts of failures have it.
+        on_error: How bad samples are handled.
+        where: Where this runs, in words, for the texts of failures.
         timer: See the attribute.
         rng: See the attribute.
         concurrent_fetcher: Loads several samples at once; None loads one after the other.
@@ -86,8 +86,8 @@ class BatchMaker:
         """Load the samples of a ticket and collate them.
 
         Args:
-            indices: The ticket's, as the plan of the epoch gives them: with their position where
-                the samples have random number generators of their own.
+            indices: The ticket's indices from the epoch's plan, with their position if the samples
+                have random number generators of their own.
 
         Raises:
             StopIteration: At the end of an iterable dataset.
@@ -103,7 +103,7 @@ class BatchMaker:
         return batch
 
     def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
-        """Set the position of a ticket's samples for a ``with`` block; gives plain indices."""
+        """Set the position of a ticket's samples in a ``with`` block, which gets plain indices."""
         if self._keeps_global:
             return self._loading_here(indices)
         return loading(self.rng, indices)
@@ -114,6 +114,6 @@ class BatchMaker:
             yield plain
 
     def take_report(self) -> SampleReport | None:
-        """What became of the samples since the last call; None where bad samples are raised."""
+        """Return the report on samples since the last call; None where bad samples are raised."""
         fetcher = self.fetcher
         return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None

@@ -1,107 +1,133 @@
-"""The engine: an ordered, bounded, parallel map. Tickets in, batches out, memory fixed.
+"""The engine: an ordered, bounded, parallel map from index batches to batches.
 
-The way of one batch::
+This text is the architecture document of the package's core. Read it before the modules.
+
+Tickets go in and batches come out in order. At most ``window`` tickets are in flight, and the
+memory that batches take is bounded. Everything that users see is a thin layer over an engine::
+
+    DataLoader ──▶ EpochPlan ──▶ Engine(Scheduler, Pool) ──▶ stage ──▶ batch
+
+The :class:`~shmloader.sampling.plan.EpochPlan` yields index batches. It knows the epoch, its order,
+how far the user has come, and what is carried over into the next epoch. The arguments of the loader
+reach all parts as one frozen :class:`~shmloader.loader.config.LoaderConfig`.
+
+**The path of a batch**, with worker processes::
 
     user's thread                                              worker process
     ─────────────                                              ──────────────
-    draw an index batch ── ticket ─▶ scheduler: a FREE slot
-                                     becomes FILLING, a worker
-                                     is picked
+    draw an index batch ── ticket ─▶ scheduler: pick a worker;
+                                     a FREE slot becomes FILLING
                                      ── Task(seq, epoch, slot, indices) ──▶  samples = dataset[i] …
                                                                collate straight into the slot
                                                                describe it by a layout
                                      ◀── BatchDone(seq, slot, layout) ─────
-                                     slot FULL; when seq is next:
+                                     the slot is FULL;
+                                     when seq is next:
                                      small fields are copied out;
                                      large ones are views of the
                                      slot, which is LENT
     batch ◀─────────────────────────
-    drops it: the lease dies, the slot is FREE
+    drop it: the lease dies, the slot is FREE
 
-Two small messages and one copy a batch.
+A batch costs two small messages and one copy.
 
-With a stage (``pin_memory=True``, ``device=``) the engine belongs to a thread of its own, one for
-each epoch (:mod:`shmloader.device.thread`). The user's thread goes on drawing the sampler, one
-ticket for each batch that it takes, and hands the tickets over by an ``inbox``; the thread runs the
-engine, and then the stage: it copies a batch out of its slot into page-locked memory, or has the
-device read the slot, which is free when the copy is done. What comes out, batches and exceptions,
-waits in order for the user's thread. While any loader of the process forks a worker, such threads
-stand still where they hold no lock (:mod:`shmloader.threads.fork_safety`); a dead worker is
-replaced by the user's thread.
+**Who decides and who acts.** The scheduler decides. It is told what has happened (a ticket was
+offered, a worker has answered, a worker is lost), and it changes the tickets, slots and worker
+records. It knows no process, thread or clock. The engine asks it what to do and has its pool do it:
+send a task, start or stop a worker, unmap a slot. The pool reports what happened. Only the thread
+that is inside ``next_batch`` changes the scheduler.
 
-The life of a worker::
+**The life of a worker**::
 
     GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
                  │          │           │
                  └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
                                         └──▶ DEAD                 (no restart is left)
 
-A worker has one record, in the scheduler's table (``workers``): its state, its tickets in flight,
-the slots that it has mapped, its last layout, its death. The scheduler is told what has happened,
-and decides; the engine has its pool do what the scheduler says is to be done: tasks are sent,
-workers are started and stopped, and slots are let go of. A lost worker's tickets are sent to the
-one that is started in its place, or, once no restart is left, each is answered by the worker's
-death.
+Each worker has one record in the scheduler's table: its state, the number of its tickets in flight,
+the slots that it has mapped, its last layout, and how it died. The tickets of a lost worker are
+sent to its replacement. When no restart is left, each of them is answered by the worker's death.
 
-With dynamic dispatch (a map-style dataset, and the order is free or content does not depend on the
-worker), a ticket waits in the scheduler until a worker has room for it: for one task, or for two
-while batches are short. So a slow sample holds up its own batch alone; in order, the others go
-on until the window is full of batches that wait for it. Somebody has to send those tickets while
-the user trains: the engine has a thread of its own here even without a stage. It builds one batch
-ahead, which counts as lent.
+**Pools** make the batches. :mod:`shmloader.pools` lists everything that the engine asks of one.
 
-With ``num_workers="auto"`` the table has a record for the most workers there may be; those that
-are not wanted are GONE. The iterator says how many it wants. A worker that is wanted is started by
-the user's thread, as a restarted one is; one that is not wanted any more is LEAVING, and is stopped
-when it has answered what it has.
+* With processes, batches come in slots, and the scheduler assigns each ticket to a worker.
+* With threads (``thread_pool=True``) there are no messages and no slots. Idle threads take the
+  oldest ticket from one queue, and the answer says which thread took it.
+* With ``num_workers=0`` the pool is inline and the window is 0. Nothing is drawn ahead: ``next()``
+  draws an index batch, and sending its task makes the batch on the calling thread.
 
-Who the workers are is a matter of the pool, and all that a pool must do stands on one page
-(:mod:`shmloader.pools`). Where the pool has a queue, the scheduler gives a ticket to no worker:
-an idle one takes the oldest, and the answer says who it was. So it is with ``thread_pool=True``:
-workers are threads of the main process, there are no messages, and a batch comes as it is; a slot
-is then no more than a place in the window. Draws, order, failures, stages and ends are the same.
+Draws, order, bad samples, timeouts and the end of an epoch are handled alike for all pools.
 
-Which index batches there are is not the engine's affair: the loader's one ``EpochPlan``
-(:mod:`shmloader.sampling.plan`) knows the epoch, its order, how far the user is in it, and what it
-leaves over for the next one. What the loader was asked for reaches all parts as one frozen
-``LoaderConfig`` (:mod:`shmloader.loader.config`).
+**Stages** run after the engine, with ``pin_memory=True`` or ``device=``. The engine then belongs to
+a thread that exists for one epoch (:mod:`shmloader.device.thread`). The user's thread still draws
+the sampler, one ticket for each batch that it takes, and hands tickets over through an ``Inbox``.
+The thread runs the engine and then the stage, which copies a batch into page-locked memory or has
+the device read its slot; the slot is free when that copy is done. Batches and exceptions wait in
+order for the user's thread. While any loader of the process forks a worker, these threads pause
+where they hold no lock (:mod:`shmloader.threads.fork_safety`), and it is the user's thread that
+replaces a dead worker.
 
-With each batch comes what a checkpoint of the worker's dataset consists of: the dataset's own
-state, if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up to the last
-answer, from which a dead worker is replaced, and up to the last delivered batch, from which the
-loader's state is made (:mod:`shmloader.engine.iterable_checkpoints`). A dataset is resumed from its
-own state.
-Otherwise it is iterated again, with the random generators as they were when it began; the batches
-that were delivered are read again, discarded, and compared by their fingerprints
+**Dynamic dispatch** is used for a map-style dataset where the order is free or where content does
+not depend on the worker. A ticket waits in the scheduler until a worker has room for it: for one
+task, or for two while batches are short. A slow sample then delays only its own batch, until the
+window is full of batches that come after it. Waiting tickets must be sent while the user trains, so
+here the engine has a thread even without a stage. It builds one batch ahead, which counts as lent.
+
+**Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that
+there may be, and those that do not run are GONE. The iterator tells the engine how many it wants.
+The user's thread starts workers, as it does for restarts. A worker that is no longer wanted is
+LEAVING, and is stopped when it has answered all its tickets.
+
+**Checkpoints of datasets.** With each batch comes what a checkpoint of the worker's dataset needs:
+the dataset's own state if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up
+to the last answer, from which a dead worker is replaced, and up to the last delivered batch, from
+which the loader's state is made. A dataset with a state of its own is resumed from that. Otherwise
+it is iterated again from the same random generator states, and the batches that were already
+delivered are re-read, compared by their fingerprints, and discarded
 (:mod:`shmloader.batch.iterable_state`). If it cannot be resumed, the iterator raises and ends.
 
-A pipeline's stage on worker processes is an engine, too, on a thread of its own: an item is a
-ticket, the op is the dataset, and the epoch has no end
+**Pipelines** run a stage on worker processes by an engine with a thread of its own: an item is a
+ticket, the operation is the dataset, and the epoch has no end
 (:mod:`shmloader.pipeline.processes`).
 
 The words:
 
 ticket
-    A unit of work with its ``seq`` (its number in the epoch) and the epoch it belongs to.
+    A unit of work: an index batch with its ``seq``, which is its number in the epoch.
 task
-    A ticket with its slot, as a worker gets it.
+    A ticket as it is sent to a worker, with the slot to fill.
 slot
-    One piece of shared memory.
+    A piece of shared memory that holds one batch.
 layout
-    Where a batch's parts lie in its slot.
+    A description of where the parts of a batch lie in its slot.
 lease
-    A lent slot's views; dies with the last of them.
+    Keeps a slot LENT. It dies with the last view of the slot.
 worker
-    A process that loads; or a thread, with ``thread_pool=True``.
+    A process that makes batches, or a thread with ``thread_pool=True``.
 window
-    The tickets in flight.
+    The most tickets that may be in flight.
+answer
+    What comes back for a ticket: a batch, a failure, nothing, or the worker's death.
+epoch left
+    An epoch that is given up early: its tasks are finished, and their answers are dropped.
 
-Modules, each with one concern: ``slots`` (states of slots, pure), ``workers`` (the workers' records
-and states, pure), ``routing`` (which worker gets a ticket, pure), ``scheduler`` (tickets, order and
-epochs, pure), ``streams`` (how far an iterable dataset's streams have come in the workers, pure),
-``stream_states`` (the same, as the user has been given of them: what is saved of a loader),
-``adapting`` (how many workers there should be, pure), ``failures`` (bad samples, counted and
-listed), ``wording`` (texts of errors), ``inbox`` (tickets from another thread), ``lateness`` (what
-a timeout says), ``base`` (the engine as its caller sees it: where tickets come from, what a call
-promises, how it ends) and ``engine`` (what it has its pool do, and what the pool tells).
+The modules (those marked "pure" import no threads, processes or clock):
+
+=======================  ========================================================================
+``slots``                States of the slots (pure).
+``workers``              Records and states of the workers (pure).
+``routing``              Which worker gets a ticket (pure).
+``scheduler``            Tickets, their order, and epochs: all decisions (pure).
+``base``                 The engine as its caller sees it: tickets in, one batch, how it ends.
+``engine``               Performs what the scheduler decides, and receives the pool's reports.
+``inbox``                Tickets on their way from the user's thread to the engine's.
+``slot_batches``         Builds batches from slots, and frees the slots.
+``adapting``             How many workers ``num_workers="auto"`` should have (pure).
+``failures``             Bad samples: counted, listed, limited.
+``iterable_checkpoints`` Checkpoints of the workers' datasets as of the last delivered batch.
+``streams``              The same as of the last answer (pure).
+``stream_here``          The checkpoint of a dataset in the main process (``num_workers=0``).
+``lateness``             Asks late workers what they are doing, for a timeout's error.
+``wording``              Texts of errors and log messages.
+=======================  ========================================================================
 """

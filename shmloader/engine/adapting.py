@@ -1,24 +1,24 @@
-"""How many workers there should be (``num_workers="auto"``). Pure.
+"""Decides how many workers there should be (``num_workers="auto"``). Pure.
 
-Period after period, one step at a time, and each step is a trial: a further worker stays if batches
-come faster for it, one fewer stays away if nobody waits for it. After a trial that did not help,
-nothing is tried for twice as many periods as after the one before.
+In each period it may try one worker more or one fewer. An additional worker stays if batches come
+faster; a removed one stays away if the consumer does not wait. After a trial that did not help,
+it pauses for twice as many periods as after the previous failed trial.
 """
 
 from dataclasses import dataclass
 
-# A period is at least so long, and of so many batches for each worker.
+# A period has at least this length, and this many batches for each worker.
 PERIOD_NS = 500_000_000
 _BATCHES_EACH = 4
-# A consumer that waits for more of its time than this may gain by a further worker.
+# If the consumer waits for more than this share of its time, another worker may help.
 _WAITS = 0.1
-# One that waits for less than this does not miss a worker, if the others can do its work.
+# If it waits for less than this share, a worker can go if the others can do its work.
 _NEVER_WAITS = 0.02
-# Most of their time that the others may be busy with it.
+# The largest share of their time that the others may be busy with it.
 _BUSY = 0.7
-# By how much batches have to come faster.
+# By how much the rate has to grow for an additional worker to stay.
 _GAIN = 1.05
-_LONGEST_REST = 64
+_LONGEST_PAUSE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class _Trial:
     """A step that is being tried.
 
     Attributes:
-        count: Workers before.
-        rate: Batches a nanosecond before.
+        count: The number of workers before the step.
+        rate: Batches per nanosecond before the step.
     """
 
     count: int
@@ -35,36 +35,36 @@ class _Trial:
 
 
 class Adapter:
-    """Decides by what the consumer sees. On its thread.
+    """Decides by the times that the consumer sees. Used on the consumer's thread.
 
     Attributes:
-        count: Workers that there should be.
-        most: There may be.
+        count: How many workers there should be.
+        most: The most workers there may be.
 
     Args:
-        count: To begin with.
-        most: See above.
+        count: The number of workers at first.
+        most: See the attribute.
     """
 
     def __init__(self, count: int, most: int) -> None:
         self.count = count
         self.most = most
         self._trial: _Trial | None = None
-        self._rest = 0
-        self._next_rest = 1
+        self._pause = 0
+        self._next_pause = 1
         self.begin()
 
     def begin(self) -> None:
-        """An epoch begins; its first period, with workers that start, does not count."""
+        """Begin an epoch. Its first period, in which workers start, does not count."""
         self._is_settling = True
         self._start_ns: int | None = None
         self._batches = self._wait_ns = self._busy_ns = 0
 
     def note(self, now_ns: int, wait_ns: int, busy_ns: int) -> int:
-        """A batch was taken.
+        """Note that the consumer took a batch.
 
         Args:
-            now_ns: When.
+            now_ns: The time.
             wait_ns: How long the consumer waited for it.
             busy_ns: How long its worker was busy with it.
 
@@ -92,13 +92,16 @@ class Adapter:
         wait_share = self._wait_ns / elapsed_ns
         trial, self._trial = self._trial, None
         if trial is not None and not self._has_helped(trial, rate, wait_share):
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+            self._pause, self._next_pause = (
+                self._next_pause,
+                min(2 * self._next_pause, _LONGEST_PAUSE),
+            )
             self._go_to(trial.count)
-        elif self._rest:
-            self._rest -= 1
+        elif self._pause:
+            self._pause -= 1
         else:
             if trial is not None:
-                self._next_rest = 1
+                self._next_pause = 1
             self._try(rate, wait_share, self._busy_ns / elapsed_ns)
 
     def _has_helped(self, trial: _Trial, rate: float, wait_share: float) -> bool:

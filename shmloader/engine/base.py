@@ -15,7 +15,7 @@ from shmloader.interruptions import is_interruption
 
 
 def _do_nothing() -> None:
-    """Where no other thread has anything to say."""
+    """Stands for a pause where the engine has no thread of its own."""
 
 
 def _do_it(function: Callable[[], None]) -> None:
@@ -23,13 +23,15 @@ def _do_it(function: Callable[[], None]) -> None:
 
 
 class Delivery(NamedTuple):
-    """Which ticket was handed over: its batch, or what was raised in the batch's place.
+    """Describes a delivered ticket, whose batch was returned or whose error was raised.
 
     Attributes:
-        seq: The ticket's.
-        left_out: Those of which nothing was left, and that were taken since the last delivery.
-        streams: Of an iterable dataset: which streams have ended before, and which gave this.
-        times: What is known of the batch's way; None where it raised.
+        seq: Number of the ticket.
+        left_out: Numbers of the tickets since the last delivery whose batches were left out, since
+            all their samples failed.
+        streams: For an iterable dataset: the streams that ended before this ticket, and the stream
+            that it came from.
+        times: When the batch passed each step; None if an error was raised.
     """
 
     seq: int
@@ -39,27 +41,27 @@ class Delivery(NamedTuple):
 
 
 class EngineBase(abc.ABC):
-    """Batches of one iterator, epoch after epoch.
+    """Delivers the batches of one iterator, epoch after epoch.
 
     Runs on the thread that calls ``next_batch``: the user's, or one of
     :mod:`shmloader.device.thread`.
 
     Attributes:
-        in_transit: Whether something was taken, a message, indices or a batch, that has not come to
-            where it belongs: an exception from outside would lose it. Still so after ``next_batch``
-            has returned: the batch is on its way to the user.
-        told: The ``id`` of the exception that the last call of ``next_batch`` raised on purpose:
-            after it, the next call gives what comes next. 0 if there was none.
-        delivery: Of what the last call of ``next_batch`` gave, or raised in a batch's place; None
-            where it raised something else: what was to come still comes.
-        counts: What becomes of slots and workers, counted; read by any thread.
-        is_dynamic: Whether tickets wait in here until a worker has room for them: somebody has to
-            be in ``next_batch`` all the time, or workers have nothing to do.
+        in_transit: Whether a message, an index batch or a batch was taken from one place and has
+            not reached the next, so that an exception from outside would lose it. Stays true after
+            ``next_batch`` has returned, while the batch is on its way to the user.
+        told: The ``id`` of the exception that the last call of ``next_batch`` raised on purpose,
+            after which the next call goes on with the next batch. 0 if there was none.
+        delivery: Describes what the last call of ``next_batch`` returned, or raised in place of a
+            batch; None if it raised anything else, after which no batch is missing.
+        counts: Counters of slots and workers. Any thread may read them.
+        is_dynamic: Whether tickets wait in the engine until a worker has room for them. A thread
+            then has to be inside ``next_batch`` all the time, or workers stay idle.
 
     Args:
-        window: Most tickets in flight; 0 draws nothing ahead.
-        timeout_s: Longest wait for a batch; 0 for ever.
-        watch: Notes bad samples; None if they are raised.
+        window: The most tickets in flight; 0 draws nothing ahead.
+        timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
+        watch: Notes bad samples; None if their errors are raised.
     """
 
     is_dynamic = False
@@ -69,19 +71,19 @@ class EngineBase(abc.ABC):
         self._watch = watch
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
-        # The text alone: the error's traceback holds us.
+        # Only the text, since the error's traceback would keep the engine alive.
         self._closed_because = ""
         self._is_closed = False
         self.in_transit = False
         self.told = 0
         self.delivery: Delivery | None = None
         self.counts = Counts()
-        # Since when we have been looking for answers.
+        # When the last call of next_batch began to look for answers.
         self._looked_ns = 0
-        #: Of a stage that follows: nothing here.
+        #: Times of a stage; None here, since an engine is no stage.
         self.staged: tuple[str, int, int] | None = None
         self._left_out: list[int] = []
-        # Of an engine with a thread of its own.
+        # Set while the engine belongs to a thread of its own.
         self._inbox: Inbox | None = None
         self._pause: Callable[[], None] = _do_nothing
         self._have_done: Callable[[Callable[[], None]], None] = _do_it
@@ -93,7 +95,7 @@ class EngineBase(abc.ABC):
         """Begin the first epoch.
 
         Args:
-            tickets: The sampler's index batches; drawn on the thread that calls us.
+            tickets: The sampler's index batches, drawn on the calling thread.
         """
         self._draw = tickets.__next__
         self._prime()
@@ -118,29 +120,29 @@ class EngineBase(abc.ABC):
         have_done: Callable[[Callable[[], None]], None],
         may_deliver: Callable[[], bool] | None = None,
     ) -> None:
-        """Belong to a thread of its own until :meth:`detach`.
+        """Make the engine belong to a thread of its own until :meth:`detach`.
 
         Args:
-            inbox: Where tickets come from, in place of ``start``'s.
-            pause: Called between two steps, where no lock is held; may raise.
-            have_done: Has the user's thread do something.
-            may_deliver: Whether ``next_batch`` may return a batch now. If not, it goes on to send
-                tickets and to take answers; asked again after each :meth:`wake`. With
-                ``is_dynamic`` only. None: always.
+            inbox: Yields index batches, instead of the iterator given to :meth:`start`.
+            pause: Called between two steps, where no lock is held. May raise.
+            have_done: Runs a function on the user's thread.
+            may_deliver: Returns whether ``next_batch`` may return a batch now. If not, it goes on
+                to send tickets and to take answers, and asks again after each :meth:`wake`. For
+                ``is_dynamic`` only. None: it always may.
         """
         self._inbox, self._draw = inbox, inbox.__next__
         self._pause, self._have_done = pause, have_done
         self._may_deliver = may_deliver
 
     def detach(self) -> None:
-        """Belong to the user's thread again."""
+        """Make the engine belong to the user's thread again."""
         self._inbox, self._draw = None, iter(()).__next__
         self._pause, self._have_done = _do_nothing, _do_it
         self._may_deliver = None
 
     def take_tickets(self) -> None:
-        """Send what has been drawn by the user's thread to workers."""
-        # Interrupted in between, one may be with a worker that was never told.
+        """Send workers the tickets that the user's thread has drawn."""
+        # An interrupt in between may lose a ticket that was assigned but not sent.
         was_in_transit, self.in_transit = self.in_transit, True
         for indices in self._inbox or ():
             self._offer_indices(indices)
@@ -148,33 +150,33 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Get the engine's thread out of its wait; from any thread."""
+        """End the present or the next wait of the engine's thread. Called from any thread."""
 
     @abc.abstractmethod
     def wake_soon(self) -> None:
-        """The same, but rather when ``next()`` has come back. From the user's thread."""
+        """Do the same, but preferably after ``next()`` has returned. From the user's thread."""
 
     @abc.abstractmethod
     def hurry(self) -> None:
-        """The user's thread is about to wait: what would be soon is to be now."""
+        """Make a pending :meth:`wake_soon` take effect now. From the user's thread."""
 
     # One batch ---------------------------------------------------------------------------
 
     def next_batch(self) -> object:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             StopIteration: At the end of the epoch.
-            WorkerDiedError: If the worker that had it is dead. The engine is closed then.
+            WorkerDiedError: If the worker that was to make it is dead. The engine is closed then.
             TooManyFailures: If too many samples failed. The engine is closed then.
-            LoaderTimeoutError: If it did not come in time; nothing is lost.
+            LoaderTimeoutError: If it did not come in time. No batch is lost.
             ClosedLoaderError: After ``close()``.
-            Exception: The user's own, from the dataset or collate; the batch is lost, the next
-                call gives the next one.
+            Exception: The user's own, from the dataset or ``collate_fn``. This batch is lost, and
+                the next call returns the next one.
         """
         self.in_transit = False
         self.told = 0
-        self.delivery = None  # that of the last call is told once
+        self.delivery = None
         self._looked_ns = time.monotonic_ns()
         self.check_open()
         try:
@@ -185,46 +187,47 @@ class EngineBase(abc.ABC):
             if self.loses(error):
                 self.give_up(error)
             if isinstance(error, KeyboardInterrupt):
-                # Without what was being handled just then, which is nothing to the user.
+                # Hide the exception that was being handled, which does not concern the user.
                 raise error from None
             raise
 
     def loses(self, error: BaseException) -> bool:
-        """Whether to go on after an exception, raised by us or after us, would lose something.
+        """Return whether going on after an exception would lose a batch or a ticket.
 
-        Not if we only waited, nor if it was raised on purpose.
+        The exception may come from ``next_batch`` or from the code after it. Nothing is lost if the
+        engine only waited, or raised the exception on purpose.
         """
         return self.in_transit and self.told != id(error) and not self._has_only_waited
 
     def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
-        """Close, and have every further call say that an exception came in the midst of one.
+        """Close, and make every further call report the exception that interrupted the engine.
 
         Args:
             error: The exception.
-            in_sampler: Whether it came out of the sampler's own code.
+            in_sampler: Whether it left the sampler's own code.
         """
         self.note_interruption(error, in_sampler=in_sampler)
         self.close()
 
     def note_interruption(self, error: BaseException, *, in_sampler: bool) -> None:
-        """Have every call after the end say why; not if it has come already."""
+        """Make calls after the end report an exception, unless the engine is closed already."""
         if not self._is_closed:
             self._closed_because = describe_interruption(error, in_sampler=in_sampler)
 
     def _raise_told(self, error: BaseException) -> NoReturn:
-        """Raise on purpose: what is in transit is lost to this exception, as the user is told."""
+        """Raise an exception on purpose, in place of what is in transit, and note it."""
         self.told = id(error)
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame, and would wait for the garbage collector
+            del error  # breaks a reference cycle: its traceback holds this frame
 
     @abc.abstractmethod
     def _next_batch(self) -> object:
-        """The same, with ``in_transit`` and ``told`` kept up to date."""
+        """Return the next batch, and keep ``in_transit``, ``told`` and ``delivery`` up to date."""
 
     def _raise_end(self) -> NoReturn:
-        """End the epoch: StopIteration, or what is wrong with all that it gave."""
+        """Raise StopIteration, or TooManyFailures if too many samples of the epoch failed."""
         error = None if self._watch is None else self._watch.end_epoch()
         if error is not None:
             self._fail(error)
@@ -232,11 +235,11 @@ class EngineBase(abc.ABC):
 
     @property
     def _has_only_waited(self) -> bool:
-        """Whether nothing has been taken yet, though we were about to."""
+        """Whether the engine was left while it only waited, with nothing taken yet."""
         return False
 
     def _is_closed_elsewhere(self, error: BaseException) -> bool:
-        """Whether this came of another thread, which has closed what we were looking at."""
+        """Return whether an error arose because another thread closed the engine."""
         return (
             self._is_closed
             and not self._closed_because
@@ -249,7 +252,7 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def late(self) -> LoaderTimeoutError:
-        """What is to be raised when a batch has not come in time. From any thread."""
+        """Return the error for a batch that has not come in time. Called from any thread."""
 
     # Tickets out -------------------------------------------------------------------------
 
@@ -268,40 +271,40 @@ class EngineBase(abc.ABC):
         self.in_transit = was_in_transit
 
     def _note_sampler_error(self, error: BaseException) -> None:
-        """Note what drawing an index batch raised; close if it came from outside."""
+        """Note an exception from drawing an index batch; close if it came from outside."""
         if is_interruption(error):
             self.give_up(error, in_sampler=True)
         else:
-            # The sampler's own: it may go on.
+            # The sampler's own error, after which it may go on.
             self.told = id(error)
-            self.delivery = None  # it comes in place of a batch that is lost
+            self.delivery = None  # the error comes in place of the batch
 
     @abc.abstractmethod
     def _offer_indices(self, indices: object) -> None:
         """Send an index batch to a worker."""
 
     def _replace_ticket(self) -> None:
-        """Offer a ticket in place of one that gives the user nothing."""
+        """Offer a ticket in place of one that yields no batch."""
         if self._inbox is None:
             self._offer()
         else:
             self._inbox.ask()
 
     def _awaits_tickets(self) -> bool:
-        """Whether the user's thread may still give one that a worker takes."""
+        """Return whether the user's thread may still send a ticket that a worker takes."""
         inbox = self._inbox
         return inbox is not None and not inbox.is_ended and self._takes_tickets
 
     @property
     def _takes_tickets(self) -> bool:
-        """Whether any worker does."""
+        """Whether any worker takes tickets."""
         return True
 
     # Streams of an iterable dataset ------------------------------------------------------
 
     @property
     def stream_beginnings(self) -> IterableCheckpoints | None:
-        """Where they were at the epoch's beginning; None without such a dataset."""
+        """The streams' checkpoints at the epoch's beginning; None without such a dataset."""
         return None
 
     def take_stream_ends(self) -> list[StreamNote]:
@@ -312,31 +315,31 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the workers and let go of all memory. May be called again, and from any thread."""
+        """End the workers and free all memory. May be called again, and from any thread."""
 
     @abc.abstractmethod
     def end_workers(self) -> None:
-        """End the workers alone, where another thread looks at batches; from any thread."""
+        """End only the workers, while another thread uses batches. Called from any thread."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed: by the user, a worker's death, or too many failures."""
+        """Whether the engine was closed: by the user, a worker's death, or too many failures."""
         return self._is_closed
 
     @abc.abstractmethod
     def check_open(self) -> None:
-        """Raise ClosedLoaderError if it is closed, or in a forked child."""
+        """Raise ClosedLoaderError if the engine is closed, or in a forked child."""
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
-        """Close, and raise.
+        """Close the engine, and raise an error.
 
         Args:
-            error: What is raised.
-            why: What later calls say; None: the error.
+            error: The error to raise.
+            why: The reason that later calls report; None: the error.
         """
         self._closed_because = f" since: {error if why is None else why}"
         self.close()
         try:
             self._raise_told(error)
         finally:
-            del error  # as there
+            del error  # breaks a reference cycle, as in _raise_told

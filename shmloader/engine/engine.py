@@ -1,8 +1,13 @@
-"""Acts on what the scheduler decides: has its pool make batches, and hands them over.
+"""Acts on what the scheduler decides: has its pool make batches, and delivers them.
 
-Runs on the thread that calls ``next_batch``, and only then: the user's, or one of
-:mod:`shmloader.device.thread`. While that thread does other things, workers go on with the tasks
-they have, and their answers wait in the pool.
+An engine runs on the thread that calls ``next_batch``, and only during that call: the user's
+thread, or one of :mod:`shmloader.device.thread`. While that thread does other things, workers go on
+with the tasks that they have, and their answers wait in the pool.
+
+The module is long because one object performs every action of the scheduler and receives every
+report of the pool. What can be separated has a module of its own: slots (``slot_batches``), the
+caller's view (``base``), bad samples (``failures``), dataset checkpoints (``streams``) and texts
+(``wording``, ``lateness``).
 """
 
 import dataclasses
@@ -46,7 +51,7 @@ _log = logging.getLogger("shmloader")
 
 
 def _note_of(worker_id: int, answer: Answer) -> StreamNote:
-    """What an answer says of its worker's dataset."""
+    """Return what an answer says about its worker's dataset."""
     if isinstance(answer, Batch):
         return StreamNote(worker_id, answer.snapshot, answer.fingerprint)
     if isinstance(answer, Failure):
@@ -61,25 +66,25 @@ def _explained(error: StopIteration) -> RuntimeError:
 
 
 class Engine(EngineBase):
-    """Batches out of a pool of workers.
+    """Delivers the batches that a pool of workers makes.
 
     Args:
-        pool: Its workers, and their memory; the engine owns it from now on.
-        worker_count: How many they are.
-        window: Most tickets in flight. 0 draws nothing ahead: there is one ticket, which is drawn
-            when its batch is asked for.
-        lend_limit: Most batches lent at once.
-        in_order: Whether batches come in the sampler's order.
-        timeout_s: Longest wait for a batch; 0 for ever.
-        worker_restarts: Dead workers that are replaced in an epoch.
-        streams: Where the workers' datasets begin, if they are iterable, or have a state of their
-            own.
-        is_iterable: Whether they are iterable.
+        pool: The workers and their memory. The engine owns the pool from now on.
+        worker_count: The most workers there may be.
+        window: The most tickets in flight. With 0 nothing is drawn ahead: a ticket is drawn when
+            its batch is asked for.
+        lend_limit: The most batches lent at once.
+        in_order: Whether batches are delivered in the sampler's order.
+        timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
+        worker_restarts: How many dead workers are replaced in an epoch.
+        streams: The checkpoints at which the workers' datasets begin, if these are iterable or
+            have a state of their own.
+        is_iterable: Whether the datasets are iterable.
         is_dynamic: Whether tickets are dispatched dynamically; see :class:`Scheduler`.
-        is_seeded: Whether each sample has random streams of its own.
-        watch: Notes bad samples; None if they are raised.
-        present: Workers that there are at first; others come by :meth:`want_workers`. None: all.
-            With dynamic dispatch only.
+        is_seeded: Whether each sample has random number generators of its own.
+        watch: Notes bad samples; None if their errors are raised.
+        present: How many workers run at first; :meth:`want_workers` changes that. None: all.
+            For dynamic dispatch only.
     """
 
     def __init__(
@@ -102,10 +107,10 @@ class Engine(EngineBase):
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
         self._has_queue = pool.has_queue
-        # The same, where its batches come in slots: those of a pool with a queue do not.
+        # The same pool, for calls that only a pool with slots (and so without a queue) has.
         self._slot_pool = cast("SlotPool", pool)
         self.counts = pool.counts
-        # How many workers another thread wants; None once the scheduler knows.
+        # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
         self._restart_limit = worker_restarts
         self._streams: StreamBook | None = None
@@ -132,7 +137,7 @@ class Engine(EngineBase):
     # Epochs ------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Tell each worker where its dataset begins. Before the first task is sent.
+        """Tell each worker where its dataset begins. Called before the first task is sent.
 
         Raises:
             OSError: If there are no descriptors left for a state.
@@ -155,7 +160,7 @@ class Engine(EngineBase):
         return [] if self._streams is None else self._streams.take_ends()
 
     def wake(self) -> None:
-        """Get the engine's thread out of its wait; from any thread."""
+        """End the present or the next wait of the engine's thread. Called from any thread."""
         self._pool.wake()
 
     def wake_soon(self) -> None:
@@ -169,20 +174,20 @@ class Engine(EngineBase):
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers.
 
-        What was in flight is waited for and thrown away: the workers load it anyway, as torch's
-        do, so that their random streams are where torch's would be. What waits for a worker is
-        thrown away at once.
+        Batches in flight are awaited and dropped. Workers finish them, as torch's do, so that
+        their random number generators are in the same states as torch's. Tickets that wait for a
+        worker are dropped at once.
 
         Raises:
-            WorkerDiedError: If a worker is gone. The engine is closed then.
-            LoaderTimeoutError: If they took too long. The engine is closed then.
+            WorkerDiedError: If a worker is dead. The engine is closed then.
+            LoaderTimeoutError: If the workers took too long. The engine is closed then.
         """
         self.check_open()
         try:
             self._leave_epoch()
             self.start(tickets)
         except BaseException as error:
-            if is_interruption(error):  # and not of the user's sampler, which may go on
+            if is_interruption(error):  # an error of the user's sampler leaves the engine usable
                 self.give_up(error)
             raise
 
@@ -263,7 +268,7 @@ class Engine(EngineBase):
                     if self._inbox:
                         continue
                     self._raise_end()
-            if self._inbox is None:  # else the user's thread looks at its clock
+            if self._inbox is None:  # otherwise the user's thread keeps the deadline
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
                 FAULTS.reach("main.next")
@@ -276,7 +281,7 @@ class Engine(EngineBase):
             self.check_open()
 
     def _next_inline(self) -> object:
-        """Draw a ticket and have this thread make its batch: there is nothing to wait for."""
+        """Draw a ticket, and have this thread make its batch at once."""
         scheduler = self._scheduler
         while True:
             self.in_transit = True
@@ -298,9 +303,11 @@ class Engine(EngineBase):
                 return self._hand_over(ticket)
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
-        """Have the user's thread wake us if we have use for what it brings; whether to wait for it.
+        """Set whether the user's thread is to wake us when it brings a ticket or takes a batch.
 
-        Not if it has come since we looked: that woke nobody.
+        Returns:
+            Whether to wait. False if a ticket or free place has come since we last looked, which
+            woke no thread.
         """
         if not self.is_dynamic:
             return True
@@ -311,12 +318,12 @@ class Engine(EngineBase):
         return not inbox and (has_place or self._may_deliver is None or not self._may_deliver())
 
     def _take_awaited(self) -> bool:
-        """Take a message of the worker whose answer must come next, if one is here, or about to be.
+        """Take a message of the worker whose answer must come next, if one is here or about to be.
 
-        Most often it is here already, which spares us asking for events.
+        Most often it is here already, which saves a call of the selector.
 
         Returns:
-            Whether there was one.
+            Whether there was a message.
         """
         awaited = self._scheduler.awaited()
         if awaited is None or awaited.answer is not None:
@@ -331,7 +338,7 @@ class Engine(EngineBase):
         return self._scheduler.takes_tickets
 
     def _note_samples(self, watch: FailureWatch, ticket: Ticket) -> bool:
-        """Count the samples of a ticket that is next; whether nothing is left of its batch."""
+        """Note the samples of the next ticket; return whether its batch is empty and left out."""
         answer = ticket.answer
         if not isinstance(answer, Batch | Failure | Empty):
             return False
@@ -353,7 +360,7 @@ class Engine(EngineBase):
         return True
 
     def _hand_over(self, ticket: Ticket) -> object:
-        """Build a ticket's batch, or raise what came instead; and offer one more ticket."""
+        """Offer one more ticket, and return the batch of this one or raise its error."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
         answer = ticket.answer
@@ -371,16 +378,16 @@ class Engine(EngineBase):
             if is_interruption(error):
                 raise
             self._offer()
-            # A StopIteration of an object that is unpickled.
+            # Unpickling an object may raise StopIteration, which would end the epoch.
             self._raise_told(_explained(error) if isinstance(error, StopIteration) else error)
         self._offer()
         return batch
 
     def _raise_instead(self, ticket: Ticket, answer: object) -> NoReturn:
-        """Raise what came in place of a batch; and offer one more ticket, if there are more."""
+        """Raise the error that came in place of a batch, and offer one more ticket if possible."""
         pid = self._pool.pid(ticket.worker_id)
         if isinstance(answer, Failure):
-            # No local name for the error: its traceback holds this frame.
+            # The error gets no local name here: its traceback holds this frame.
             self._settle(ticket, is_kept=answer.is_kept)
             note = describe_loading(ticket, pid)
             if answer.is_final:
@@ -397,7 +404,7 @@ class Engine(EngineBase):
     def _note_delivery(
         self, ticket: Ticket, answer: Batch | Failure, times: BatchTimes | None
     ) -> None:
-        """A ticket is handed over: as a batch, or as what is raised in its place."""
+        """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
         notes: Sequence[StreamNote] = ()
         if self._streams is not None:
             notes = self._streams.handed_over(ticket.seq, _note_of(ticket.worker_id, answer))
@@ -421,7 +428,7 @@ class Engine(EngineBase):
         )
 
     def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
-        """Free a ticket's slot, if it has one: nothing of it is lent."""
+        """Free a ticket's slot, if it has one that is not lent."""
         if self._slots is not None:
             self._slots.settle(ticket, is_kept=is_kept)
 
@@ -450,7 +457,7 @@ class Engine(EngineBase):
             self._replace_ticket()
 
     def _send(self, ticket: Ticket) -> None:
-        """Send a ticket to its worker."""
+        """Send a ticket's task to its worker."""
         try:
             refused = self._pool.send(ticket, self._scheduler.epoch)
         except (OSError, SharedMemoryError) as error:
@@ -459,13 +466,13 @@ class Engine(EngineBase):
             self._fail(error)
         if refused is not None:
             assert not isinstance(refused, StreamEnd)
-            # Told at its place in the order, as a failure of the dataset is.
+            # Delivered in order, like a failure of the dataset.
             self.answered(ticket.seq, self._scheduler.epoch, ticket.worker_id, refused)
 
     # Answers in --------------------------------------------------------------------------
 
     def _receive_any(self, deadline: float | None) -> None:
-        """Wait for something to happen, and take note of all that has."""
+        """Wait until the pool reports something, and handle all reports."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
         self.in_transit = True
         happened = self._pool.wait(timeout_s, self)
@@ -478,17 +485,18 @@ class Engine(EngineBase):
         self._restart_workers()
 
     def late(self) -> LoaderTimeoutError:
-        """What is to be raised when a batch has not come in time. From any thread."""
+        """Return the error for a batch that has not come in time. Called from any thread."""
         return late_batch(self._timeout_s, self._pool, self._scheduler, self._alive())
 
     def _alive(self) -> list[int]:
         return [worker.worker_id for worker in self._scheduler.workers if worker.is_alive]
 
     def _restart_workers(self) -> None:
-        """Start a worker in place of each that was lost, and have it do what that one had in work.
+        """Replace each lost worker, and send its unfinished tickets to the new one.
 
-        Not where the loss is noted: the thread that we belong to may be told to end while it waits
-        for the user's, and then the next epoch finds here what is left to do.
+        This is not done where the loss is reported: a stage's thread may be told to end while it
+        waits for the user's thread to start the worker. The worker then stays LOST, and the next
+        epoch replaces it here.
         """
         while (worker := self._scheduler.workers.next_restart()) is not None:
             worker_id = worker.worker_id
@@ -516,7 +524,7 @@ class Engine(EngineBase):
         self.counts.restarts += 1
 
     def _note_start(self, worker_id: int) -> None:
-        """A worker has been started: tell it where its dataset begins, and what there is to do."""
+        """Tell a worker that was started where its dataset begins, and send its tasks."""
         self._resume(worker_id)
         self._scheduler.worker_started(worker_id)
         self._send_tasks(time.monotonic_ns())
@@ -526,16 +534,16 @@ class Engine(EngineBase):
 
     @property
     def present_workers(self) -> int:
-        """Workers that are given tasks. Asked by any thread."""
+        """The number of workers that get tasks. Any thread may ask."""
         return self._scheduler.workers.present_count
 
     def want_workers(self, count: int) -> None:
-        """Have so many workers from now on. From any thread."""
+        """Set how many workers there should be. Called from any thread."""
         self._wanted_workers = count
         self.wake()
 
     def _adapt(self) -> None:
-        """Have as many workers as are wanted: start some, or let some go when they are done."""
+        """Start workers until as many run as are wanted, and stop those that have left."""
         scheduler = self._scheduler
         if self._wanted_workers is not None:
             wanted, self._wanted_workers = self._wanted_workers, None
@@ -551,7 +559,7 @@ class Engine(EngineBase):
             scheduler.worker_stopped(worker.worker_id)
 
     def _add_worker(self, worker_id: int) -> bool:
-        """Start a worker; whether there is one now."""
+        """Start a worker; return whether it runs."""
         try:
             self._have_done(functools.partial(self._start_worker, worker_id))
         except OSError as error:
@@ -574,22 +582,22 @@ class Engine(EngineBase):
             self.in_transit = False
             raise
 
-    # What the pool tells: see :class:`shmloader.pools.Events` --------------------------------
+    # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
 
     def last_layout(self, worker_id: int) -> object:
-        """The last layout of a worker's batches."""
+        """Return the last layout of a worker's batches."""
         return self._scheduler.workers[worker_id].last_layout
 
     def last_layouts(self) -> Iterable[object]:
-        """The same of all workers."""
+        """Return the same for all workers."""
         return [worker.last_layout for worker in self._scheduler.workers]
 
     def layout_sent(self, worker_id: int, layout: object) -> None:
-        """A worker's batches have this layout from now on."""
+        """Note the layout that a worker's batches have from now on."""
         self._scheduler.layout_sent(worker_id, layout)
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
-        """A task has been done, or has failed."""
+        """Note the answer to a task: its batch, or a failure."""
         now_ns = time.monotonic_ns()
         if type(answer) is Batch:
             answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
@@ -604,13 +612,13 @@ class Engine(EngineBase):
         if ticket.is_dropped:
             self._drop_slots()
         elif self._streams is not None and not (type(answer) is Failure and answer.is_final):
-            # What stands for no batch, since a dataset could not be resumed, is not noted.
+            # A failure to resume a dataset stands for no batch, and so does not count as one.
             self._streams.answered(_note_of(worker_id, answer))
 
     def stream_ended(
         self, seq: int, epoch: int, worker_id: int, beginning: Beginning, *, is_kept: bool
     ) -> None:
-        """A worker's iterable dataset has nothing for this task, nor for any later one."""
+        """Note that a worker's iterable dataset has no batch for this task or a later one."""
         is_first = self._scheduler.stream_ended(
             seq, epoch, is_kept=is_kept, now_ns=time.monotonic_ns()
         )
@@ -620,22 +628,22 @@ class Engine(EngineBase):
         self._ask_for_tickets()
 
     def state_part(self, worker_id: int, data: bytes) -> None:
-        """A piece of what the worker's next epoch begins with has come."""
+        """Note one piece of the state that a worker's next epoch begins with."""
         if self._streams is not None:
             self._streams.note_part(worker_id, data)
 
     def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
-        """The state of a worker's dataset has found no room in a slot."""
+        """Log that the state of a worker's dataset did not fit into a slot."""
         _log.warning("%s", describe_lost_state(worker_id, nbytes, most_bytes))
 
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        """A worker has done all tasks of the epoch before."""
+        """Note that a worker has finished all tasks of the previous epoch."""
         if self._streams is not None:
             self._streams.entered(worker_id, beginning)
         self._scheduler.left_epoch(worker_id)
 
     def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
-        """A worker is dead: another is to do its work, or all that waits for it fails."""
+        """Note a worker's death: it will be replaced, or its tickets fail."""
         scheduler = self._scheduler
         death = dataclasses.replace(death, restart_limit=self._restart_limit)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
@@ -646,23 +654,23 @@ class Engine(EngineBase):
     # Ends --------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise ClosedLoaderError if it is closed, or in a forked child."""
+        """Raise ClosedLoaderError if the engine is closed, or in a forked child."""
         if self._pool.is_inherited:
             raise ClosedLoaderError("the iterator belongs to the process that made it")
         if self._is_closed:
             raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
 
     def close(self) -> None:
-        """End the workers and let go of all memory. May be called again, and from any thread."""
+        """End the workers and free all memory. May be called again, and from any thread."""
         self._is_closed = True
         try:
             self._pool.end_workers()
         finally:
-            self._scheduler.close()  # before the pool: layouts keep something of slots
+            self._scheduler.close()  # before the pool, since layouts keep references to slots
             self._draw = iter(()).__next__
             self._pool.close()
 
     def end_workers(self) -> None:
-        """End the workers alone, where another thread looks at the slots; from any thread."""
+        """End only the workers, while another thread uses the slots. Called from any thread."""
         self._is_closed = True
         self._pool.end_workers()

@@ -1,8 +1,9 @@
-"""Bad samples in the main process: how many there are, which, and when there are too many.
+"""Counts and lists bad samples in the main process, and says when there are too many.
 
-A report of each batch's samples is noted here when the batch is handed over (or left out, or
-raised in its place), on the user's thread and in that order; so the counts of an epoch do not
-depend on which worker was fast. What to raise is returned, since whoever asks has to close first.
+The report on a batch's samples is noted when the batch is delivered (or left out, or an exception
+is raised in its place), in the order of delivery. So the counts of an epoch do not depend on which
+worker was faster. Methods return the error to raise, since the caller has to close the iterator
+before it raises.
 """
 
 import collections
@@ -16,7 +17,7 @@ from shmloader.batch.failures import LISTED, SampleReport, describe_index
 from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
 
-#: Samples that are looked at before a share of them is judged, but for the epoch's end.
+#: Samples that are needed before a share of them is judged, except at the end of an epoch.
 JUDGED_FROM = 100
 
 _LOGGED_CHARACTERS = 200
@@ -31,9 +32,9 @@ class FailedSample:
     """A sample that failed.
 
     Attributes:
-        index: Its index; the text of it, where it cannot be had in this process.
-        error: What the dataset raised, as the loader would raise it; its text has the traceback.
-        worker: Number of the worker; None for this process.
+        index: Its index, or a text of it if the index cannot be unpickled in this process.
+        error: The exception that the loader would raise. Its text has the worker's traceback.
+        worker: Number of the worker that loaded it; None for this process.
     """
 
     index: object
@@ -42,10 +43,10 @@ class FailedSample:
 
 
 class FailureList(Sequence[_Failed], Generic[_Failed]):
-    """The newest failures of a loader or a pipeline, the oldest of them first.
+    """The newest failures of a loader or a pipeline, at most 100, from oldest to newest.
 
     Attributes:
-        total: All its failures so far; ``len()`` is that of the list, at most 100.
+        total: The number of all failures so far, including those that are no longer listed.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class FailureList(Sequence[_Failed], Generic[_Failed]):
         self.total = 0
 
     def add(self, failed: _Failed) -> None:
-        """List one, which ``total`` counts already."""
+        """Append a failure that ``total`` already counts."""
         self._newest.append(failed)
 
     def __len__(self) -> int:
@@ -74,15 +75,16 @@ class FailureList(Sequence[_Failed], Generic[_Failed]):
 
 
 class FailureLimit:
-    """Counts the samples of one epoch, and says when too many have failed. Pure.
+    """Counts the samples of an epoch, and says when too many have failed. Pure.
 
     Attributes:
-        sample_count: Samples looked at in this epoch.
+        sample_count: Samples tried in this epoch.
         failed_count: How many of them failed.
 
     Args:
-        max_failures: A number that may fail, or a share of those looked at; None for any.
-        may_all_fail: Whether it is well if all failed, since they were replaced.
+        max_failures: The number of samples that may fail, or the share of those tried; None allows
+            any number.
+        may_all_fail: Whether all samples may fail, since they are replaced.
     """
 
     def __init__(self, max_failures: int | Fraction | None, *, may_all_fail: bool) -> None:
@@ -99,7 +101,7 @@ class FailureLimit:
         """Count one batch's samples.
 
         Returns:
-            Whether too many have failed now.
+            Whether too many have failed so far.
         """
         self.sample_count += sample_count
         self.failed_count += failed_count
@@ -107,12 +109,12 @@ class FailureLimit:
         return self._is_passed and not (is_early and isinstance(self._max_failures, Fraction))
 
     def end_epoch(self) -> bool:
-        """Judge the whole epoch: whether too many failed, or all."""
+        """Return whether too many samples of the whole epoch failed, or all of them."""
         return self._is_passed or self.all_failed
 
     @property
     def all_failed(self) -> bool:
-        """Whether there were samples, and none of them was good, nor replaced."""
+        """Whether there were samples, and all of them failed and were not replaced."""
         return not self._may_all_fail and 0 < self.sample_count == self.failed_count
 
     @property
@@ -124,16 +126,16 @@ class FailureLimit:
 
 
 class FailureWatch:
-    """Notes the failures of one iterator: counts, lists, logs the first of an epoch.
+    """Counts and lists the failures of one iterator, and logs the first one of each epoch.
 
     Attributes:
         keep_size: Whether a batch must not be left out (see ``FetchConfig``).
 
     Args:
-        listed: The loader's list.
-        max_failures: The loader's.
-        keep_size: As above.
-        replaces: Whether a function replaces what fails.
+        listed: The loader's list of failures.
+        max_failures: The loader's argument.
+        keep_size: See the attribute.
+        replaces: Whether the user's ``on_error`` function replaces bad samples.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class FailureWatch:
         self._last: FailedSample | None = None
 
     def start_epoch(self) -> None:
-        """Count from 0 again; the list goes on."""
+        """Count from 0 again. The list is kept."""
         self._limit.start_epoch()
         self._has_logged = False
         self._last = None
@@ -161,16 +163,16 @@ class FailureWatch:
     def note(
         self, report: SampleReport, batch: str, worker: int | None = None, pid: int | None = None
     ) -> TooManyFailures | None:
-        """Take note of a batch's samples.
+        """Note the samples of a batch.
 
         Args:
-            report: What became of them.
+            report: How many of them failed, and how.
             batch: The batch in words, for an exception's note.
-            worker: Whose report it is; None for this process.
-            pid: Its process number; None for a thread.
+            worker: Number of the worker that made the batch; None for this process.
+            pid: The worker's process id; None for a thread.
 
         Returns:
-            What to raise instead of handing the batch over, if too many have failed.
+            The error to raise instead of delivering the batch, if too many have failed.
         """
         who = "this process" if worker is None else describe_worker(worker, pid)
         who = f"{who[0].upper()}{who[1:]}"
@@ -180,8 +182,8 @@ class FailureWatch:
             if not self._has_logged:
                 self._has_logged = True
                 _log.warning(
-                    "the sample of index %s failed and is %s (%s, on_error): %s; further ones of "
-                    "this epoch are counted in the loader's `failures` and not logged",
+                    "the sample of index %s failed and is %s (%s, on_error): %s; further "
+                    "failures of this epoch are counted in the loader's `failures` but not logged",
                     index,
                     "replaced" if self._is_replaced else "left out",
                     "this process" if worker is None else f"worker {worker}",
@@ -195,16 +197,16 @@ class FailureWatch:
         return None
 
     def left_out(self, batch: str) -> TooManyFailures | None:
-        """Nothing is left of a batch: what to raise if that must not be."""
+        """Return the error to raise if a batch without good samples must not be left out."""
         if not self.keep_size:
             return None
         return self._too_many(
-            f"all samples of {batch} failed, and no good one is there to put in their place: a "
-            "batch of one rank cannot be left out, since the others have theirs"
+            f"all samples of {batch} failed, and there is no good sample to replace them. A "
+            "batch of one rank cannot be left out while the other ranks have theirs"
         )
 
     def end_epoch(self) -> TooManyFailures | None:
-        """All batches are handed over: what to raise instead of ending the epoch."""
+        """Return the error to raise instead of ending the epoch, or None."""
         if not self._limit.end_epoch():
             return None
         if self._limit.all_failed:
@@ -215,7 +217,7 @@ class FailureWatch:
     def _passed(self) -> str:
         limit = self._limit
         return (
-            f"{limit.failed_count} of the {limit.sample_count} samples looked at in this epoch "
+            f"{limit.failed_count} of the {limit.sample_count} samples tried in this epoch "
             f"failed, more than max_failures={self._max_failures} allows"
         )
 
@@ -224,7 +226,7 @@ class FailureWatch:
         where = ""
         if last is not None:
             who = "in this process" if last.worker is None else f"in worker {last.worker}"
-            where = f" The last was index {describe_index(last.index)} {who}: see the cause."
-        error = TooManyFailures(f"{what}.{where} The loader's `failures` lists the newest.")
+            where = f" The last was index {describe_index(last.index)} {who} (see the cause)."
+        error = TooManyFailures(f"{what}.{where} The loader's `failures` lists the newest ones.")
         error.__cause__ = None if last is None else last.error
         return error

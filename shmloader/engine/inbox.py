@@ -1,4 +1,4 @@
-"""Index batches on their way from the user's thread, which draws them, to the engine's (I2)."""
+"""Passes index batches from the user's thread, which draws them, to the engine's thread (I2)."""
 
 import collections
 from collections.abc import Callable
@@ -6,15 +6,17 @@ from typing import Self
 
 
 class Inbox:
-    """Of one epoch. An iterator for the engine: it ends whenever nothing is there.
+    """The index batches of one epoch that are on their way.
+
+    The engine iterates over it. Iteration stops whenever it is empty, and may be continued later.
 
     Attributes:
-        is_ended: Whether the sampler has no more.
-        is_awaited: Whether the engine's thread is to be woken for what the user's brings: else it
-            looks here by itself before it waits, and as soon as it has use for it. Set by it.
+        is_ended: Whether the sampler is exhausted.
+        is_awaited: Whether :meth:`put` wakes the engine's thread. Otherwise that thread looks here
+            by itself before it waits. Set by the engine's thread.
 
     Args:
-        ask: Asks the user's thread for one more.
+        ask: Asks the user's thread for one more index batch.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
@@ -24,32 +26,32 @@ class Inbox:
         self.is_awaited = True
 
     def put(self, indices: object, wake: Callable[[], None]) -> None:
-        """Hand one over. On the user's thread.
+        """Add an index batch. Called on the user's thread.
 
         Args:
-            indices: What was drawn.
-            wake: Gets the engine's thread out of its wait, if it waits for this.
+            indices: The index batch.
+            wake: Ends the wait of the engine's thread.
         """
         self._waiting.append(indices)
         if self.is_awaited:
             wake()
 
     def end(self, wake: Callable[[], None]) -> None:
-        """Say that there are no more, in any case. On the user's thread."""
+        """Note that the sampler is exhausted, and wake the engine. Called on the user's thread."""
         self.is_ended = True
         wake()
 
     def __iter__(self) -> Self:
-        """Itself."""
+        """Return the inbox itself."""
         return self
 
     def __next__(self) -> object:
-        """The next one. On the engine's thread."""
+        """Return the next index batch. Called on the engine's thread."""
         try:
             return self._waiting.popleft()
         except IndexError:
             raise StopIteration from None
 
     def __bool__(self) -> bool:
-        """Whether one is there."""
+        """Return whether an index batch is waiting."""
         return bool(self._waiting)

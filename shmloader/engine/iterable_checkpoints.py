@@ -157,10 +157,9 @@ class IterableCheckpoints:
         saved_count, streams = state.get("num_workers"), state["streams"]
         if type(saved_count) is int and saved_count != worker_count:
             raise ValueError(
-                f"the state was saved with num_workers={saved_count}, each of which has a dataset "
-                f"with a place or a state of its own, and cannot be loaded with "
-                f"num_workers={worker_count}: set num_workers={saved_count}, or begin the epoch "
-                "anew"
+                f"the state was saved with num_workers={saved_count} and cannot be loaded with "
+                f"num_workers={worker_count}, since it has the state of each worker's dataset: set "
+                f"num_workers={saved_count}, or start the epoch from the beginning"
             )
         next_worker, base_seed = state.get("next_worker"), state.get("base_seed")
         if (

@@ -1,4 +1,4 @@
-"""What is raised when workers are late: what each of them is at, with its Python stack."""
+"""Builds the errors for late workers: what each of them is doing, with its Python stack."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -9,20 +9,20 @@ from shmloader.errors import LoaderTimeoutError
 from shmloader.pools import Pool
 from shmloader.pools.status_page import Phase
 
-# Time for asking workers what they are at, once a batch is late.
+# The most time spent on asking workers for their stacks, once a batch is late.
 _ASK_S = 1.0
 
 
 def late_batch(
     timeout_s: float, pool: Pool, scheduler: Scheduler, living: list[int]
 ) -> LoaderTimeoutError:
-    """The error for a batch that has not come in time. From any thread.
+    """Return the error for a batch that has not come in time. Called from any thread.
 
     Args:
-        timeout_s: The time.
+        timeout_s: The timeout in seconds.
         pool: The workers.
         scheduler: Their tickets.
-        living: Workers that are not dead; such have nothing to say.
+        living: Numbers of the workers that are alive. Dead workers are not asked.
     """
     tickets = scheduler.tickets
     if scheduler.delivers_in_order:
@@ -34,7 +34,7 @@ def late_batch(
 def late_start(
     timeout_s: float, pool: Pool, scheduler: Scheduler, busy: list[int]
 ) -> LoaderTimeoutError:
-    """The error for workers that have not left the epoch before; ``busy`` are those."""
+    """Return the error for the ``busy`` workers, which have not left the previous epoch."""
     work = _ask(pool, busy, scheduler.epoch, scheduler.tickets)
     return LoaderTimeoutError(describe_late_start(timeout_s, work))
 
@@ -48,7 +48,7 @@ def _late(
     in_flight: Sequence[Ticket],
 ) -> LoaderTimeoutError:
     takers: dict[int, int] = {}
-    if pool.has_queue:  # who has taken a ticket knows it alone, until its answer comes
+    if pool.has_queue:  # only the worker knows which ticket it took, until it answers
         for worker_id in worker_ids:
             at_work = pool.was_at(worker_id)
             if at_work.phase is Phase.LOADING and at_work.epoch == epoch:
@@ -61,7 +61,7 @@ def _late(
         (ticket, worker_id, None if worker_id is None else pool.pid(worker_id))
         for ticket, worker_id in zip(awaited, holders, strict=True)
     ]
-    # Those that have what is waited for come first.
+    # Workers that have an awaited ticket come first.
     first = [one for one in holders if one is not None]
     asked = [one for one in dict.fromkeys([*first, *worker_ids]) if one in worker_ids]
     work = _ask(pool, asked, epoch, in_flight)
@@ -71,9 +71,9 @@ def _late(
 def _ask(
     pool: Pool, worker_ids: Iterable[int], epoch: int, in_flight: Sequence[Ticket]
 ) -> list[str]:
-    """What workers are at, in words.
+    """Describe what workers are doing.
 
-    Where many do not answer, the last of them are not asked for their stacks.
+    If many do not answer, the last of them are not asked for their stacks.
     """
     until = time.monotonic() + _ASK_S
     tickets = {ticket.seq: ticket for ticket in in_flight}

@@ -1,13 +1,13 @@
 """Which worker gets the next ticket. Pure.
 
-:class:`Router` has torch's two rules, where a batch's content depends on its worker, by that one's
-random streams or by its stream of an iterable dataset. In order, ticket i goes to worker i mod n;
-a worker whose stream has ended is passed over. In any order, the next worker round the circle that
-has not yet its share of the window.
+:class:`Router` follows torch's two rules. It is used where a batch's content depends on its worker:
+on the worker's random number generators, or on its stream of an iterable dataset. In order, ticket
+i goes to worker i mod n, and workers whose streams have ended are skipped. In any order, it goes to
+the next worker in turn that has less than its share of the window.
 
 With dynamic dispatch a ticket waits until a worker has room for it (:func:`pick_idle`). A worker
 has room for one task: a second would be stuck behind a slow one while others are idle. While
-batches are short, so that the way to the main process and back takes too long, it has room for two
+batches are short, so that the round trip to the main process matters, it has room for two
 (:class:`Pace`). (Workers that requested the next task shortly before they finished one were tried:
 in five rounds in turns, no figure of the benchmark's rows A, D, E and I changed beyond the spread.)
 """
@@ -19,12 +19,12 @@ from shmloader.engine.workers import Worker, WorkerTable
 # and 4 tickets, the epoch to the ideal: 1.10 with one and 1.13 with two for batches of 1 ms; 1.06
 # and 1.12 for 3 ms. Where all samples are equal: 1.10 and 1.00 for 1 ms, 1.03 and 1.00 for 3 ms.
 _SHORT_NS = 2_000_000
-# Of each batch in the mean.
+# The weight of each batch in the running mean.
 _WEIGHT = 1 / 16
 
 
 class Router:
-    """Walks round the workers, from ``first`` on in the first epoch."""
+    """Takes the workers in turn, beginning at ``first`` in the first epoch."""
 
     def __init__(self, window: int, *, in_order: bool, first: int = 0) -> None:
         self._window = window
@@ -36,7 +36,7 @@ class Router:
         self._next = 0
 
     def pick(self, workers: WorkerTable) -> Worker | None:
-        """The worker for the next ticket; None if no worker takes tickets."""
+        """Return the worker for the next ticket; None if no worker takes tickets."""
         count, worker_id = len(workers), self._next
         fallback: Worker | None = None
         share = 0
@@ -57,14 +57,14 @@ class Router:
 
 
 def pick_idle(workers: WorkerTable, limit: int) -> Worker | None:
-    """The worker for the oldest ticket, with dynamic dispatch.
+    """Return the worker for the oldest waiting ticket, with dynamic dispatch.
 
     Args:
         workers: All workers.
-        limit: Most tasks of a worker.
+        limit: The most tasks of a worker.
 
     Returns:
-        The one with the fewest tasks, of several the first; None if none has room.
+        The first worker with the fewest tasks; None if no worker has room.
     """
     found, fewest = None, limit
     for worker in workers:
@@ -75,16 +75,16 @@ def pick_idle(workers: WorkerTable, limit: int) -> Worker | None:
 
 
 class Pace:
-    """How long recent batches took."""
+    """The running mean of the time for a batch, which sets the tasks per worker."""
 
     def __init__(self) -> None:
         self._mean_ns: float | None = None
 
     def note(self, elapsed_ns: int) -> int:
-        """A worker has taken so long for a batch, and for what lies between two of them.
+        """Note how long a worker took for a batch, including the time between two batches.
 
         Returns:
-            Most tasks that a worker should hold: 1, or 2 while batches are short.
+            The most tasks that a worker should hold: 1, or 2 while batches are short.
         """
         mean_ns = self._mean_ns
         mean_ns = elapsed_ns if mean_ns is None else mean_ns + _WEIGHT * (elapsed_ns - mean_ns)

@@ -1,4 +1,4 @@
-"""Tickets, their order, and their slots. Pure: every decision of the engine is made here.
+"""Makes every decision of the engine: tickets, their order, slots and workers. Pure.
 
 Invariants (tests cite the numbers):
     I1  A slot has exactly one holder: free list, worker, reorder buffer, or lease.
@@ -8,20 +8,24 @@ Invariants (tests cite the numbers):
     I5  The loader makes progress whatever the user keeps.
     I6  A result of an earlier epoch never reaches the user.
     I7  Batches come in ``seq`` order, each once (in any order with ``in_order=False``).
-    I8  After ``close()`` no process, thread, mapping or descriptor of ours remains, but for
+    I8  After ``close()`` no process, thread, mapping or descriptor of ours remains, except
         mappings under live user tensors.
     I9  A batch once handed over never changes under the user's eyes, nor in a child that the
         user's process forks.
 
 Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
-What is to be done about it stays in the scheduler until the engine takes it: by :meth:`next_task`,
-:meth:`take_dropped_slots` and :meth:`take_wanted_tickets`, by the worker table's ``next_restart``,
-``next_start`` and ``next_stop``, and the next batch by :meth:`take_next`. So nothing that was
-decided is forgotten when an exception ends the call in which the engine would have done it. Events
-and actions are calls and not objects, since an event object that is matched, with a list of
-actions, takes 1.7 µs more than a call, three times a batch.
+The resulting actions stay in the scheduler until the engine takes them: tasks by :meth:`next_task`,
+slots to unmap by :meth:`take_dropped_slots`, tickets to draw by :meth:`take_wanted_tickets`,
+workers by the worker table's ``next_restart``, ``next_start`` and ``next_stop``, and the next batch
+by :meth:`take_next`. So no decision is lost when an exception ends the call in which the engine
+would have acted on it.
 
-Nobody else changes a ticket, a slot's state or a worker's record.
+Events are methods and not objects. Matching an event object and returning a list of actions takes
+1.7 µs longer than a call, and a batch has three events.
+
+The module is long because tickets, slots and workers change together: one event, such as a worker's
+death, changes all three and the order of delivery. Only the scheduler changes a ticket, the state
+of a slot or the record of a worker.
 """
 
 import collections
@@ -46,13 +50,13 @@ class Ticket:
         seq: Its number in the epoch.
         worker_id: The worker it was assigned to, or UNASSIGNED until then.
         slot_id: The slot its batch goes to, or UNASSIGNED until then.
-        indices: What the sampler gave.
+        indices: The index batch that the sampler yielded.
         offered_ns: When it was offered, by the engine's clock.
         answer: What came back; None until then. The scheduler does not look at it.
-        is_dropped: Nothing will be delivered: the worker's stream ended before it, or the epoch.
-        is_kept: Its worker goes on looking at the slot, which must not be filled again.
-        kill_count: Workers that died while they loaded it.
-        sent_ns: When it was last taken to be sent to its worker, by the same clock.
+        is_dropped: Whether nothing will be delivered, since the worker's stream or the epoch ended.
+        is_kept: Whether its worker still holds memory of the slot, which must not be refilled.
+        kill_count: How many workers died while they loaded it.
+        sent_ns: When it was last sent to its worker, by the same clock.
         is_slot_new: Whether its worker is sent the slot's descriptor with it.
     """
 
@@ -70,11 +74,11 @@ class Ticket:
 
 
 class DroppedSlot(NamedTuple):
-    """A slot that was retired, to be let go of.
+    """A retired slot that is to be unmapped.
 
     Attributes:
         slot_id: The slot.
-        worker_ids: Workers that have mapped it.
+        worker_ids: The workers that have mapped it.
     """
 
     slot_id: int
@@ -86,16 +90,16 @@ def _after_use(is_kept: bool) -> SlotState:
 
 
 class Scheduler:
-    """What is in flight, who works on it, and what comes next.
+    """Keeps the tickets in flight, the workers that have them, and what is delivered next.
 
     Attributes:
         epoch: Number of the present epoch, from 0.
         slots: The slots' states.
         workers: The workers' records.
         is_dynamic: Whether tickets are dispatched dynamically: a ticket waits until a worker has
-            room for it, and any will do. Else each has its worker, and its slot, from the start; or
-            no worker until its answer comes, where the pool has a queue.
-        task_limit: Most tasks of a worker, with dynamic dispatch.
+            room for it, and any worker may take it. Otherwise each ticket has its worker and slot
+            from the start, or no worker until its answer comes if the pool has a queue.
+        task_limit: The most tasks of a worker, with dynamic dispatch.
     """
 
     def __init__(
@@ -116,16 +120,17 @@ class Scheduler:
 
         Args:
             worker_count: The most workers there may be.
-            window: Most tickets in flight.
-            lend_limit: Most slots lent at once.
-            in_order: Whether batches are delivered by ``seq``, or as they come.
-            restart_limit: Most workers restarted in an epoch.
+            window: The most tickets in flight.
+            lend_limit: The most slots lent at once.
+            in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
+            restart_limit: The most workers restarted in an epoch.
             first_worker: The worker that gets the first ticket of the first epoch.
-            ended: Workers whose streams have ended in it before.
-            is_dynamic: See the attribute; not for workers with streams that end.
-            has_queue: Whether the pool says who takes a ticket, and drops what is in flight when
-                an epoch is given up; its workers do not die, and its batches have no slots.
-            present: Workers that there are at first, with dynamic dispatch; None: all.
+            ended: For each worker, whether its stream has already ended in that epoch.
+            is_dynamic: See the attribute. Not for iterable datasets, whose streams end.
+            has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
+                in flight when an epoch is left, its workers do not die, and its batches have no
+                slots.
+            present: How many workers run at first, with dynamic dispatch; None: all.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
@@ -148,8 +153,8 @@ class Scheduler:
         # Tickets that wait for a worker, the oldest first; tickets that have one, to be sent.
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._unsent: collections.deque[Ticket] = collections.deque()
-        # Tickets to be drawn, besides those in place of delivered ones; and how many there should
-        # have been since the epoch began, for as many workers.
+        # How many tickets are to be drawn in addition to those that replace delivered ones; and
+        # how many the present workers should have had since the epoch began.
         self._wanted_tickets = 0
         self._ticket_share = window // worker_count
         self._tickets_asked = self.workers.wanted_count * self._ticket_share
@@ -157,11 +162,11 @@ class Scheduler:
     # Tickets -----------------------------------------------------------------------------
 
     def offer(self, indices: object, now_ns: int = 0) -> Ticket | None:
-        """A ticket is offered.
+        """Add a ticket for an index batch.
 
         Returns:
-            The ticket; answered already if its worker is dead. None if no worker takes any more. A
-            pool with a queue is to be sent it at once.
+            The ticket, which is already answered if its worker is dead; None if no worker takes
+            tickets any more. The engine sends it at once to a pool with a queue.
         """
         if self.is_dynamic or self._has_queue:
             if len(self._tickets) >= self._window:
@@ -180,9 +185,9 @@ class Scheduler:
         return ticket
 
     def offer_inline(self, indices: object) -> Ticket:
-        """A ticket is offered whose batch is made at once, by the thread that asks for it.
+        """Return a ticket whose batch the calling thread makes at once.
 
-        It is never in flight: its answer is there before anything else can happen.
+        It is never in flight, since its answer is known before the next event.
         """
         seq = self._next_seq
         self._next_seq = seq + 1
@@ -195,11 +200,11 @@ class Scheduler:
         return ticket
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
-        """Give a ticket to a worker. It is sent at once, unless the worker does not run."""
+        """Assign a ticket to a worker, to be sent unless the worker does not run."""
         ticket.worker_id, ticket.slot_id = worker.worker_id, self._take_slot(worker.worker_id)
         worker.in_flight += 1
         if worker.state is DEAD:
-            # The user is told at the ticket's place in the order.
+            # The death is delivered in the ticket's place in the order.
             self._answer(ticket, worker, worker.death)
         elif worker.state is not LOST:
             self._unsent.append(ticket)
@@ -211,9 +216,9 @@ class Scheduler:
         return slot_id
 
     def next_task(self, now_ns: int = 0) -> Ticket | None:
-        """The next ticket to be sent to its worker; None if there is none, or no room.
+        """Return the next ticket to send to its worker; None if there is none, or no room.
 
-        Not for a pool with a queue. To be asked after each event, until it returns None.
+        Not for a pool with a queue. Called after each event until it returns None.
         """
         if self._waiting:
             self._assign_waiting()
@@ -227,7 +232,7 @@ class Scheduler:
         return ticket
 
     def _assign_waiting(self) -> None:
-        """Give the oldest tickets that wait to workers, as far as these have room."""
+        """Assign the oldest waiting tickets to workers that have room."""
         while self._waiting:
             worker = self._teller() or pick_idle(self.workers, self.task_limit)
             if worker is None:
@@ -236,7 +241,7 @@ class Scheduler:
             self._assign(self._waiting.popleft(), worker)
 
     def _teller(self) -> Worker | None:
-        """The dead worker that the next waiting ticket tells of; None if it may be loaded."""
+        """Return the dead worker that the next waiting ticket reports; None if it can be loaded."""
         dead = self.workers.first_dead()
         if dead is None or self.workers.are_all_dead:
             return dead
@@ -259,22 +264,22 @@ class Scheduler:
         is_kept: bool = False,
         now_ns: int = 0,
     ) -> Ticket:
-        """A worker has answered a ticket, with a batch or with an error.
+        """Note a worker's answer to a ticket: a batch or an error.
 
         Args:
-            seq: The ticket's.
-            epoch: The ticket's.
-            answer: What came.
-            taker: Who took it, where the pool has a queue; else known from the ticket.
-            is_kept: Whether the worker goes on looking at the slot.
+            seq: Number of the ticket.
+            epoch: Epoch of the ticket.
+            answer: The answer.
+            taker: The worker that took it, if the pool has a queue; else the ticket knows it.
+            is_kept: Whether the worker still holds memory of the slot.
             now_ns: The time, by the engine's clock.
 
         Returns:
-            The ticket. Its slot is FULL; or FREE, or RETIRED, if nobody wants the answer (I6).
+            The ticket. Its slot is FULL; or FREE or RETIRED, if the ticket was dropped (I6).
         """
         ticket = self._in_work(seq, epoch, taker)
         worker = self.workers[ticket.worker_id]
-        if self.is_dynamic and worker.last_answer_ns:  # to its first answer a worker gets ready
+        if self.is_dynamic and worker.last_answer_ns:  # before its first answer a worker prepares
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
         worker.last_answer_ns = now_ns
@@ -284,7 +289,7 @@ class Scheduler:
         return ticket
 
     def layout_sent(self, worker_id: int, layout: object) -> None:
-        """A worker has sent the layout of its batches from now on."""
+        """Note the layout that a worker's batches have from now on."""
         self.workers[worker_id].last_layout = layout
 
     def _answer(
@@ -303,15 +308,15 @@ class Scheduler:
             self._arrived.append(ticket)
 
     def _move_slot(self, ticket: Ticket, state: SlotState) -> None:
-        """Change the state of a ticket's slot. Batches of a pool with a queue have none."""
+        """Change the state of a ticket's slot. A pool with a queue has no slots."""
         if not self._has_queue:
             self.slots.move(ticket.slot_id, state)
 
     def stream_ended(self, seq: int, epoch: int, *, is_kept: bool = False, now_ns: int = 0) -> bool:
-        """A worker's iterable dataset has nothing for this ticket, nor for any later one.
+        """Note that a worker's iterable dataset has no batch for this ticket or a later one.
 
         Returns:
-            Whether this is the worker's first such answer. Then a ticket is wanted in its place.
+            Whether this is the worker's first such answer. Then another ticket is to be drawn.
         """
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
@@ -330,21 +335,21 @@ class Scheduler:
         return True
 
     def take_wanted_tickets(self) -> int:
-        """How many tickets should be drawn now, besides those in place of delivered ones."""
+        """Return how many tickets to draw in addition to those that replace delivered ones."""
         count, self._wanted_tickets = self._wanted_tickets, 0
         return count
 
     def slot_returned(self, slot_id: int, *, clean: bool) -> None:
-        """A lease has died.
+        """Note that a lease has died.
 
         Args:
-            slot_id: Its slot, which is FREE now, or else RETIRED.
-            clean: False if somebody else may still look at the slot (I9).
+            slot_id: Its slot, which becomes FREE, or RETIRED if it is not clean.
+            clean: False if another process may still use the slot's memory (I9).
         """
         self.slots.move(slot_id, FREE if clean else RETIRED)
 
     def take_dropped_slots(self) -> list[DroppedSlot]:
-        """The slots that were retired since the last call, to be let go of."""
+        """Return the slots that were retired since the last call, to be unmapped."""
         dropped = []
         for slot_id in self.slots.retired:
             mappers = [worker for worker in self.workers if slot_id in worker.mapped_slots]
@@ -357,17 +362,16 @@ class Scheduler:
     # Workers -----------------------------------------------------------------------------
 
     def worker_lost(self, worker_id: int, death: object, at_work: int | None = None) -> None:
-        """A worker is dead, and reaped.
+        """Note that a worker is dead and reaped.
 
-        It is to be restarted, unless as many as may be were in this epoch, or the ticket that it
-        was loading has killed one before. With dynamic dispatch, the tickets that it had not begun
-        wait for another worker, at their place.
+        It is restarted, unless no restart is left in this epoch or the ticket that it was loading
+        has killed a worker before. With dynamic dispatch, the tickets that it had not begun wait
+        for another worker, in their old order.
 
         Args:
-            worker_id: Which.
-            death: If it is not restarted, the answer to all its tickets, those in flight and those
-                to come.
-            at_work: The ticket of this epoch that it was loading; None if there was none.
+            worker_id: Number of the worker.
+            death: The answer to all its present and future tickets if it is not restarted.
+            at_work: Number of the ticket of this epoch that it was loading; None if there is none.
         """
         worker = self.workers[worker_id]
         worker.death = death
@@ -397,7 +401,7 @@ class Scheduler:
                 self._take_back(ticket, worker)
 
     def _take_back(self, ticket: Ticket, worker: Worker) -> None:
-        """A lost worker had not begun a ticket, which waits for another one now."""
+        """Make a ticket that a lost worker had not begun wait for another worker."""
         worker.in_flight -= 1
         self.slots.move(ticket.slot_id, FREE)
         ticket.worker_id = ticket.slot_id = UNASSIGNED
@@ -406,9 +410,9 @@ class Scheduler:
         self._waiting = collections.deque([*older, ticket, *younger])
 
     def worker_started(self, worker_id: int) -> None:
-        """A worker runs in place of a lost one, or of none.
+        """Note that a worker was started, for the first time or in place of a lost one.
 
-        It is sent what the lost one had in work. It knows nothing of an epoch before.
+        It is sent the unfinished tickets of the lost one, and has no earlier epoch to leave.
         """
         worker = self.workers[worker_id]
         self.workers.move(worker_id, STARTING)
@@ -418,11 +422,11 @@ class Scheduler:
         self._balance()
 
     def worker_stopped(self, worker_id: int) -> None:
-        """A worker that was not wanted has been told to end."""
+        """Note that a worker that was no longer wanted has been told to end."""
         self.workers.move(worker_id, GONE)
 
     def workers_wanted(self, count: int) -> None:
-        """So many workers should be present from now on; with dynamic dispatch."""
+        """Set how many workers should be present, with dynamic dispatch."""
         self.workers.wanted_count = count
         self._balance()
 
@@ -433,7 +437,7 @@ class Scheduler:
         self._tickets_asked = max(self._tickets_asked, tickets)
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
-        """The tickets whose answer a worker owes, but for those that nobody wants; in order."""
+        """Return a worker's unanswered tickets in order, without dropped ones."""
         return [
             ticket
             for ticket in self._tickets.values()
@@ -444,14 +448,14 @@ class Scheduler:
 
     @property
     def has_next(self) -> bool:
-        """Whether :meth:`take_next` would return one."""
+        """Whether :meth:`take_next` would return a ticket."""
         if not self._in_order:
             return bool(self._arrived)
         first = self._first()
         return first is not None and first.answer is not None
 
     def take_next(self) -> Ticket | None:
-        """The next ticket to be delivered, if its answer is here. Its slot stays FULL."""
+        """Return the next ticket to deliver if its answer is here. Its slot stays FULL."""
         if not self._in_order:
             if not self._arrived:
                 return None
@@ -466,7 +470,7 @@ class Scheduler:
         return first
 
     def _first(self) -> Ticket | None:
-        """The first ticket in order that will be delivered, answered or not."""
+        """Return the first ticket in order that will be delivered, answered or not."""
         seq = self._next_delivery
         while seq < self._next_seq:
             ticket = self._tickets.get(seq)
@@ -477,22 +481,22 @@ class Scheduler:
         return None
 
     def awaited(self) -> Ticket | None:
-        """The ticket that must be answered before anything can be delivered; None if any will."""
+        """Return the ticket whose answer must come next; None if any may, or there is none."""
         return self._first() if self._in_order else None
 
     @property
     def delivers_in_order(self) -> bool:
-        """Whether batches come by ``seq``, or as they arrive."""
+        """Whether batches are delivered by ``seq``, or in the order of arrival."""
         return self._in_order
 
     @property
     def takes_tickets(self) -> bool:
-        """Whether any worker does: not so when all their streams have ended."""
+        """Whether any worker takes tickets, which ends when all their streams have ended."""
         return any(worker.has_stream for worker in self.workers)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether nothing is left that could be delivered, unless a ticket is offered."""
+        """Whether no ticket in flight will be delivered."""
         return all(ticket.is_dropped for ticket in self._tickets.values())
 
     @property
@@ -506,16 +510,16 @@ class Scheduler:
         return self.slots.lent_count < self._lend_limit
 
     def delivered(self, ticket: Ticket, state: SlotState) -> None:
-        """A ticket's batch has been built: its slot is LENT, FREE or RETIRED now."""
+        """Note that a ticket's batch was built: its slot becomes LENT, FREE or RETIRED."""
         self._move_slot(ticket, state)
 
     # Epochs ------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Give up what is in flight: slots of answers that are here are freed, others will be (I6).
+        """Drop all tickets in flight; their slots are freed now, or once they are answered (I6).
 
-        Tickets that no worker has been sent are gone at once, and so are those in a queue. Workers
-        that were about to leave stay, since they have to be waited for.
+        Tickets that were not sent to a worker are forgotten at once, and so are those in a pool's
+        queue. LEAVING workers stay, since their answers have to be awaited.
         """
         queued = [one for one in self._tickets.values() if one.answer is None]
         for ticket in queued if self._has_queue else [*self._waiting, *self._unsent]:
@@ -536,7 +540,7 @@ class Scheduler:
             worker.has_left_epoch = False
 
     def _forget(self, ticket: Ticket) -> None:
-        """A ticket that no worker was sent is not wanted any more."""
+        """Remove a ticket that was not sent to any worker."""
         del self._tickets[ticket.seq]
         if ticket.slot_id != UNASSIGNED:
             self.slots.move(ticket.slot_id, FREE)
@@ -544,12 +548,12 @@ class Scheduler:
             self.workers[ticket.worker_id].in_flight -= 1
 
     def left_epoch(self, worker_id: int) -> None:
-        """A worker has finished with the epoch that was given up."""
+        """Note that a worker has finished the epoch that is being left."""
         self.workers[worker_id].has_left_epoch = True
 
     @property
     def is_epoch_left(self) -> bool:
-        """Whether all workers have finished with the epoch that was given up."""
+        """Whether all workers have finished the epoch that is being left."""
         return self._has_queue or not any(
             worker.state is LOST or (worker.is_alive and not worker.has_left_epoch)
             for worker in self.workers
@@ -558,8 +562,8 @@ class Scheduler:
     def start_epoch(self) -> None:
         """Begin the next epoch.
 
-        All workers have said that they are done with the last one: a ticket that is still in
-        flight was never sent, since the sending was interrupted.
+        All workers have finished the previous one. A ticket that is still in flight was never sent,
+        since an exception interrupted its sending.
         """
         for ticket in self.tickets:
             ticket.is_dropped = True
@@ -573,14 +577,14 @@ class Scheduler:
             worker.is_death_untold = False
 
     def close(self) -> None:
-        """Let go of batches, and of what the layouts keep of slots."""
+        """Release all batches, and the layouts, which keep references to slots."""
         self._tickets.clear()
         self._arrived.clear()
         for worker in self.workers:
             worker.last_layout = None
 
     def _in_work(self, seq: int, epoch: int, taker: int | None = None) -> Ticket:
-        """The ticket of an answer, whose worker is known now."""
+        """Return the ticket of an answer, after noting the worker that took it."""
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
         if taker is not None and ticket is not None:
             ticket.worker_id = taker

@@ -1,11 +1,11 @@
-"""States of the slots. Pure: no memory, no process, no clock.
+"""The states of the slots. Pure: no memory, no process, no clock.
 
 ::
 
     FREE ──▶ FILLING ──▶ FULL ──▶ LENT ──▶ FREE
                 │          └────────────▶ FREE     (everything was copied out)
-                └───────────────────────▶ FREE     (the batch failed, or nobody wants it)
-    any ──▶ RETIRED                                (somebody may look at it for ever)
+                └───────────────────────▶ FREE     (the batch failed, or was dropped)
+    any ──▶ RETIRED                                (another process may use it for ever)
 
 Rule: a slot has exactly one holder (I1), and every change of state is made here, by the table.
 """
@@ -19,14 +19,14 @@ from shmloader.errors import InternalError
 class SlotState(enum.Enum):
     """Who holds a slot."""
 
-    # Members are the only ones of their kind: enum's own is a call of Python's, six in a batch.
+    # Hash by identity: enum's own hash is a Python function, called six times a batch.
     __hash__ = object.__hash__
 
     FREE = "the free list"
     FILLING = "a worker"
     FULL = "the reorder buffer"
     LENT = "a lease"
-    RETIRED = "nobody, for ever"
+    RETIRED = "no holder, for ever"
 
 
 # By these names a member is found in 10 ns; by its class it takes 100 ns in Python 3.11.
@@ -48,7 +48,7 @@ class SlotTable:
     not retired (I4).
 
     Attributes:
-        on_free: Called with each slot that becomes FREE; None: nobody is told.
+        on_free: Called with each slot that becomes FREE; None calls nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -58,9 +58,9 @@ class SlotTable:
         self._free: list[int] = []
         self._last_worker: dict[int, int] = {}
         self._next_id = 0
-        #: Slots that are lent.
+        #: The number of slots that are lent.
         self.lent_count = 0
-        #: Slots that were retired, and that nobody has let go of yet.
+        #: Slots that were retired and are not unmapped yet.
         self.retired: list[int] = []
 
     @property
@@ -74,16 +74,16 @@ class SlotTable:
         return dict(self._states)
 
     def take(self, worker_id: int) -> int | None:
-        """A slot for this worker to fill; None if all are in use.
+        """Return a slot for this worker to fill; None if all are in use.
 
-        Of the free ones, the one that this worker filled last, whose pages it has mapped; else
-        the one that was freed last, whose bytes may still be in a cache.
+        Prefers a free slot that this worker filled last, whose pages it has mapped. Otherwise it
+        takes the slot that was freed last, whose bytes may still be in a cache.
         """
         free = self._free
         if free:
-            for place in range(len(free) - 1, -1, -1):
-                if self._last_worker.get(free[place]) == worker_id:
-                    slot_id = free.pop(place)
+            for position in range(len(free) - 1, -1, -1):
+                if self._last_worker.get(free[position]) == worker_id:
+                    slot_id = free.pop(position)
                     break
             else:
                 slot_id = free.pop()

@@ -1,4 +1,4 @@
-"""The engine's words for where a ticket is and how a worker ended.
+"""Texts of errors and log messages: where a ticket is, what a worker does, how it ended.
 
 Where torch has a text, ours begins with it, since people search for it.
 """
@@ -19,25 +19,25 @@ _SIGBUS_HINT = (
     "Please try to raise your shared memory limit. "
 )
 
-# Indices that a text names one by one.
+# The most indices that a text lists.
 _SHOWN = 8
-# Calls of a stack that a text shows.
+# The most calls of a stack that a text shows.
 _FRAMES_SHOWN = 12
 
 
 def describe_worker(worker_id: int, pid: int | None) -> str:
-    """A worker by its number, and that of its process; a thread has no such number."""
+    """Name a worker by its number and process id. A thread has no process id."""
     return f"worker thread {worker_id}" if pid is None else f"worker {worker_id} (pid {pid})"
 
 
 def describe_loading(ticket: Ticket, pid: int | None) -> str:
-    """For an exception's note: which worker raised it, and where."""
+    """Return an exception's note: which worker raised it, and on which batch."""
     who = describe_worker(max(ticket.worker_id, 0), pid)
     return f"W{who[1:]} was loading {describe_ticket(ticket)}."
 
 
 def describe_end(death: Death) -> str:
-    """How a worker ended, in torch's words."""
+    """Say how a worker ended, in torch's words."""
     code = death.exit_code
     if code is None:
         return f"DataLoader worker (pid {death.pid}) exited unexpectedly. "
@@ -53,7 +53,7 @@ def describe_end(death: Death) -> str:
 
 
 def describe_indices(indices: object) -> str:
-    """A batch's indices in a few words: "indices 64 to 127"."""
+    """Summarize a batch's indices: "indices 64 to 127"."""
     indices = without_position(indices)
     if not isinstance(indices, list | tuple):
         return f"index {reprlib.repr(indices)}"
@@ -68,23 +68,20 @@ def describe_indices(indices: object) -> str:
 
 
 def describe_ticket(ticket: Ticket) -> str:
-    """A ticket by its number and indices."""
+    """Name a ticket by its number and indices."""
     return f"batch {ticket.seq} ({describe_indices(ticket.indices)})"
 
 
 def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
-    """How a worker ended, what it had to load, and why none took its place."""
+    """Say how a worker ended, what it was loading, and why it was not replaced."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
     text += _describe_oom(death)
     if not death.restart_limit:
         return text
     if ticket is not None and ticket.kill_count > 1:
-        return f"{text} This batch had killed a worker before, and is not loaded a third time."
-    return (
-        f"{text} As many workers as may be (worker_restarts={death.restart_limit}) were replaced "
-        "in this epoch."
-    )
+        return f"{text} This batch has killed a worker before, and is not loaded a third time."
+    return f"{text} No restart is left in this epoch (worker_restarts={death.restart_limit})."
 
 
 def _describe_oom(death: Death) -> str:
@@ -93,7 +90,7 @@ def _describe_oom(death: Death) -> str:
     processes = f"{death.oom_kills} process{'' if death.oom_kills == 1 else 'es'}"
     return (
         f" The kernel's out-of-memory killer ended {processes} of this control group since the "
-        "loader started: lower num_workers or prefetch_factor, or give it more memory."
+        "loader started: lower num_workers or prefetch_factor, or allow more memory."
     )
 
 
@@ -105,14 +102,14 @@ def describe_restart(
     *,
     is_seeded: bool = False,
 ) -> str:
-    """For the log: a worker has taken a dead one's place."""
+    """Return the log message for a dead worker that was replaced."""
     again = ", ".join(map(str, seqs))
-    text = f"{describe_end(death)}A new process takes the place of worker {worker_id}"
-    text += f" and loads again what it had in work: batch {again}." if seqs else "."
+    text = f"{describe_end(death)}A new process replaces worker {worker_id}"
+    text += f" and loads its unfinished batches again: {again}." if seqs else "."
     if checkpoint is not None and not checkpoint.has_ended:
         text += _describe_resumption(checkpoint)
     if not (is_seeded or (checkpoint is not None and checkpoint.snapshot is None)):
-        text += " Its random streams start anew."
+        text += " Its random number generators start over."
     return text + _describe_oom(death)
 
 
@@ -120,61 +117,64 @@ def _describe_resumption(checkpoint: IterableCheckpoint) -> str:
     given = "the batch that was" if checkpoint.skip == 1 else f"{checkpoint.skip} batches that were"
     if checkpoint.snapshot is None:
         return (
-            f" Its dataset is iterated anew, past {given} given already." if checkpoint.skip else ""
+            f" Its dataset is iterated again, skipping {given} already delivered."
+            if checkpoint.skip
+            else ""
         )
     batches = "its first batch" if checkpoint.at == 1 else f"{checkpoint.at} batches"
-    text = f" Its dataset goes on from its state after {batches}"
-    return f"{text}, past {given} given since." if checkpoint.skip else f"{text}."
+    text = f" Its dataset resumes from its state after {batches}"
+    return f"{text}, skipping {given} delivered since." if checkpoint.skip else f"{text}."
 
 
 def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
-    """Why an iterator is closed, after "the iterator is closed".
+    """Say why an iterator is closed, to follow "the iterator is closed".
 
     Args:
-        error: What came from outside.
-        in_sampler: Whether it came out of the sampler's own code.
+        error: The exception from outside, such as one raised by a signal handler.
+        in_sampler: Whether it left the sampler's own code.
     """
     name = type(error).__name__
     if in_sampler:
         return (
-            f" since {name} came, from outside, in the midst of the sampler, and a generator "
-            "is ended by that. The loader's state_dict() is that of the last batch that next() "
-            "returned."
+            f" since {name}, raised from outside, interrupted the sampler, and an interrupted "
+            "generator cannot go on. The loader's state_dict() is that of the last batch that "
+            "next() returned."
         )
     return (
-        f" since {name} came, from outside, while a batch was on its way: to go on would be to "
-        "leave that out. The loader's state_dict() is that of the last batch that next() returned."
+        f" since {name}, raised from outside, interrupted it while a batch was in transit, which "
+        "would be missing if it went on. The loader's state_dict() is that of the last batch that "
+        "next() returned."
     )
 
 
 def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
-    """For the log: a state did not come."""
+    """Return the log message for a dataset's state that did not fit into its slot."""
     return (
-        f"The state of worker {worker_id}'s dataset, {nbytes} bytes, found no room beside its "
-        f"batch, in a slot that may have {slot_bytes} bytes, and is left out. Nothing is lost: a "
-        "loader that is resumed, or a worker that is replaced, begins at an older state, or at the "
-        "dataset's beginning, and passes over what was given since. Raise shm_size, or have "
-        "smaller states; snapshot_every_n_steps only says how often they are taken."
+        f"The state of worker {worker_id}'s dataset ({nbytes} bytes) does not fit beside its batch "
+        f"in a slot of at most {slot_bytes} bytes, and is left out. No batch is lost: a resumed "
+        "loader or a replaced worker starts from an older state, or from the dataset's beginning, "
+        "and skips the batches that were delivered since. Raise shm_size or make the state "
+        "smaller; snapshot_every_n_steps only sets how often states are taken."
     )
 
 
 def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Ticket | None) -> str:
-    """What a worker is at, with the frames of its stack.
+    """Say what a worker is doing, with the frames of its stack.
 
     Args:
-        worker_id: Which.
-        pid: Its process number; None for a thread.
-        at_work: What it says.
-        ticket: What it says it loads, if that is in flight.
+        worker_id: Number of the worker.
+        pid: Its process id; None for a thread.
+        at_work: What its status page says.
+        ticket: The ticket that it is loading, if that is in flight.
     """
     text = f"W{describe_worker(worker_id, pid)[1:]} "
     what = describe_ticket(ticket) if ticket is not None else f"batch {at_work.seq}"
     text += {
         Phase.STARTING: "has been starting",
-        Phase.GETTING_READY: "has been getting ready (dataset, worker_init_fn)",
-        Phase.IDLE: "has had nothing to do",
+        Phase.GETTING_READY: "has been preparing (dataset, worker_init_fn)",
+        Phase.IDLE: "has been idle",
         Phase.LOADING: f"has been loading {what}",
-        Phase.LEAVING_EPOCH: "has been leaving the epoch before (iter(dataset))",
+        Phase.LEAVING_EPOCH: "has been finishing the previous epoch (iter(dataset))",
     }[at_work.phase]
     text += f" for {at_work.elapsed_s:.1f} s"
     if at_work.is_stopped:
@@ -187,7 +187,7 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
     return "\n".join([f"{text}, the innermost call first:", *frames])
 
 
-# Where a worker process calls the user's code.
+# The modules from which a worker process calls the user's code.
 _CALLERS = ("/shmloader/pools/child.py", "/shmloader/batch/maker.py")
 
 
@@ -196,31 +196,31 @@ def _is_not_ours(frame: str) -> bool:
 
 
 def describe_change(ticket: Ticket, pid: int | None, sums: str) -> str:
-    """That a batch changed in its slot, between its worker's answer and us.
+    """Say that a batch changed in its slot after its worker had answered.
 
     Args:
-        ticket: Its ticket.
-        pid: Its worker's process number.
-        sums: The bytes and their checksums, in words.
+        ticket: The batch's ticket.
+        pid: The worker's process id.
+        sums: The number of bytes and both checksums, in words.
     """
     return (
         f"SHMLOADER_DEBUG: {describe_ticket(ticket)} changed in slot {ticket.slot_id} after worker "
-        f"{ticket.worker_id} (pid {pid}) had answered (checksum of its {sums}). Does a thread of "
-        "the dataset or collate_fn go on writing into memory of shmloader.empty? If not, it is a "
-        "bug in shmloader."
+        f"{ticket.worker_id} (pid {pid}) had answered (checksum of its {sums}). Check whether "
+        "a thread of the dataset or of collate_fn still writes to memory from shmloader.empty; if "
+        "none does, this is a bug in shmloader."
     )
 
 
 def describe_timeout(
     timeout_s: float, waiting: Iterable[tuple[Ticket, int | None, int | None]], work: list[str]
 ) -> str:
-    """What a timeout waited for.
+    """Say what a call of ``next()`` waited for when it timed out.
 
     Args:
-        timeout_s: How long.
-        waiting: Tickets, each with its worker's number, None where none has it, and with that one's
-            process number, None for a thread.
-        work: What each worker is at.
+        timeout_s: The timeout in seconds.
+        waiting: Tickets, each with the number of its worker (None if no worker has it) and that
+            worker's process id (None for a thread).
+        work: What each worker is doing, from :func:`describe_work`.
     """
     parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
     for ticket, worker_id, pid in waiting:
@@ -233,9 +233,9 @@ def describe_timeout(
 
 
 def describe_late_start(timeout_s: float, work: list[str]) -> str:
-    """What a timeout at an epoch's start waited for; ``work`` as above."""
+    """Say what a timeout at an epoch's start waited for. ``work`` is as above."""
     head = (
-        f"DataLoader timed out after {timeout_s:g} seconds, waiting for its workers to leave the "
-        "epoch before. They were ended; iter() starts new ones."
+        f"DataLoader timed out after {timeout_s:g} seconds, waiting for its workers to finish the "
+        "previous epoch. The workers were ended; iter() starts new ones."
     )
     return "\n".join([head, *work])

@@ -11,8 +11,8 @@ A worker is busy while it has tickets in flight; that is a number, not a state. 
 STARTING has been started and may be sent tasks; it is READY when its first answer comes. With a
 fixed number of workers no worker is ever LEAVING or GONE.
 
-Rule: what is known of a worker stands in its record, and every change of state is made by
-:meth:`WorkerTable.move`, by the table.
+Rule: everything that is known about a worker is in its record, and only :meth:`WorkerTable.move`
+changes its state, as the table above allows.
 """
 
 import enum
@@ -23,9 +23,9 @@ from shmloader.errors import InternalError
 
 
 class WorkerState(enum.Enum):
-    """Where a worker is in its life."""
+    """The state of a worker."""
 
-    # Members are compared by identity, and hashed without a call of a Python function.
+    # Hash by identity, without a call of a Python function.
     __hash__ = object.__hash__
 
     STARTING = "starting"
@@ -66,7 +66,7 @@ class Worker:
 
     Attributes:
         worker_id: Its number, from 0.
-        state: Where it is in its life.
+        state: Its state.
         in_flight: Tickets it was assigned and has not answered.
         has_stream: Whether its iterable dataset has not ended in this epoch; always true with a
             map-style dataset.
@@ -108,8 +108,8 @@ class WorkerTable(list[Worker]):
 
     Args:
         worker_count: The most workers there may be.
-        present: How many there are at first; the others are GONE.
-        ended: Those whose streams have ended before; empty where none has.
+        present: How many workers run at first; the others are GONE.
+        ended: For each worker, whether its stream has already ended; empty if none has.
     """
 
     def __init__(self, worker_count: int, present: int, ended: Sequence[bool] = ()) -> None:
@@ -119,20 +119,20 @@ class WorkerTable(list[Worker]):
         for worker in self[present:]:
             worker.state = GONE
         self.wanted_count = present
-        # Asked several times a batch, and so counted where states change.
+        # Read several times a batch, and so updated where states change.
         self._counts = dict.fromkeys(WorkerState, 0)
         self._counts[STARTING] = present
         self._counts[GONE] = worker_count - present
 
     @property
     def present_count(self) -> int:
-        """How many workers are present. May be asked by any thread."""
+        """How many workers are present. Any thread may ask."""
         counts = self._counts
         return len(self) - counts[GONE] - counts[LEAVING]
 
     @property
     def are_all_dead(self) -> bool:
-        """Whether no worker is present but dead ones."""
+        """Whether all present workers are dead."""
         return self.present_count == self._counts[DEAD]
 
     def move(self, worker_id: int, new: WorkerState) -> None:
@@ -149,13 +149,13 @@ class WorkerTable(list[Worker]):
         self._counts[worker.state] -= 1
         self._counts[new] += 1
         worker.state = new
-        if not worker.is_alive:  # a process that takes its place knows none of this
+        if not worker.is_alive:  # its replacement knows none of this
             worker.mapped_slots.clear()
             worker.last_layout = None
             worker.last_answer_ns = 0
 
     def balance(self) -> None:
-        """Let workers leave that are not wanted, the last first; let leaving ones stay.
+        """Make surplus workers leave, the last first, or make leaving ones stay.
 
         A worker that is LOST does not leave before it has been restarted, since it owes answers.
         """
@@ -171,7 +171,7 @@ class WorkerTable(list[Worker]):
             self._stay(stayer)
 
     def let_all_stay(self) -> None:
-        """Let all stay that are about to leave."""
+        """Make all leaving workers stay."""
         for worker in self:
             if worker.state is LEAVING:
                 self._stay(worker)
@@ -182,24 +182,24 @@ class WorkerTable(list[Worker]):
         self.move(worker.worker_id, READY if has_answered else STARTING)
 
     def next_restart(self) -> Worker | None:
-        """A worker that is LOST; None if there is none."""
+        """Return a worker that is LOST; None if there is none."""
         return self._first(LOST)
 
     def next_start(self) -> Worker | None:
-        """A worker that is GONE, while more are wanted than are present; else None."""
+        """Return a worker that is GONE if more are wanted than are present; else None."""
         if self.present_count >= self.wanted_count:
             return None
         return self._first(GONE)
 
     def next_stop(self) -> Worker | None:
-        """A worker that is LEAVING and has answered everything; None if there is none."""
+        """Return a LEAVING worker without tickets in flight; None if there is none."""
         if not self._counts[LEAVING]:
             return None
         leaving = (one for one in self if one.state is LEAVING)
         return next((one for one in leaving if one.in_flight == 0), None)
 
     def first_dead(self) -> Worker | None:
-        """A worker that is DEAD; None if there is none."""
+        """Return a worker that is DEAD; None if there is none."""
         return self._first(DEAD)
 
     def _first(self, state: WorkerState) -> Worker | None:

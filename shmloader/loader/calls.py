@@ -1,14 +1,14 @@
-"""One call of ``next()``: what it gives is counted at its very end, or not at all.
+"""Calls of ``next()``, each of which counts its batch at its very end, or not at all.
 
-A signal handler may raise between any two instructions. Where a batch, or a ticket, was on its way
-just then, to go on would be to leave it out in silence. So the iterator is closed, and what was
-counted for it is taken back: the loader's state is that of the last batch that ``next()`` returned.
-Where nothing was on its way, the exception comes out and the next call goes on.
+A signal handler may raise between any two instructions. If a batch or a ticket was in transit at
+that point, going on would silently leave it out. So the iterator is closed, and the count is taken
+back: the loader's state is that of the last batch that ``next()`` returned. If nothing was in
+transit, the exception is raised and the next call goes on.
 
 Guarantees:
-    * The last thing that ``next()`` does before it returns is to count the batch.
-    * An interrupted iterator goes on with all that is left, or raises ``ClosedLoaderError``.
-    * Two threads in one ``next()``: the second one raises RuntimeError, the first goes on.
+    * Counting the batch is the last thing that ``next()`` does before it returns.
+    * An interrupted iterator delivers everything that is left, or raises ``ClosedLoaderError``.
+    * If two threads call ``next()`` at once, the second raises RuntimeError and the first goes on.
 """
 
 import abc
@@ -26,39 +26,39 @@ from shmloader.threads.uninterruptible import uninterruptible
 
 
 def refuse(first: int, second: int) -> NoReturn:
-    """Raise that a call has begun before another one was over.
+    """Raise the error for a call that began before another call had ended.
 
     Args:
-        first: The thread of the one.
-        second: The thread of the other.
+        first: The thread of the earlier call.
+        second: The thread of the later call.
 
     Raises:
-        RuntimeError: If these are two threads.
-        ClosedLoaderError: If the one is under way on the same thread, or was left undone.
+        RuntimeError: If these are different threads.
+        ClosedLoaderError: If the earlier call runs on the same thread, or did not finish.
     """
     if first in {thread.ident for thread in threading.enumerate()} - {second}:
         raise RuntimeError(
-            "another thread is in next() of this iterator, which one thread at a time may use: "
-            "hold a lock around next(), or give each thread a loader of its own"
+            "another thread is in next() of this iterator, which only one thread at a time may "
+            "use: hold a lock around next(), or give each thread its own loader"
         )
     raise ClosedLoaderError(
-        "the iterator cannot go on: a call of next() on this thread is under way, or was left "
-        "undone when exceptions came from outside in its midst"
+        "the iterator cannot go on: a call of next() on this thread is still running, or did not "
+        "finish because exceptions from outside interrupted it"
     )
 
 
 class CountingIterator(_BaseDataLoaderIter):
-    """An iterator whose batches are counted as they are handed over."""
+    """An iterator that counts batches as it delivers them."""
 
-    # The thread that is in next(), or was when an interruption left that undone.
+    # The thread that is inside next(), or that was when an exception left next() unfinished.
     _caller = 0
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         began_ns = time.monotonic_ns()
         caller = threading.get_ident()
-        # No other thread runs between this look and the assignment: Python changes threads at calls
-        # and at backward jumps alone.
+        # No other thread runs between this test and the assignment: Python switches threads only at
+        # calls and backward jumps.
         if self._caller:
             refuse(self._caller, caller)
         mark = None
@@ -81,7 +81,7 @@ class CountingIterator(_BaseDataLoaderIter):
             raise
 
     def _leave(self, error: BaseException, mark: Any, began_ns: int) -> None:
-        """A call ends by an exception."""
+        """Handle an exception that ends a call."""
         try:
             if not self._loses(error):
                 self._note_raised(error, began_ns)
@@ -93,19 +93,19 @@ class CountingIterator(_BaseDataLoaderIter):
 
     @abc.abstractmethod
     def _mark(self) -> Any:
-        """What :meth:`_give_up` takes: how far the epoch has come."""
+        """Return how far the epoch has come, for :meth:`_give_up`."""
 
     @abc.abstractmethod
     def _note_times(self, batch: Any, began_ns: int) -> None:
-        """Note where the time of a batch went."""
+        """Note how long each step of a batch took."""
 
     @abc.abstractmethod
     def _note_done(self) -> None:
-        """Count what is handed over: a batch, or an exception in its place."""
+        """Count a delivered batch, or an exception in its place."""
 
     @abc.abstractmethod
     def _loses(self, error: BaseException) -> bool:
-        """Whether to go on after an exception would be to leave something out."""
+        """Return whether going on after an exception would leave out a batch."""
 
     @abc.abstractmethod
     def _note_raised(self, error: BaseException, began_ns: int) -> None:

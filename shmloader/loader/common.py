@@ -1,4 +1,4 @@
-"""What every iterator does alike: begin as torch does, seed, transform."""
+"""Functions that all iterators share: begin as torch does, seed, transform."""
 
 import contextlib
 import warnings
@@ -58,7 +58,7 @@ def warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
         return
     parts.has_counted_objects = True
     text = None
-    with contextlib.suppress(Exception):  # of the user's objects: another thread changes them, say
+    with contextlib.suppress(Exception):  # for example if another thread changes the objects
         text = describe_many(estimate_objects(config.dataset), config.num_workers)
     if text is not None:
         warnings.warn(text, stacklevel=2)

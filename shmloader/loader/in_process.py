@@ -1,6 +1,7 @@
 """The iterator of a loader without workers."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,20 +58,15 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         config = self._config
         self._step = "build"
         self._transform = transform_here(config)
-        if config.has_device or config.has_steps or self._pin_memory:
-            pins = not (config.has_device or config.has_steps)
-            self._step = "pin" if pins else "device"
-            self._transform = _after(self._pin if pins else self._move, self._transform)
+        # None of these may hold the iterator, which would be garbage for the collector then.
+        if config.has_device or config.has_steps:
+            self._step = "device"
+            self._transform = _after(functools.partial(_move, config), self._transform)
+        elif self._pin_memory:
+            self._step = "pin"
+            pin = functools.partial(pin_batch, device=self._pin_memory_device)
+            self._transform = _after(pin, self._transform)
         return None, None
-
-    def _pin(self, batch: Any) -> Any:
-        return pin_batch(batch, self._pin_memory_device)
-
-    def _move(self, batch: Any) -> Any:
-        devices = self._config.devices
-        if self._config.has_steps:
-            return [_to_device(*part) for part in zip(batch, devices, strict=False)]
-        return _to_device(batch, devices[0])
 
     def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - nothing is page-locked
         if self._timeout != 0:
@@ -102,7 +98,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         )
 
     def _ender(self) -> Callable[[], object]:
-        # Not the pool's: it has the dataset, which may hold the loader.
+        # Not the pool's close: the pool has the dataset, which may hold the loader.
         fetcher = self._concurrent_fetcher
         return _do_nothing if fetcher is None else fetcher.close
 
@@ -137,7 +133,7 @@ class LocalMaker:
         streams: The checkpoint of the dataset; None if states of the loader contain none.
         fetcher: torch's fetcher, or one of ours.
         make: Makes the batch of a ticket's indices.
-        take_report: Returns what became of a batch's samples; None where bad samples are raised.
+        take_report: Returns how many of a batch's samples failed; None where errors are raised.
 
     Args:
         config: The loader's arguments.
@@ -203,8 +199,8 @@ class LocalMaker:
         saved: Saved | None,
         rng: dict[str, Any] | None,
     ) -> None:
-        """Have an iterable dataset go on where it is resumed."""
-        # Until the first batch since then is made.
+        """Prepare an iterable dataset to go on from a checkpoint."""
+        # Set until the first batch after resuming is made.
         self._resumed: IterableCheckpoint | None = None
         if checkpoint.rng is not None or checkpoint.skip:
             self._resumed = checkpoint
@@ -237,7 +233,7 @@ class LocalMaker:
 
     def _make_first(self, indices: Any, checkpoint: IterableCheckpoint) -> Any:
         """Make the first batch since the stream was resumed."""
-        # An order may be drawn with the first sample that is read.
+        # The dataset may draw its order when its first sample is read.
         rng = dict(checkpoint.rng_at).get(0, checkpoint.rng)
         left = self._replay(indices, checkpoint, rng) if checkpoint.skip else None
         self._resumed = None
@@ -252,14 +248,14 @@ class LocalMaker:
             return self._maker.make(indices)
         if rng == now:
             return self._maker.make(indices)
-        self._stream.note_rng()  # from the batch after this on, they are the process's
+        self._stream.note_rng()  # later batches draw from the process's own states
         with with_global_rng_state(rng):
             return self._maker.make(indices)
 
     def _replay(
         self, indices: Any, checkpoint: IterableCheckpoint, rng: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """Read again what was delivered since the snapshot; returns the generators' states.
+        """Re-read and discard what was delivered since the snapshot; return the generators' states.
 
         Raises:
             ResumeError: If that is not possible.
@@ -281,7 +277,7 @@ class LocalMaker:
 
 
 def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Have the global generators in the states of an earlier run; the process's own come back."""
+    """Set the global generators to earlier states in a ``with`` block, and restore them after."""
     return contextlib.nullcontext() if rng is None else with_global_rng_state(rng)
 
 
@@ -298,9 +294,16 @@ def _after(step: Callable[[Any], Any], transform: Callable[[Any], Any]) -> Calla
     return both
 
 
+def _move(config: LoaderConfig, batch: Any) -> Any:
+    """Move a batch to the device, or the batches of a step each to its own."""
+    if config.has_steps:
+        return [_to_device(*part) for part in zip(batch, config.devices, strict=False)]
+    return _to_device(batch, config.devices[0])
+
+
 def _to_device(batch: Any, device: torch.device | None) -> Any:
     return batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _do_nothing() -> None:
-    """Where no threads help to load samples."""
+    """Stands for closing threads where no threads help to load samples."""

@@ -1,7 +1,7 @@
-"""Iterators whose batches come out of an engine: with worker processes, and what these share.
+"""Iterators that deliver an engine's batches: the base class, and the one with worker processes.
 
-They derive from torch's, which reads the loader, warns, draws the base seed and counts what was
-yielded; so the main process's random streams are used as torch uses them.
+They derive from torch's iterator, which reads the loader, warns, draws the base seed and counts the
+yielded batches. So the main process's random number generators are used as torch uses them.
 """
 
 import abc
@@ -56,9 +56,9 @@ def _device_stage(
 
 
 class EngineIterator(CountingIterator):
-    """Batches out of an engine; a subclass says what its workers are.
+    """Delivers the batches of an engine. A subclass chooses the pool.
 
-    Used from one thread at a time. Dropped or garbage, it ends its workers.
+    One thread at a time uses it. Its workers end when it is closed or garbage.
     """
 
     _pool: Pool
@@ -90,9 +90,9 @@ class EngineIterator(CountingIterator):
         try:
             self._open(locker)
             self._begin_record(config.num_workers, begin_ns)
-            # Ends the workers when the iterator is garbage. At the interpreter's exit others do.
-            # It must not hold the sampler, which may hold the loader and us; an engine does,
-            # unless it has a thread of its own.
+            # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It
+            # must not hold the sampler, which may hold the loader and this iterator. An engine
+            # without a thread of its own holds the sampler.
             self._source: EngineBase | StagedEngine = self._engine
             if stage is None and self._engine.is_dynamic:
                 stage = PassThroughStage()
@@ -114,7 +114,7 @@ class EngineIterator(CountingIterator):
             if hasattr(self, "_finalizer"):
                 self.close()
             if hasattr(self, "_pool"):
-                self._pool.close()  # a Ctrl-C may come before anybody else knows of the workers
+                self._pool.close()  # after a Ctrl-C no other code closes the workers
             raise
 
     def _begin_streams(self, resumed: IterableCheckpoints | None) -> None:
@@ -213,7 +213,7 @@ class EngineIterator(CountingIterator):
             else:
                 return batch if self._transform is no_transform else self._transformed(batch)
             if not self._persistent_workers:
-                self.close()  # what interrupts it has no other exception behind it
+                self.close()  # outside the except block, so that an interrupt has no context
         raise StopIteration
 
     def _transformed(self, batch: Any) -> Any:
@@ -221,12 +221,12 @@ class EngineIterator(CountingIterator):
             return self._transform(batch)
         except Exception as error:
             if not is_interruption(error):
-                self._source.told = id(error)  # the user's own, in the batch's place
+                self._source.told = id(error)  # the user's own error, in place of the batch
             raise
 
     def _note_end(self) -> None:
         source = self._source
-        source.in_transit = True  # else an interruption would leave out ends of streams
+        source.in_transit = True  # an interrupt here would leave out ends of streams
         self._note_streams_ended()
         self._is_exhausted = self._progress.is_ended = True
         source.in_transit = False
@@ -264,7 +264,7 @@ class EngineIterator(CountingIterator):
             self._record.note_wait(began_ns, ended_ns)
 
     def _adapt(self, wanted: int) -> None:
-        """Have so many workers, and say how many there are (``num_workers="auto"``)."""
+        """Set the number of workers, and show it on the loader (``num_workers="auto"``)."""
 
     def _loses(self, error: BaseException) -> bool:
         return self._source.loses(error)
@@ -286,7 +286,7 @@ class EngineIterator(CountingIterator):
         self._end_record()
 
     def close(self) -> None:
-        """End the workers and free the memory; may be called again."""
+        """End the workers and free the memory. May be called again."""
         try:
             self._source.close()
         finally:
@@ -299,18 +299,18 @@ class EngineIterator(CountingIterator):
 
     @property
     def is_closed(self) -> bool:
-        """Whether its workers were ended: by ``close``, the end, a death, many failures."""
+        """Whether it was closed: by ``close``, the epoch's end, a death, or too many failures."""
         return self._engine.is_closed
 
     def _shutdown_workers(self) -> None:
-        """torch's name for :meth:`close`."""
+        """Close the iterator, under torch's name for :meth:`close`."""
         self.close()
 
 
 class WorkerIterator(EngineIterator):
-    """Batches out of worker processes, through shared memory.
+    """Delivers batches of worker processes through shared memory.
 
-    Ended, it frees its memory, but for what lies under batches that the user holds.
+    At its end it frees its memory, except what lies under batches that the user holds.
     """
 
     def _open(self, locker: PageLocker | None) -> None:
@@ -347,7 +347,7 @@ class WorkerIterator(EngineIterator):
                 admission=MemoryAdmission(memory),
             )
         except BaseException:
-            workers.close()  # a Ctrl-C may come before anybody else knows of them
+            workers.close()  # after a Ctrl-C no other code closes them
             raise
         self._engine = Engine(
             self._pool,
@@ -378,5 +378,5 @@ class WorkerIterator(EngineIterator):
 
     @property
     def _workers(self) -> list[Any]:
-        """The worker processes; read by tools that know torch's iterator."""
+        """The worker processes, for tools that read this attribute of torch's iterator."""
         return self._pool.processes

@@ -11,7 +11,7 @@ from shmloader.pools.thread_task import ThreadConfig
 
 
 class ThreadIterator(EngineIterator):
-    """Batches out of threads of this process; nothing is shared, nothing copied."""
+    """Delivers batches of threads in this process, without copies or shared memory."""
 
     _pool: ThreadPool
 

@@ -1,4 +1,4 @@
-"""What may come back for a ticket: a batch, nothing, a failure of the user's code, or a death.
+"""The answers to a ticket: a batch, an empty batch, a failure, the end of a stream, or a death.
 
 The answer of a batch that lies in a slot carries the reader of its layout, since a worker does not
 repeat a layout that is the same as that of its last batch.
@@ -18,7 +18,7 @@ from shmloader.memory.slot import Slot
 
 
 class PickledReader:
-    """Builds a batch that took the general way.
+    """Builds a batch whose layout is pickled (the general case; FlatReader is the fast one).
 
     Attributes:
         layout: The layout.
@@ -38,17 +38,17 @@ class Batch:
     """A batch.
 
     Attributes:
-        content: What gives the batch: in a slot, the reader of its layout; else the batch itself.
-        lends: Whether it lies in a slot, and has a part that is large enough to be lent.
-        is_kept: The worker still holds memory of the slot.
-        check: Bytes of the slot that were used, and their checksum; None if nothing is checked.
-        report: What became of its samples, where that is counted.
-        snapshot: Of its worker's dataset, if one came with it.
-        fingerprint: Of the batch, if one was taken.
-        times: Its worker's clock; see :class:`~shmloader.messages.BatchDone`.
-        nbytes: Bytes of its slot that it takes; else of its tensors and arrays.
-        looked_ns: Since when answers had been looked for, when this one was seen.
-        seen_ns: When it was seen.
+        content: The reader of the batch's layout, if it lies in a slot; else the batch itself.
+        lends: Whether it lies in a slot and has a part that is large enough to be lent.
+        is_kept: Whether the worker still holds memory of the slot.
+        check: The number of bytes used of the slot, and their checksum; None if not checked.
+        report: How many of its samples failed, and how; None if bad samples are raised.
+        snapshot: State of the worker's dataset after the batch, if one came with it.
+        fingerprint: Fingerprint of the batch, if one was taken.
+        times: Times by the worker's clock; see :class:`~shmloader.messages.BatchDone`.
+        nbytes: Bytes that it takes of its slot; else the bytes of its tensors and arrays.
+        looked_ns: When the engine began to look for answers, before it saw this one.
+        seen_ns: When the engine saw the answer.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Batch:
 
 
 class LocalError:
-    """An exception of this thread, to be raised as it is.
+    """An exception of this thread, which is raised unchanged.
 
     Has the part of :class:`~shmloader.batch.failures.RemoteError` that the engine uses.
     """
@@ -103,7 +103,7 @@ class LocalError:
         self._error: Exception | None = error
 
     def rebuilt(self, note: str) -> Exception:  # noqa: ARG002 - the traceback says where
-        """Return the exception, and let go of it: its traceback holds the frames up to here."""
+        """Return the exception and drop the reference, since its traceback holds many frames."""
         error, self._error = self._error, None
         if error is None:
             raise InternalError("an exception is raised once")
@@ -115,7 +115,7 @@ class Failure:
     """An exception of the user's code.
 
     Attributes:
-        error: Raises it.
+        error: Rebuilds the exception.
         is_kept: As for a batch.
         report: As for a batch.
         snapshot: As for a batch.
@@ -133,7 +133,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """Nothing is left of a batch, all its samples having failed.
+    """A batch without good samples: all of them failed and are left out.
 
     Attributes:
         is_kept: As for a batch.
@@ -148,7 +148,7 @@ class Empty:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The iterable dataset is exhausted, where the pool answers as soon as a task is sent."""
+    """The iterable dataset is exhausted. Returned by the ``send`` of an inline pool."""
 
 
 Answer = Batch | Failure | Empty
@@ -159,11 +159,11 @@ class Death:
     """The worker died before it answered.
 
     Attributes:
-        pid: Its process number.
-        exit_code: Negative for a signal; None if it is not known.
-        oom_kills: Processes that the kernel has ended for want of memory, this one maybe among
-            them.
-        restart_limit: Workers that might have been restarted in the epoch.
+        pid: The worker's process id.
+        exit_code: Its exit code, negative for a signal; None if it is not known.
+        oom_kills: Processes of the control group that the out-of-memory killer has ended, this
+            one possibly among them.
+        restart_limit: The most workers that are restarted in an epoch.
     """
 
     pid: int
@@ -180,17 +180,17 @@ class UnreadableLayout:
     """Stands for the reader of a layout that this process cannot read.
 
     Attributes:
-        error: Why; the failure of all batches that have it.
+        error: Why it cannot be read. All batches with this layout fail with it.
     """
 
     error: RemoteError
 
 
 def make_reader(layout: object) -> Reader:
-    """The reader of a layout.
+    """Return the reader of a layout.
 
     Raises:
-        InternalError: If it is none.
+        InternalError: If the object is no layout.
     """
     if type(layout) is FlatLayout:
         return FlatReader(layout)
@@ -200,12 +200,12 @@ def make_reader(layout: object) -> Reader:
 
 
 def read_layout(data: bytes, known: Iterable[object]) -> Reader | UnreadableLayout:
-    """Read a layout that a worker has sent, for its batches from now on.
+    """Read a layout that a worker has sent for its next batches.
 
     Args:
         data: The layout, pickled.
-        known: What this function returned for the workers' last layouts. Workers whose layouts are
-            equal share one reader, and what it keeps of slots.
+        known: What this function returned for the workers' last layouts. Workers with
+            equal layouts share one reader.
     """
     try:
         layout = pickle.loads(data)
@@ -216,5 +216,5 @@ def read_layout(data: bytes, known: Iterable[object]) -> Reader | UnreadableLayo
     except Exception as raised:
         if is_interruption(raised):
             raise
-        # Of the user's keys, which may raise anything.
+        # Unpickling or comparing the user's keys may raise anything.
         return UnreadableLayout(RemoteError.caught("while reading a batch in the main process"))

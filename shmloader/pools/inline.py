@@ -5,7 +5,7 @@ ticket, and :meth:`InlinePool.send` makes the batch and returns it as the answer
 
 What the user's code raises comes out of ``next()`` as it is, with its own traceback, as with
 torch's loader. What a signal handler raises is no answer: it leaves ``send``, and the engine
-decides what becomes of the iterator.
+decides whether the iterator can go on.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from shmloader.pools.status_page import AtWork, Phase
 
 
 class ResumeError(Exception):
-    """A dataset could not be resumed. Does not reach the user, who gets ``error``."""
+    """A dataset could not be resumed. The user gets ``error`` instead."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class InlinePool:
     Args:
         make: Makes the batch of a ticket's indices.
         timer: Times the work; begun here with each batch.
-        take_report: Returns what became of a batch's samples; None: bad samples are raised.
+        take_report: Returns how many of a batch's samples failed; None: bad samples are raised.
         end: Ends the threads that help to load samples, if there are any.
         is_iterable: Whether a StopIteration of ``make`` ends the dataset's stream.
     """
@@ -125,10 +125,10 @@ class InlinePool:
         return []
 
     def pid(self, worker_id: int) -> None:
-        """No process number."""
+        """Return None: the worker is a thread."""
 
     def was_at(self, worker_id: int) -> AtWork:  # noqa: ARG002 - one worker
-        """Return that nothing is being done: whoever asks is the worker."""
+        """Return that nothing is being done, since the asking thread is the worker."""
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 
     ask = was_at

@@ -49,7 +49,7 @@ class ProcessPool:
 
     Args:
         workers: The processes; the pool owns them from now on.
-        slot_bytes: All that a batch may take of a slot.
+        slot_bytes: The most bytes of a slot that a batch may take.
         slot_count: The most slots there may be.
         locker: Locks the pages of slots that are lent, if a device reads them.
         admission: Admits the first touch of memory here; None if memory is not checked.
@@ -74,7 +74,7 @@ class ProcessPool:
         self.arena.counts = self.counts
         self.ended_leases: Sized = self.arena.leases.dead
         self._sender = Sender(workers, self.arena)
-        # A state that did not fit is told once.
+        # A state that did not fit is reported once.
         self._has_lost_state = False
 
     @property
@@ -104,17 +104,17 @@ class ProcessPool:
         return None if refused is None else Failure(refused)
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
-        """Have a worker begin a further epoch."""
+        """Tell a worker to begin a further epoch."""
         self._workers.send(worker_id, pack(StartEpoch(epoch)))
 
     def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
-        """Tell a worker where its dataset goes on."""
+        """Tell a worker where its dataset resumes."""
         self._sender.resume(worker_id, checkpoint)
 
     # Events ------------------------------------------------------------------------------
 
     def poll(self, worker_id: int | None, events: Events) -> bool:
-        """Tell what a worker has answered, if that is here or about to come."""
+        """Report what a worker answered, if a message is here or about to arrive."""
         assert worker_id is not None
         data = self._workers.receive(worker_id)
         if data is None:
@@ -123,7 +123,7 @@ class ProcessPool:
         return True
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
-        """Wait until something has happened, and tell it."""
+        """Wait until something happens, and report it."""
         happened = self._workers.wait(timeout_s)
         for worker_id, data in happened:
             if data is None:
@@ -139,25 +139,25 @@ class ProcessPool:
         )
 
     def enable_wake(self) -> None:
-        """Make the wakes below work."""
+        """Enable the three methods below."""
         self._workers.enable_wake()
 
     def wake(self) -> None:
-        """Let :meth:`wait` return."""
+        """Make the present or the next :meth:`wait` return."""
         self._workers.wake()
 
     def wake_soon(self) -> None:
-        """Let :meth:`wait` return in a moment."""
+        """Do the same, but a little later where that is cheaper."""
         self._workers.wake_soon()
 
     def hurry(self) -> None:
-        """Let it return now if it will soon."""
+        """Make a pending :meth:`wake_soon` take effect now."""
         self._workers.hurry()
 
     # Messages ----------------------------------------------------------------------------
 
     def _take(self, worker_id: int, data: bytes, events: Events) -> None:
-        """Tell what a worker's message says."""
+        """Report the contents of a worker's message."""
         message = unpack(data)
         if self._sender.attached:
             self._sender.release_state(worker_id)
@@ -232,7 +232,7 @@ class ProcessPool:
     def _take_end(self, worker_id: int, message: StreamEnded, events: Events) -> None:
         slot_id = message.slot_id
         self.arena.note_failed_use(slot_id, message.touched_bytes)
-        # Before the slot is free.
+        # Read before the slot becomes free.
         beginning = Beginning.loads(self._state(worker_id, slot_id, message.beginning, events))
         events.stream_ended(message.seq, message.epoch, worker_id, beginning, is_kept=message.kept)
 
@@ -249,7 +249,7 @@ class ProcessPool:
         sent: bytes | Spilled | TooLong | None,
         events: Events,
     ) -> bytes | None:
-        """The state of a worker's dataset, if it came."""
+        """Return the state of a worker's dataset, or None if none came."""
         if isinstance(sent, TooLong):
             if not self._has_lost_state:
                 self._has_lost_state = True
@@ -258,14 +258,14 @@ class ProcessPool:
         return self._spilled(slot_id, sent) if isinstance(sent, Spilled) else sent
 
     def _spilled(self, slot_id: int, where: Spilled) -> bytes:
-        """What a worker has put into a slot."""
+        """Return bytes that a worker wrote into a slot."""
         end = where.offset + where.nbytes
         return self.arena.up_to(slot_id, end).mapping[where.offset : end]
 
     # Batches -----------------------------------------------------------------------------
 
     def find_change(self, slot_id: int, answer: Batch) -> str:
-        """How a batch differs from what its worker left, where that is checked; or nothing."""
+        """Describe how a batch changed since its worker wrote it, or return an empty string."""
         if answer.check is None:
             return ""
         nbytes, expected = answer.check
@@ -273,32 +273,32 @@ class ProcessPool:
         return "" if found == expected else f"{nbytes} bytes: {expected:08x}, now {found:08x}"
 
     def lock(self, slot_id: int) -> None:
-        """Map a slot, and lock its pages for a device that reads them."""
+        """Map a slot, and lock its pages if a device reads them."""
         self.arena.up_to(slot_id, self.arena.touched_bytes(slot_id))
         self.arena.lock(slot_id)
 
     def lend(self, slot_id: int, answer: Batch) -> object:
-        """The batch, with views of the slot."""
+        """Return the batch as views of its slot."""
         slot = self.arena[slot_id]
         lease = self.arena.leases.open(slot_id, slot, is_clean=not answer.is_kept)
         return answer.content.read(slot, lease)
 
     def copy_out(self, slot_id: int, answer: Batch) -> object:
-        """The batch, with nothing of its slot."""
+        """Return the batch in memory of its own."""
         return answer.content.read(self.arena[slot_id], None)
 
     def take_returns(self) -> Sequence[tuple[int, bool]]:
-        """Slots whose views are gone, and whether nobody else may still look at them."""
+        """Return the slots whose views are gone, each with whether it may be filled again."""
         return self.arena.leases.collect()
 
     @property
     def wants_tidying(self) -> bool:
-        """Whether memory is short, or it is time to look for slots that hold too much."""
+        """Whether memory is short, or it is time to trim the slots."""
         arena = self.arena
         return arena.is_short or arena.batches >= TRIM_EVERY
 
     def tidy(self, free_ids: list[int]) -> None:
-        """Give back what free slots hold and will not need."""
+        """Return memory of free slots that is not needed to the kernel."""
         if self.arena.is_short:
             for slot_id in free_ids:
                 self.arena.prepare(slot_id)
@@ -306,48 +306,48 @@ class ProcessPool:
             self.arena.trim(free_ids)
 
     def poison(self, slot_id: int) -> None:
-        """Overwrite a slot that is free now."""
+        """Overwrite a slot that became free."""
         self.arena.poison(slot_id)
 
     def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:
-        """Let go of a slot, also in the workers that have mapped it."""
+        """Unmap a slot here and in the workers that have mapped it."""
         self._sender.drop(slot_id, worker_ids)
 
     # Workers -----------------------------------------------------------------------------
 
     def pid(self, worker_id: int) -> int:
-        """Process number of a worker."""
+        """Return the process id of a worker."""
         return self._workers.pid(worker_id)
 
     def was_at(self, worker_id: int) -> AtWork:
-        """What a worker is at, without asking it, or a lost one was at."""
+        """Return what a worker is doing, or was doing when it died, without its stack."""
         return self._workers.was_at(worker_id)
 
     def ask(self, worker_id: int) -> AtWork:
-        """What a worker is at, with its Python stack."""
+        """Return what a worker is doing, with its Python stack."""
         return self._workers.ask(worker_id)
 
     def replace(self, worker_id: int) -> None:
-        """Start a worker in place of a lost one."""
+        """Start a worker in place of one that died."""
         self._workers.replace(worker_id)
         self._sender.release_state(worker_id)
 
     def start(self, worker_id: int) -> None:
-        """Start a worker that was not there yet, or was retired."""
+        """Start a worker for the first time, or after it was retired."""
         self._workers.start(worker_id)
         self._sender.release_state(worker_id)
 
     def retire(self, worker_id: int) -> None:
-        """End a worker that has nothing to do."""
+        """End an idle worker."""
         self._workers.retire(worker_id)
         self._sender.release_state(worker_id)
 
     def end_workers(self) -> None:
-        """End all workers, and keep the memory."""
+        """End all workers but keep the memory."""
         self._workers.close()
 
     def close(self) -> None:
-        """End all workers, and let go of all memory but for what lies under the user's views."""
+        """End all workers, and free all memory except what lies under the user's views."""
         try:
             self._workers.close()
         finally:

@@ -1,28 +1,27 @@
-"""Workers that are threads of this process: for datasets that wait, or let go of the interpreter.
+"""Workers that are threads, for datasets that wait or release the interpreter lock.
 
 ::
 
     engine's thread                                a worker thread
     ───────────────                                ───────────────
     ThreadTask ── the queue, oldest first ───────▶ samples = dataset[i] …, collate
-    the answers ◀── and the wakeup is rung ───────── an answer: the batch, or what was raised
+    the answers ◀── and the wakeup is set ────────── an answer: the batch, or a failure
 
-Nothing is copied, and nothing but the queue and the answers is shared. A task brings all that it
-takes to make its batch, so a thread that waits holds neither the dataset nor a batch.
+Nothing is copied, and the threads share only the queue and the answers. A task carries everything
+that is needed to make its batch, so a waiting thread holds neither the dataset nor a batch.
 
 Guarantees:
-    * Between two samples a thread looks at whether anybody still wants its batch, and leaves it if
-      not. So ``close`` waits for one sample (or one ``__getitems__``, or one collate).
-    * A thread that stays in the user's code for longer is left behind: it ends when it comes out,
-      and what it has made is dropped. It keeps neither the caller nor the interpreter.
-    * At the interpreter's exit all threads are asked to stand still for good, and waited for
-      for a time (:mod:`shmloader.threads.fork_safety`).
+    * Between two samples a thread checks whether its batch was dropped, and stops if so. So
+      ``close`` waits for one sample (or one ``__getitems__``, or one collate).
+    * A thread that stays in the user's code for longer is left behind: it ends when that code
+      returns, and its batch is dropped. It blocks neither the caller nor the interpreter's exit.
+    * At the interpreter's exit all threads are asked to pause for good, and awaited for a limited
+      time (:mod:`shmloader.threads.fork_safety`).
 
-These threads do not stand still while the process forks elsewhere. They run the user's code, where
-nobody can stop them, and to wait for a slow sample would cost each start of a worker seconds; of
-what is ours they hold nothing then that a child would use. So a lock of the user's code, or of a
-library that it calls, may be held for ever in a child that is forked meanwhile, as with any other
-thread of the user's.
+These threads do not pause while the process forks elsewhere. They run the user's code, which cannot
+be interrupted, and waiting for a slow sample would delay each start of a worker by seconds. They
+hold no lock of ours that a child would use. But a lock of the user's code, or of a library that it
+calls, may stay locked for ever in a child that is forked meanwhile, as with any thread.
 """
 
 import collections
@@ -54,22 +53,22 @@ from shmloader.threads.fork_safety import is_exiting, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
-# How long close() waits for the threads: they may be in a sample.
+# How long close() waits for threads that may be loading a sample.
 _JOIN_S = 5.0
 
 
 class _Post:
-    """What the threads and the engine's share.
+    """The queues between the worker threads and the engine's thread.
 
     Attributes:
-        tasks: Those to be taken; None for a thread that is to end.
-        answers: What came of them, each with the number of the thread that had it.
-        wakeup: Set for each answer.
-        is_closed: Whether nothing is to be loaded any more.
+        tasks: Tasks that no thread has taken; None ends the thread that takes it.
+        answers: Answers to tasks, each with its task and the number of its thread.
+        wakeup: Set after each answer.
+        is_closed: Whether threads are to load nothing more.
     """
 
     def __init__(self) -> None:
-        # Written in C: it may be put into by the garbage collector, whatever it interrupts.
+        # Reentrant: a finalizer may call put() while this thread is inside put() or get().
         self.tasks: queue.SimpleQueue[ThreadTask | None] = queue.SimpleQueue()
         self.answers: collections.deque[tuple[ThreadTask, int, Answer]] = collections.deque()
         self.wakeup = Wakeup()
@@ -77,7 +76,7 @@ class _Post:
 
 
 class _Worker(BackgroundThread):
-    """One thread."""
+    """One worker thread."""
 
     parks_for_forks = False
 
@@ -88,29 +87,29 @@ class _Worker(BackgroundThread):
         self._where = f"in DataLoader worker thread {worker_id}"
         self._post = post
         self._concurrent_fetcher: ConcurrentFetcher | None = None
-        # Where worker_init_fn failed: the answer to each task.
+        # The answer to every task if worker_init_fn failed.
         self._init_answer: Failure | None = None
-        # Read by others: what it is at, and since when.
+        # What the thread is doing, with which task, and since when. Other threads read it.
         self._at_work: tuple[Phase, ThreadTask | None, float] = (
             Phase.STARTING, None, time.monotonic(),
         )  # fmt: skip
         self.has_begun = Wakeup()
-        # What it has used.
+        # CPU time, and time stalled, that the thread has used.
         self._cpu_ns = 0
         self._stalled_ns: int | None = None
 
     def drop(self) -> None:
-        """Have it leave the batch that it is loading, after the sample. From any thread."""
+        """Make it stop loading its batch after the present sample. Called from any thread."""
         task = self._at_work[1]
         if task is not None:
             task.is_dropped = True
 
     def wake(self) -> None:
-        """At the interpreter's exit."""
+        """Make it stop loading, at the interpreter's exit."""
         self.drop()
 
     def usage(self) -> Usage:
-        """What it has used, until its last batch. From any thread."""
+        """Return the time used up to its last batch. Called from any thread."""
         number = self.system_id
         if number is not None:
             stalled_ns = stalled_thread(number)
@@ -119,7 +118,7 @@ class _Worker(BackgroundThread):
         return Usage(None, self._cpu_ns, self._stalled_ns)
 
     def ask(self) -> AtWork:
-        """What it is at, with its stack. From any thread."""
+        """Return what it is doing, with its stack. Called from any thread."""
         phase, task, since = self._at_work
         seq, epoch = (0, 0) if task is None else (task.seq, task.epoch)
         frame = sys._current_frames().get(self._ident)
@@ -128,17 +127,17 @@ class _Worker(BackgroundThread):
     # On the thread -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have torch compute on this thread alone."""
+        """Make torch use one thread for computations that this thread starts."""
         try:
             torch.multiprocessing._set_thread_name(threading.current_thread().name[:15])
-            # As torch's workers do: there are several of us.
+            # As in torch's workers, since several threads load.
             torch.set_num_threads(1)
-            torch.get_num_threads()  # at the first look, torch settles it for this thread
+            torch.get_num_threads()  # torch applies the number at the first call
         finally:
             self.has_begun.set()
 
     def work(self) -> None:
-        """Load what is put into the queue."""
+        """Serve tasks from the queue until None comes."""
         try:
             self._prepare()
             while self._serve_one():
@@ -147,7 +146,7 @@ class _Worker(BackgroundThread):
             self._stalled_ns = stalled_here()
 
     def depart(self) -> None:
-        """End what loads samples for it."""
+        """End the threads that load samples for this one."""
         if self._concurrent_fetcher is not None:
             self._concurrent_fetcher.close()
 
@@ -161,18 +160,18 @@ class _Worker(BackgroundThread):
         self._note(Phase.GETTING_READY)
         try:
             init_fn(self._worker_id)
-        except BaseException:  # noqa: BLE001 - handed on, with each task
+        except BaseException:  # noqa: BLE001 - the answer to each task
             self._init_answer = Failure(RemoteError.caught(self._where))
 
     def _serve_one(self) -> bool:
-        """Take a task and answer it; whether there may be a further one."""
+        """Take a task and answer it; return False when the thread is to end."""
         self._note(Phase.IDLE)
         task = self._take()
         if task is None:
             return False
         self._note(Phase.LOADING, task)
         self.pause()
-        # After it was noted: whoever closes drops what is noted.
+        # Read after _note: close() sets is_closed, and then drops the task that is noted.
         config, task.config = task.config, None
         if config is not None and not self._post.is_closed and not task.is_dropped:
             if self._concurrent_fetcher is None:
@@ -196,10 +195,10 @@ class ThreadPool:
     """A fixed number of threads that load; see :class:`~shmloader.pools.Pool`.
 
     Args:
-        worker_count: How many.
-        init_fn: Called in each with its number, before its first batch.
-        config: How batches are made. Somebody else owns it: a stage's thread holds the pool, and
-            must not hold what may hold the iterator.
+        worker_count: The number of threads.
+        init_fn: Called in each thread with its number, before its first batch.
+        config: How batches are made. The iterator owns it: a stage's thread holds the pool, and
+            must not keep objects alive that may hold the iterator.
     """
 
     has_queue = True
@@ -219,11 +218,11 @@ class ThreadPool:
         self._config = config
         self._pid = os.getpid()
         self._post = _Post()
-        # Those that were sent and have not been told of.
+        # Tasks that were sent and whose answers were not reported, by seq.
         self._tasks: dict[int, ThreadTask] = {}
         self.is_waiting = False
         self.counts = Counts()
-        #: What the threads use.
+        #: CPU time of the threads.
         self.readings = Readings()
         self._join_s = _JOIN_S
         self._workers = [
@@ -235,8 +234,8 @@ class ThreadPool:
                 worker.start()
             for worker in self._workers:
                 worker.has_begun.wait()
-            # Each has told torch to compute on one thread, which takes it for the wish of all
-            # threads that begin later, the user's as well.
+            # Each thread called set_num_threads(1), which torch applies to all threads that start
+            # later, including the user's.
             torch.set_num_threads(thread_count)
             self.readings.open(functools.partial(_read_usage, self._workers))
         except BaseException:
@@ -251,15 +250,15 @@ class ThreadPool:
     # Tasks -------------------------------------------------------------------------------
 
     def send(self, ticket: SentTicket, epoch: int) -> None:
-        """Have a task done, after those before it."""
+        """Add a ticket's task to the queue."""
         task = ThreadTask(ticket.seq, epoch, ticket.indices, self._config())
         self._tasks[ticket.seq] = task
         self._post.tasks.put(task)
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - for all at once
-        """Drop what is in flight, and do not wait for it.
+        """Drop all tasks in flight without waiting for them.
 
-        A thread that is in a sample of the epoch before comes when it is done with that.
+        A thread that is loading a sample of the previous epoch finishes that sample first.
         """
         self._drop_all()
 
@@ -270,12 +269,12 @@ class ThreadPool:
         self._post.answers.clear()
 
     def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
-        """Nothing to do: an iterable dataset has no threads."""
+        """Do nothing: iterable datasets are not loaded by threads."""
 
     # Events ------------------------------------------------------------------------------
 
     def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all threads
-        """Tell the answers that are here."""
+        """Report the answers that have come."""
         answers, has_told = self._post.answers, False
         while answers:
             task, taker, answer = answers.popleft()
@@ -286,50 +285,52 @@ class ThreadPool:
         return has_told
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
-        """Wait until a task has been answered since the last time, or for a time.
+        """Wait until a task is answered or the time is up, and report the answers.
 
         Raises:
-            ClosedLoaderError: If the interpreter ends. A daemon thread waits for ever then.
+            ClosedLoaderError: If the interpreter is exiting. A daemon thread blocks for ever then.
         """
         if is_exiting():
             if threading.current_thread().daemon:
                 threading.Event().wait()
-            raise ClosedLoaderError("the interpreter ends, and the threads stand still")
+            raise ClosedLoaderError(
+                "the interpreter is exiting, and the worker threads have stopped"
+            )
         self.is_waiting = True
         self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
         return self.poll(None, events)
 
     def enable_wake(self) -> None:
-        """Nothing to do: ``wake`` works."""
+        """Do nothing: ``wake`` works from the beginning."""
 
     def wake(self) -> None:
-        """Let ``wait`` return, now or the next time; from any thread."""
+        """Make the present or the next :meth:`wait` return. Called from any thread."""
         self._post.wakeup.set()
 
     def wake_soon(self) -> None:
-        """At once: a lock is all that is let go of."""
+        """Do the same at once, since it only releases a lock."""
         self._post.wakeup.set()
 
     def hurry(self) -> None:
-        """Nothing to do."""
+        """Do nothing: no wake-up is delayed."""
 
     # Workers -----------------------------------------------------------------------------
 
     @property
     def processes(self) -> list[Any]:
-        """None."""
+        """No processes."""
         return []
 
     def pid(self, worker_id: int) -> None:
         """No process number."""
 
     def was_at(self, worker_id: int) -> AtWork:
-        """What a thread is at."""
+        """Return what a thread is doing."""
         return self._workers[worker_id].ask()
 
     def ask(self, worker_id: int) -> AtWork:
-        """What a thread is at, with its Python stack."""
+        """Return what a thread is doing, with its Python stack."""
         return self._workers[worker_id].ask()
 
     def end_workers(self) -> None:
@@ -338,7 +339,7 @@ class ThreadPool:
             uninterruptible(self._end)
 
     def close(self) -> None:
-        """End the threads, and let go of all batches. May be called again, and from any thread."""
+        """End the threads and drop all batches. May be called again, and from any thread."""
         try:
             self.end_workers()
         finally:
@@ -348,11 +349,11 @@ class ThreadPool:
         self._post.is_closed = True
         for worker in self._workers:
             worker.drop()
-            self._post.tasks.put(None)  # superfluous ones, of a second call, stay there
+            self._post.tasks.put(None)  # those of a second call stay in the queue
         self.wake()
         if not may_wait_here():
             return
-        # Who presses Ctrl-C meanwhile does not want to wait for threads that are busy.
+        # If Ctrl-C interrupts the wait, a second call does not wait for busy threads.
         join_s, self._join_s = self._join_s, 0.0
         deadline = time.monotonic() + join_s
         for worker in self._workers:
@@ -364,12 +365,12 @@ def _read_usage(workers: list[_Worker], _: bool) -> list[Usage]:
     return [worker.usage() for worker in workers]
 
 
-# What calls the user's code.
+# The functions that call the user's code.
 _CALLERS = (BatchMaker.make.__code__, load.__code__, _Worker._prepare.__code__)
 
 
 def _describe_stack(frame: FrameType | None) -> str:
-    """A thread's calls inside the user's code, as faulthandler writes them: the innermost first."""
+    """Return a thread's calls inside the user's code, innermost first, in faulthandler's form."""
     lines = []
     while frame is not None and frame.f_code not in _CALLERS:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""What a thread is given to load, how it does, and what comes of it."""
+"""Makes the batch of one task on a worker thread."""
 
 import functools
 from collections.abc import Callable
@@ -17,16 +17,17 @@ from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ThreadConfig:
-    """How batches are made. Goes with each task, until that is done.
+    """How batches are made. Each task holds it until the task is done.
+
+    A waiting thread must not hold it, since each part may hold the loader, whose end must end the
+    threads.
 
     Attributes:
         fetch: How a batch is fetched and collated.
-        dataset: What is loaded from.
+        dataset: The dataset.
         collate_fn: Makes a batch of samples.
-        on_error: What is done about bad samples.
-        arrays: Gathers batches, where the dataset may be nothing but arrays.
-
-    All of it may hold the loader, whose end must end the threads: so no thread that waits holds it.
+        on_error: How bad samples are handled.
+        arrays: Gathers batches if the dataset consists of arrays; else None.
     """
 
     fetch: FetchConfig
@@ -38,14 +39,14 @@ class ThreadConfig:
 
 @dataclass(eq=False, slots=True)
 class ThreadTask:
-    """A ticket, as a thread gets it.
+    """A ticket as it is sent to the threads.
 
     Attributes:
-        seq: Its number in the epoch.
+        seq: The ticket's number in the epoch.
         epoch: Number of the epoch.
-        indices: What the sampler gave.
-        config: How the batch is made; None when it is.
-        is_dropped: Nobody wants its batch any more.
+        indices: The index batch that the sampler yielded.
+        config: How the batch is made; None once a thread has taken the task.
+        is_dropped: Whether the batch is no longer needed.
     """
 
     seq: int
@@ -56,11 +57,11 @@ class ThreadTask:
 
 
 class _Dropped(BaseException):
-    """Ends the loading of a batch that nobody wants."""
+    """Ends the loading of a batch that is no longer needed."""
 
 
 class _Samples:
-    """A task's dataset, as long as somebody wants the batch."""
+    """A dataset that raises _Dropped once its task is dropped."""
 
     def __init__(self, task: ThreadTask, dataset: Any) -> None:
         self._task = task
@@ -87,13 +88,13 @@ def load(
     """Make a task's batch.
 
     Args:
-        task: It.
+        task: The task.
         config: How batches are made.
-        where: Where this runs, as the texts of failures have it.
-        concurrent_fetcher: Loads several samples at once.
+        where: Where this runs, in words, for the texts of failures.
+        concurrent_fetcher: Loads several samples at once; None loads one after the other.
 
     Returns:
-        What came of it; None if it was dropped meanwhile.
+        The answer; None if the task was dropped meanwhile.
     """
     fetch, timer = config.fetch, Timer()
     maker = BatchMaker(
@@ -118,7 +119,7 @@ def load(
         return None
     except EmptyBatchError:
         return Empty(maker.take_report())
-    except BaseException:  # noqa: BLE001 - handed on
+    except BaseException:  # noqa: BLE001 - returned as the answer
         error = RemoteError.caught(where)
     if error is not None:
         return Failure(error, report=maker.take_report())

@@ -627,8 +627,8 @@ class Trial:
             self._expect_words(
                 self.log[0],
                 f"DataLoader worker (pid {victim}) {self._end_in_words()}",
-                "A new process takes the place of worker 1",
-                "Its random streams start anew.",
+                "A new process replaces worker 1",
+                "Its random number generators start over.",
             )
 
     def _judge_failed(self, victim: int) -> None:

@@ -104,7 +104,9 @@ def test_another_number_of_workers_is_refused_with_the_remedy(before, after) -> 
     with make(before) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    with pytest.raises(ValueError, match=f"set num_workers={before}, or begin the epoch anew"):
+    with pytest.raises(
+        ValueError, match=f"set num_workers={before}, or start the epoch from the beginning"
+    ):
         resumed(state, after)
 
 

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -352,6 +353,18 @@ def test_nothing_of_the_device_is_initialized_before_workers_are_forked(late) ->
         )  # fmt: skip
         assert [int(found) for found in loader] == [0] * 6
         assert late.count("initializations") == 1
+
+
+@pytest.mark.parametrize("options", [{"device": "late"}, {"pin_memory": True}], ids=str)
+def test_an_iterator_without_workers_is_freed_when_it_is_dropped(
+    options, late, no_collector
+) -> None:
+    loader = DataLoader(Calls(torch.tensor, 6), 2, **options)
+    iterator = iter(loader)
+    assert to_host(next(iterator)).tolist() == [0, 1]
+    dropped = weakref.ref(iterator)
+    del iterator
+    assert dropped() is None, "the collector has to free it"
 
 
 # Copies ----------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     assert not in_order or seen == sorted(seen)
     assert list(loads.counts) == [2] + [1] * 19
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shmloader"]
-    assert "takes the place of worker 0 and loads again what it had in work: batch 0" in text
+    assert "replaces worker 0 and loads its unfinished batches again: 0" in text
     gate.close()
 
 
@@ -420,7 +420,7 @@ def test_a_replacement_takes_its_part_of_the_rest() -> None:
 def test_a_batch_that_kills_twice_raises_at_its_place(caplog) -> None:
     batches = iter(make(dying(5, Switch(is_on=True)), 20, worker_restarts=5))
     seen = []
-    with pytest.raises(WorkerDiedError, match="This batch had killed a worker before"):
+    with pytest.raises(WorkerDiedError, match="This batch has killed a worker before"):
         seen.extend(batches)
     assert seen == [0, 1, 2, 3, 4]
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1

@@ -129,7 +129,7 @@ def try_at(
         except ClosedLoaderError as error:
             became, why = "is closed", str(error)
         if became == "is closed":
-            assert kind.__name__ in why or "left undone" in why, f"{outcome.where}: {why}"
+            assert kind.__name__ in why or "did not finish" in why, f"{outcome.where}: {why}"
         else:
             assert sorted(given + rest) == everything, f"{outcome.where}: gave {given + rest}"
         again = [read(item) for item in pipeline.get_iterator(SOON_S)]

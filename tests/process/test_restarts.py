@@ -142,8 +142,8 @@ def test_a_batch_that_kills_its_worker_is_loaded_again_in_order(caplog) -> None:
     (text,) = told(caplog)
     assert text.startswith(f"DataLoader worker (pid {before[0]}) exited unexpectedly with exit")
     assert "exit code 3." in text
-    assert "takes the place of worker 0 and loads again what it had in work: batch 4" in text
-    assert "random streams start anew" in text
+    assert "replaces worker 0 and loads its unfinished batches again: 4" in text
+    assert "random number generators start over" in text
 
 
 @pytest.mark.sampled(2)
@@ -161,7 +161,7 @@ def test_a_worker_that_a_signal_ends_is_replaced_and_the_log_names_it(number, ca
     assert hashes(DataLoader(Calls(sample, 8), num_workers=2, worker_restarts=1)) == rows(8)
     (text,) = told(caplog)
     assert f"is killed by signal: {signal.strsignal(number)}." in text
-    assert "loads again what it had in work: batch 3" in text
+    assert "loads its unfinished batches again: 3" in text
 
 
 def test_a_worker_that_dies_in_collate_is_replaced() -> None:
@@ -195,7 +195,7 @@ def test_all_tickets_of_a_dead_worker_are_loaded_again(in_order, caplog) -> None
     assert seen == expected
     (text,) = told(caplog)
     # In any order the others were no one's yet.
-    assert f"had in work: batch 2{', 4, 6, 8, 10' if in_order else '. '}" in text
+    assert f"unfinished batches again: 2{', 4, 6, 8, 10' if in_order else '. '}" in text
 
 
 def test_both_workers_may_die_at_once(caplog) -> None:
@@ -232,7 +232,7 @@ def test_a_worker_that_dies_idle_is_replaced_and_nothing_is_loaded_again(caplog)
     kill(victim)
     assert seen + hashes(batches) == rows(12)
     (text,) = told(caplog)
-    assert f"pid {victim}) is killed by signal: Killed. A new process takes the place of" in text
+    assert f"pid {victim}) is killed by signal: Killed. A new process replaces" in text
 
 
 def answered(batches: Any) -> list[Any]:
@@ -253,9 +253,7 @@ def test_a_worker_that_dies_in_worker_init_fn_is_replaced(caplog) -> None:
     loader = DataLoader(Calls(row, 6), num_workers=2, worker_restarts=2, worker_init_fn=start)
     assert hashes(loader) == rows(6)
     assert deaths.left == 0
-    assert all(
-        "worker 1 and loads again what it had in work: batch 1, 3" in t for t in told(caplog)
-    )
+    assert all("worker 1 and loads its unfinished batches again: 1, 3" in t for t in told(caplog))
 
 
 def test_dying_before_a_batch_is_in_work_does_not_count_against_it(caplog) -> None:
@@ -305,7 +303,7 @@ def test_a_batch_that_kills_twice_raises_with_its_indices(in_order, caplog) -> N
     else:
         worker = next(number for number, pid in enumerate(before) if f"(pid {pid})" in log)
     assert f"Worker {worker} was loading batch 2 (indices 4 to 5)." in text
-    assert "had killed a worker before, and is not loaded a third time" in text
+    assert "has killed a worker before, and is not loaded a third time" in text
     assert "worker_restarts" not in text
     assert f"(pid {before[worker]})" in log
     assert f"(pid {before[worker]})" not in text  # the second one's
@@ -327,9 +325,7 @@ def test_past_the_limit_a_death_raises_and_says_so(caplog) -> None:
     text = str(raised.value)
     assert "exited unexpectedly with exit code 3." in text
     assert "Worker 0 was loading batch 8 (indices 8)." in text
-    assert text.endswith(
-        "As many workers as may be (worker_restarts=2) were replaced in this epoch."
-    )
+    assert text.endswith("No restart is left in this epoch (worker_restarts=2).")
     assert len(told(caplog)) == 2
     assert hashes(loader) == rows(12)
 
@@ -603,9 +599,9 @@ def test_an_iterable_dataset_goes_on_where_its_worker_died(what, lengths, caplog
     assert dataset.deaths.left == 0
     (text,) = told(caplog)
     given = at // (ITERABLE[what]["batch_size"] or 1)
-    assert ("iterated anew, past " in text) == (given > 0)
-    assert (f"past {given} batches that were given" in text) == (given > 1)
-    assert ("past the batch that was given" in text) == (given == 1)
+    assert ("iterated again, skipping " in text) == (given > 0)
+    assert (f"skipping {given} batches that were already delivered" in text) == (given > 1)
+    assert ("skipping the batch that was already delivered" in text) == (given == 1)
 
 
 def test_an_iterable_worker_may_die_again_and_again() -> None:
@@ -730,7 +726,7 @@ def test_workers_that_died_between_epochs_are_replaced(kind, which, caplog) -> N
         assert hashes(loader) == first, f"epoch {epoch + 1}"
         texts = told(caplog)
         assert len(texts) == len(which)
-        assert not any("past" in text or "again" in text for text in texts)
+        assert not any("skipping" in text or "again" in text for text in texts)
     assert hashes(loader) == first
     loader.close()
 
@@ -1046,7 +1042,7 @@ def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -
         awaited, other = of_workers(lines)
         assert awaited.startswith(f"Worker 1 (pid {second}) has been loading batch 1 (indices 1)")
         assert awaited.endswith(" s, the innermost call first:")
-        assert other.startswith(f"Worker 0 (pid {first}) has had nothing to do for ")
+        assert other.startswith(f"Worker 0 (pid {first}) has been idle for ")
         stack = lines[lines.index(awaited) + 1 : lines.index(other)]
         names = [re.search(r"in (\S+)$", line)[1] for line in stack]  # type: ignore[index]
         assert names[:3] == ["pass_through", "wait_for_the_gate", "sample"]
@@ -1132,7 +1128,7 @@ def test_a_timeout_tells_of_a_worker_in_worker_init_fn() -> None:
         )
     )  # fmt: skip
     lines = late(batches)
-    assert "has been getting ready (dataset, worker_init_fn) for " in lines[1]
+    assert "has been preparing (dataset, worker_init_fn) for " in lines[1]
     assert lines[3].endswith("in get_ready")
     gate.open()
     assert all_of(batches) == [0, 1, 2, 3]

@@ -637,9 +637,13 @@ class Dies(Saved):
 @pytest.mark.parametrize(
     ("every", "text", "made_again"),
     [
-        (1, "goes on from its state after 3 batches. ", 2),
-        (2, "goes on from its state after 2 batches, past the batch that was given since.", 4),
-        (1000, "is iterated anew, past 3 batches that were given already.", 8),
+        (1, "resumes from its state after 3 batches. ", 2),
+        (
+            2,
+            "resumes from its state after 2 batches, skipping the batch that was delivered since.",
+            4,
+        ),
+        (1000, "is iterated again, skipping 3 batches that were already delivered.", 8),
     ],
 )
 def test_a_new_worker_goes_on_from_its_predecessor_s_last_state(
@@ -816,7 +820,7 @@ def test_a_state_with_no_room_in_its_slot_is_left_out_and_told_once(caplog) -> N
     check_everywhere(make)
     texts = told(caplog)
     assert len(texts) == 9, "one for each loader that was given a batch"
-    assert all("found no room beside its batch" in text for text in texts)
+    assert all("does not fit beside its batch" in text for text in texts)
     assert "Raise shm_size" in texts[0]
 
 

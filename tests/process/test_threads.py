@@ -618,7 +618,7 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, st
         place = names.index("wait_here")
         assert names[place : place + 3] == ["wait_here", "__call__", "__getitem__"]
         assert names[-1] == "fetch"
-        assert lines[-1].startswith(f"Worker thread {1 - int(worker)} has had nothing to do for ")
+        assert lines[-1].startswith(f"Worker thread {1 - int(worker)} has been idle for ")
         assert len(lines) == len(stack) + 2
     third.go.set()
     found += [read(batch).tolist() for batch in outcomes_but_late(batches, 4)]
@@ -650,7 +650,7 @@ def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
     with pytest.raises(LoaderTimeoutError) as caught:
         next(batches)
     assert "Batch 0 (indices 0) waits for a worker." in str(caught.value)
-    assert "Worker thread 0 has been getting ready (dataset, worker_init_fn)" in str(caught.value)
+    assert "Worker thread 0 has been preparing (dataset, worker_init_fn)" in str(caught.value)
     assert "in wait_here" in str(caught.value)
     begins.go.set()
     assert outcomes_but_late(batches, 4) == [0, 1, 2, 3]
@@ -1172,7 +1172,9 @@ def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
     )
     done = run_program(source)
     done.assert_quiet()
-    assert done.out.split("\n")[1] == "the interpreter ends, and the threads stand still"
+    assert (
+        done.out.split("\n")[1] == "the interpreter is exiting, and the worker threads have stopped"
+    )
 
 
 # Forks -------------------------------------------------------------------------------------

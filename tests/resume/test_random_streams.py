@@ -336,7 +336,10 @@ class Stops(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (KeyboardInterrupt, "since KeyboardInterrupt came, from outside, while a batch was on its"),
+        (
+            KeyboardInterrupt,
+            "since KeyboardInterrupt, raised from outside, interrupted it while a batch",
+        ),
         (TimeoutError("an alarm"), "since: its dataset could not be resumed"),
     ],
     ids=repr,

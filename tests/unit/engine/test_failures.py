@@ -183,7 +183,7 @@ def test_too_many_failures_say_how_many_and_have_the_last_as_their_cause():
     assert watch.note(report(64, 1, 2), "batch 0", 0, 98) is None
     error = watch.note(report(64, 70, 90), "batch 1", 1, 99)
     assert type(error) is TooManyFailures
-    assert "4 of the 128 samples looked at in this epoch failed" in str(error)
+    assert "4 of the 128 samples tried in this epoch failed" in str(error)
     assert "max_failures=2" in str(error)
     assert "index 90 in worker 1" in str(error)
     assert error.__cause__ is listed[-1].error

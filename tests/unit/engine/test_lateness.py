@@ -49,7 +49,7 @@ def test_who_has_what_is_waited_for_comes_first(worker_id):
     assert f"Batch 0 (indices 0) is with worker thread {worker_id}. No batch is lost" in head
     assert first == f"Worker thread {worker_id} has been loading batch 0 (indices 0) for 1.0 s."
     idle = [number for number in range(3) if number != worker_id]
-    assert others == [f"Worker thread {number} has had nothing to do for 3.0 s." for number in idle]
+    assert others == [f"Worker thread {number} has been idle for 3.0 s." for number in idle]
 
 
 def test_out_of_order_all_that_have_not_come_are_waited_for():

@@ -279,7 +279,7 @@ def test_another_number_of_workers_is_refused(worker_count, other):
         "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
     }  # fmt: skip
     assert IterableCheckpoints.load(state, worker_count).dump() == state
-    with pytest.raises(ValueError, match=f"num_workers={worker_count}, .*num_workers={other}"):
+    with pytest.raises(ValueError, match=f"num_workers={worker_count} and .*num_workers={other}, "):
         IterableCheckpoints.load(state, other)
 
 

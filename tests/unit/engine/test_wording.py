@@ -83,7 +83,7 @@ def test_a_kill_for_want_of_memory_is_told_with_what_to_do(kills, processes):
     else:
         assert text.endswith(
             f" The kernel's out-of-memory killer ended {processes} this control group since the "
-            "loader started: lower num_workers or prefetch_factor, or give it more memory."
+            "loader started: lower num_workers or prefetch_factor, or allow more memory."
         )
 
 
@@ -155,7 +155,7 @@ STACK = """  File "/data/set.py", line 7 in decode
         (
             AtWork(Phase.IDLE, 0, 0, 2, STACK),
             None,
-            "Worker 3 (pid 812) has had nothing to do for 2.0 s.",
+            "Worker 3 (pid 812) has been idle for 2.0 s.",
         ),
         (
             AtWork(Phase.STARTING, 0, 0, 2),
@@ -185,22 +185,24 @@ def test_a_deep_stack_is_cut():
 
 def test_a_death_says_why_the_worker_was_not_replaced():
     death = Death(812, -9, restart_limit=2)
-    assert "(worker_restarts=2) were replaced in this epoch" in describe_death(3, death, None)
+    assert "No restart is left in this epoch (worker_restarts=2)." in describe_death(3, death, None)
     ticket = Ticket(41, 3, 0, [7], kill_count=2)
     text = describe_death(3, death, ticket)
-    assert "batch 41 (indices 7). This batch had killed a worker before" in text
+    assert "batch 41 (indices 7). This batch has killed a worker before" in text
 
 
 def test_a_restart_says_what_is_done_again():
     death = Death(812, -9)
     text = describe_restart(1, death, [5, 7], IterableCheckpoint(2))
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
-    assert "batch 5, 7." in text
-    assert "past 2 batches" in text
-    assert "random streams" not in text
+    assert "loads its unfinished batches again: 5, 7." in text
+    assert "is iterated again, skipping 2 batches that were already delivered." in text
+    assert "random number generators" not in text
     for checkpoint in (None, IterableCheckpoint(2, b"state", 2)):
-        assert "random streams start anew" in describe_restart(1, death, [5, 7], checkpoint)
-    assert "anew" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
+        assert "random number generators start over" in describe_restart(
+            1, death, [5, 7], checkpoint
+        )
+    assert "generators" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
     for checkpoint in (
         None,
         IterableCheckpoint(),
@@ -212,9 +214,12 @@ def test_a_restart_says_what_is_done_again():
 def test_a_restart_says_from_which_state_a_dataset_goes_on():
     death = Death(812, -9)
     text = describe_restart(1, death, [], IterableCheckpoint(6, b"state", 4))
-    assert "goes on from its state after 4 batches, past 2 batches that were given since." in text
+    assert (
+        "resumes from its state after 4 batches, skipping 2 batches that were delivered since."
+        in text
+    )
     text = describe_restart(1, death, [], IterableCheckpoint(2, b"state", 1))
-    assert "state after its first batch, past the batch that was given since." in text
+    assert "state after its first batch, skipping the batch that was delivered since." in text
     assert "state after 4 batches. " in describe_restart(
         1, death, [], IterableCheckpoint(4, b"state", 4)
     )
