@@ -361,7 +361,7 @@ def test_an_iterator_without_workers_is_freed_when_it_is_dropped(
 ) -> None:
     loader = DataLoader(Calls(torch.tensor, 6), 2, **options)
     iterator = iter(loader)
-    assert to_host(next(iterator)).tolist() == [0, 1]
+    next(iterator)
     dropped = weakref.ref(iterator)
     del iterator
     assert dropped() is None, "the collector has to free it"
