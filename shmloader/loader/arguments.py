@@ -165,11 +165,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
         slot_share(parse_size(loader.shm_size, "shm_size"), most_window + lent)
     check_on_error(loader.on_error)
     check_max_failures(loader.max_failures, loader.on_error)
-    if loader.on_error != "raise" and isinstance(loader.dataset, MapDataPipe):
-        raise ValueError(
-            "on_error should be 'raise' for a MapDataPipe, which torch's own iterator loads, "
-            f"but got on_error={loader.on_error!r}"
-        )
+    _check_skippable(loader.on_error, loader.dataset)
     check_thread_pool(loader)
     interval = loader.snapshot_every_n_steps
     if interval is not None:
@@ -254,6 +250,19 @@ def check_on_error(on_error: object) -> None:
             raise ValueError(text)
     elif not callable(on_error):
         raise TypeError(text)
+
+
+def _check_skippable(on_error: object, dataset: object) -> None:
+    if on_error == "raise" or is_map_style(dataset):
+        return
+    if is_data_pipe(dataset):
+        why = "a data pipe, which torch's own iterator loads"
+    else:
+        why = (
+            "an IterableDataset, whose samples have no index, and whose iterator usually yields "
+            "nothing after an exception: catch the exception in the dataset's __iter__"
+        )
+    raise ValueError(f"on_error should be 'raise' for {why}, but got on_error={on_error!r}")
 
 
 def check_max_failures(max_failures: object, on_error: object) -> None:

@@ -149,8 +149,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``DistributedSampler`` of several replicas, "skip" puts a copy of the batch's first
             good sample in place of a bad one, so that ranks stay equal, and a batch without any
             good sample raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is
-            called again for each index by itself. What collate or the iterator of an iterable
-            dataset raises is always raised.
+            called again for each index by itself. What collate raises is always raised, as is what
+            the iterator of an iterable dataset raises: there, only "raise" is possible.
         max_failures: How many samples may fail in an epoch: an int, or a ``fractions.Fraction`` of
             the samples tried so far, judged from the 100th on and at the epoch's end. More raise
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
