@@ -105,6 +105,13 @@ def check_seed(seed: object, dataset: object, *, has_generator: bool) -> int | N
     return number
 
 
+def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
+    """Return how a loader without a seed comes to depend on the number of the epoch."""
+    if is_data_pipe(dataset):  # cannot be combined with a seed
+        return "A data pipe has to be told the epoch itself."
+    return f"Give seed={' in place of generator=' if has_generator else ''}."
+
+
 def check_last_batch(
     last_batch: object,
     batch_size: int | None,

@@ -489,6 +489,48 @@ def distributed() -> DistributedSampler[Any]:
     return DistributedSampler(range(8), num_replicas=1, rank=0)
 
 
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: DataLoader(range(4), 2, shuffle=True), "Give seed=."),
+        (lambda: DataLoader(range(4), batch_size=None), "Give seed=."),
+        (lambda: DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), "Give seed=."),
+        (lambda: DataLoader(Streams(lambda: iter(range(4))), 2), "Give seed=."),
+        (
+            lambda: DataLoader(range(4), shuffle=True, generator=torch.Generator()),
+            "Give seed= in place of generator=.",
+        ),
+        (
+            lambda: DataLoader(IterableWrapper([1, 2])),
+            "A data pipe has to be told the epoch itself.",
+        ),
+    ],
+)
+def test_an_epoch_that_nothing_depends_on_is_warned_of_once(make, remedy) -> None:
+    text = (
+        "set_epoch(2) changes neither the order nor the random numbers of this loader: it has no "
+        f"seed, and no sampler with set_epoch. {remedy}"
+    )
+    loader = make()
+    for _ in range(2):  # each loader for itself
+        with pytest.warns(UserWarning, match="set_epoch") as caught:
+            loader.set_epoch(2)
+        assert [str(warning.message) for warning in caught] == [text]
+        assert caught[0].filename == __file__
+        loader.set_epoch(3)
+        assert loader.epoch == 3
+        loader = make()
+
+
+def test_an_epoch_that_a_seed_or_a_sampler_depends_on_is_not_warned_of() -> None:
+    DataLoader(range(4), seed=0).set_epoch(1)
+    DataLoader(range(4), sampler=distributed()).set_epoch(1)
+    DataLoader(range(4), batch_size=None, sampler=distributed()).set_epoch(1)
+    batches = BatchSampler(distributed(), 2, drop_last=False)
+    DataLoader(range(4), batch_sampler=batches).set_epoch(1)
+    DataLoader(range(4), 2, sampler=distributed(), last_batch="rollover").set_epoch(1)
+
+
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
 def test_what_is_no_epoch_is_refused(epoch) -> None:
     with pytest.raises((TypeError, ValueError), match="epoch should be"):
