@@ -57,6 +57,20 @@ def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
 # Before torch's constructor ------------------------------------------------------------------
 
 
+def check_num_workers(num_workers: object) -> None:
+    """Check that ``num_workers`` is no text but "auto".
+
+    What is no text is left to torch, which takes any number and refuses the rest in its words.
+
+    Raises:
+        TypeError: If it is another text; torch's constructor raises a TypeError, too.
+    """
+    if isinstance(num_workers, str | bytes) and num_workers != "auto":
+        raise TypeError(
+            f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
+        )
+
+
 def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
     """Check what goes with ``num_workers="auto"``; called by a loader's constructor.
 

@@ -23,6 +23,7 @@ from shmloader.loader.arguments import (
     check_arguments,
     check_auto,
     check_last_batch,
+    check_num_workers,
     check_seed,
     check_thread_pool,
     is_data_pipe,
@@ -207,6 +208,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         fetch_concurrency: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
+        check_num_workers(num_workers)
         if num_workers == "auto":
             is_seeded = seed is not None or self._may_shard
             check_auto(dataset, thread_pool=thread_pool, is_seeded=is_seeded)

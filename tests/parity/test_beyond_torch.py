@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, get_worker_info
 
-from shmloader import DataLoader
+from shmloader import DataLoader, ShardedDataLoader
 from tests.parity.compare import assert_same, outcome, run_ours
 from tests.parity.data import Made, Squares, only
 from tests.parity.objects import floats
@@ -79,7 +79,7 @@ def test_classes_of_a_main_program_without_a_file_reach_spawned_workers() -> Non
     """As in a notebook: __main__ has no file that a worker could import."""
     program = """
         import torch
-        from shmloader import DataLoader
+        from shmloader import DataLoader, ShardedDataLoader
 
         class Words:
             def __len__(self):
@@ -212,6 +212,19 @@ def test_ragged_samples_name_the_shapes_in_a_worker_as_in_process() -> None:
     )
     assert steps[1].value.kind is RuntimeError
     assert "stack expects each tensor to be equal size" in steps[1].value.text
+
+
+@pytest.mark.parametrize("num_workers", ["4", "AUTO", "", b"auto"])
+def test_a_num_workers_that_is_another_text_is_a_type_error_that_names_auto(
+    num_workers: Any,
+) -> None:
+    with pytest.raises(TypeError):
+        TorchLoader([1, 2], num_workers=num_workers)
+    text = f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
+    for make in (DataLoader, ShardedDataLoader):
+        with pytest.raises(TypeError) as caught:
+            make([1, 2], batch_size=1, num_workers=num_workers)
+        assert str(caught.value) == text
 
 
 def test_read_only_arrays_are_collated_as_in_process() -> None:
