@@ -3,6 +3,7 @@
 Torch's own arguments are checked by torch's constructor.
 """
 
+import inspect
 import mmap
 import re
 import warnings
@@ -10,8 +11,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import (
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    default_collate,
+    default_convert,
+)
 
+from shmloader.batch.maker import describe_coroutines
 from shmloader.batch.plain_data import only_hands_out
 from shmloader.device.target import parse_device
 from shmloader.sampling.checks import whole_number
@@ -193,13 +201,29 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
         what = "a number of batches, or 0 or None for never"
         _check_count(interval, "snapshot_every_n_steps", what, minimum=0)
     concurrency = loader.fetch_concurrency
-    if concurrency is not None:
+    if concurrency is None:
+        _check_not_async(loader)
+    else:
         _check_count(concurrency, "fetch_concurrency", "a positive number of samples", minimum=1)
         if not is_map_style(loader.dataset):
             raise ValueError(
                 "fetch_concurrency needs a map-style dataset: an iterable one, or a data pipe, "
                 f"yields one sample after the other, but got fetch_concurrency={concurrency!r}"
             )
+
+
+def _check_not_async(loader: Any) -> None:
+    """Raise TypeError for an ``async def __getitem__`` that nothing can await.
+
+    A collate function of the user's may await its samples, as with torch's loader. Where the
+    samples come from another dataset inside this one, the first batch raises.
+    """
+    kind = type(loader.dataset)
+    is_async = inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
+    has_lists = loader._auto_collation and hasattr(kind, "__getitems__")
+    is_torchs = loader.collate_fn in (default_collate, default_convert)
+    if is_async and is_torchs and not has_lists and is_map_style(loader.dataset):
+        raise TypeError(describe_coroutines(f"dataset {kind.__name__}"))
 
 
 def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
