@@ -22,6 +22,7 @@ from torch.utils.data import (
 from shmloader.batch.maker import describe_coroutines
 from shmloader.batch.plain_data import only_hands_out
 from shmloader.device.target import parse_device
+from shmloader.memory.slot import describe_shm_size
 from shmloader.sampling.checks import whole_number
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
@@ -382,6 +383,8 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
             f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "
             f"(prefetch_factor * num_workers + {LEND_LIMIT}, or + device_prefetch + 2 if that is "
             f"more); a slot needs at least {MINIMUM_SLOT_BYTES}. Raise shm_size to "
-            f"{slot_count * MINIMUM_SLOT_BYTES} or more, or lower num_workers or prefetch_factor."
+            f"{slot_count * MINIMUM_SLOT_BYTES} or more "
+            f"({describe_shm_size(slot_count, MINIMUM_SLOT_BYTES)} suffices), or lower "
+            "num_workers or prefetch_factor."
         )
     return share
