@@ -3,11 +3,12 @@
 Torch's own arguments are checked by torch's constructor.
 """
 
+import contextlib
 import inspect
 import mmap
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from shmloader.batch.plain_data import only_hands_out
 from shmloader.device.target import parse_device
 from shmloader.memory.slot import describe_shm_size
 from shmloader.sampling.checks import whole_number
+from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.seeded_order import SeededOrder
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -164,6 +167,24 @@ def check_last_batch(
             "last_batch cannot be 'rollover' for an IterableDataset or a data pipe, which make "
             f"their own batches, {got}"
         )
+
+
+def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, what: str) -> None:
+    """Warn if all samples are discarded; called by a loader's constructor.
+
+    Args:
+        order: The order of the epochs.
+        samples: Something as long as the order, if no sampler of the user's decides that.
+        what: What the samples have to fill.
+    """
+    with contextlib.suppress(TypeError, NotImplementedError):  # a dataset without a length
+        sample_count = len(samples) if isinstance(samples, Sized) else 0
+        if sample_count and order.count_batches() == 0:
+            warnings.warn(
+                f"each epoch is empty: samples that do not fill {what} are discarded, and there "
+                f"are only {sample_count}. Lower batch_size, or keep them with last_batch='keep'.",
+                stacklevel=3,
+            )
 
 
 # After torch's constructor -------------------------------------------------------------------

@@ -29,6 +29,7 @@ from shmloader.loader.arguments import (
     is_data_pipe,
     is_map_style,
     parse_size,
+    warn_of_empty_epochs,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
@@ -257,6 +258,9 @@ class DataLoader(MeasuredLoader[_T_co]):
         check_arguments(self, self._wanted_devices(), most_window)
         self._make_own_parts()
         self._make_plan(sampler, batch_sampler)
+        if last_batch == "discard":  # not for torch's drop_last, with which torch does not warn
+            what = f"a batch of {batch_size}"
+            warn_of_empty_epochs(self._present_plan.order, self.sampler, what)
 
     @property
     def failures(self) -> FailureList[FailedSample]:
