@@ -6,6 +6,7 @@ Torch's own arguments are checked by torch's constructor.
 import contextlib
 import inspect
 import mmap
+import multiprocessing
 import re
 import warnings
 from collections.abc import Sequence, Sized
@@ -298,6 +299,23 @@ def check_thread_pool(loader: Any) -> None:
         raise ValueError(
             f"thread_pool=True cannot be combined with {', '.join(for_processes)}: workers are "
             "threads of this process, and share its memory"
+        )
+
+
+def check_may_have_workers(dataset: object) -> None:
+    """Check that this process may have worker processes; called when an iterator begins.
+
+    Raises:
+        AssertionError: If the process is a daemon. multiprocessing raises the same, without the
+            remedy, unless Python runs without assertions: then a daemon may have children.
+    """
+    process = multiprocessing.current_process()
+    if __debug__ and process.daemon:
+        threads = " or thread_pool=True" if is_map_style(dataset) else ""
+        raise AssertionError(
+            f"daemonic processes are not allowed to have children, and {process.name} is daemonic, "
+            "as the workers of a DataLoader and of a multiprocessing.Pool are: give a loader in "
+            f"such a process num_workers=0{threads}"
         )
 
 

@@ -23,6 +23,7 @@ from shmloader.loader.arguments import (
     check_arguments,
     check_auto,
     check_last_batch,
+    check_may_have_workers,
     check_num_workers,
     check_seed,
     check_thread_pool,
@@ -339,6 +340,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             warn_of_torch_workers(ours)
             iterator = torch_iterator(self, plan, parts)
         else:
+            check_may_have_workers(self.dataset)
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, self._config(), plan, parts)
         self._open_iterators.add(iterator)
