@@ -84,6 +84,16 @@ def base_seed(seed: int, epoch: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Return what the samples of a rank depend on in place of ``seed``, 128 bits.
+
+    For loaders whose positions are those in a rank's own share of the samples. Kept for ever, as
+    the digests are.
+    """
+    digest = hashlib.blake2b(b"%d,%d" % (seed, rank), digest_size=16, person=b"shmloader rank")
+    return int.from_bytes(digest.digest(), "little")
+
+
 _LARGEST_SEED = (1 << 63) - 1
 
 # Of random (its low word and its high one), of numpy.random, and of torch.
