@@ -13,7 +13,7 @@ from shmloader.device.page_locks import PageLocks
 
 
 def parse_device(value: object) -> torch.device | None:
-    """Read the ``device`` option.
+    """Read the ``device`` argument.
 
     Args:
         value: None, a text such as ``"cuda:0"``, an index, or a ``torch.device``.
@@ -30,7 +30,7 @@ def parse_device(value: object) -> torch.device | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
         raise TypeError(
-            "device option should be a device such as 'cuda:0', an index or a torch.device, "
+            "device should be a device such as 'cuda:0', an index or a torch.device, "
             f"but got device={value!r}"
         )
     if isinstance(value, int):
@@ -44,8 +44,7 @@ def parse_device(value: object) -> torch.device | None:
         device = torch.device(value)
     except RuntimeError as error:
         raise ValueError(
-            f"device option should name a device that torch knows, but got device={value!r}: "
-            f"{error}"
+            f"device should name a device that torch knows, but got device={value!r}: {error}"
         ) from None
     if device.type == "cpu":
         return None

@@ -285,8 +285,8 @@ def _where(kind: OpKind, executor: object) -> Where:
     if kind.is_async:
         if executor is not None:
             raise ValueError(
-                f"the op is {kind.value}, which runs on the event loop, and executor={executor!r} "
-                "has no use for it"
+                f"executor={executor!r} cannot be combined with an op that is {kind.value}, which "
+                "runs on the event loop"
             )
         return Where.LOOP
     if executor is None or executor == "thread":

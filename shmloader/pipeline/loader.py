@@ -64,11 +64,11 @@ class PipelineDataLoader:
         given = {"aggregator": aggregator is not None, "drop_last": drop_last}
         for name, is_given in given.items():
             if is_given and batch_size is None:
-                raise ValueError(f"{name} option needs batch_size: without it there are no batches")
+                raise ValueError(f"{name} needs batch_size: without it there are no batches")
         ops = {"preprocessor": preprocessor, "aggregator": aggregator, "transfer_fn": transfer_fn}
         for name, op in ops.items():
             if op is not None and not callable(op):
-                raise TypeError(f"{name} option should be callable, but got {name}={op!r}")
+                raise TypeError(f"{name} should be callable, but got {name}={op!r}")
         builder = PipelineBuilder().add_source(src)
 
         def pipe(op: Callable[[Any], Any]) -> None:

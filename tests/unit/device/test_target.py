@@ -74,10 +74,10 @@ def test_an_index_is_one_of_the_accelerators_that_there_are(monkeypatch) -> None
 
 @pytest.mark.parametrize("device", [True, 1.5, ["cuda"], object()])
 def test_what_is_no_device_is_a_type_error(device) -> None:
-    with pytest.raises(TypeError, match="device option should be a device such as"):
+    with pytest.raises(TypeError, match="device should be a device such as"):
         parse_device(device)
 
 
 def test_a_name_that_torch_does_not_know_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="device option should name a device that torch knows"):
+    with pytest.raises(ValueError, match="device should name a device that torch knows"):
         parse_device("nonsense")
