@@ -6,6 +6,7 @@ timer. The caller puts the batch where it belongs: into a slot, into a queue, or
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,8 @@ class BatchMaker:
         self.rng = rng
         self.timer = timer
         self._keeps_global = keeps_global and rng is not None
+        if not plan.is_iterable and concurrent_fetcher is None:
+            collate_fn = _refusing_coroutines(collate_fn)
         collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
         if rng is not None:
             dataset, collate_fn = rng.wrap(
@@ -117,3 +120,44 @@ class BatchMaker:
         """Return the report on samples since the last call; None where bad samples are raised."""
         fetcher = self.fetcher
         return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
+
+
+def describe_coroutines(source: str) -> str:
+    """Return the text of the error for samples that nothing awaits.
+
+    Args:
+        source: What the samples come from.
+    """
+    return (
+        f"{source} gives coroutines for samples, since __getitem__ is an async def: give "
+        "fetch_concurrency=, the number of samples of a batch that are awaited at the same time"
+    )
+
+
+def _refusing_coroutines(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap a collate function so that samples that it does not await are a TypeError.
+
+    A collate function that awaits its samples works as with torch.
+    """
+
+    def collate(samples: Any) -> Any:
+        first = samples[0] if isinstance(samples, list) and samples else samples
+        if not inspect.iscoroutine(first):
+            return collate_fn(samples)
+        # Before: collate may change the list.
+        own = list(samples) if isinstance(samples, list) else [samples]
+        batch, error = None, None
+        try:
+            batch = collate_fn(samples)
+        except Exception as caught:
+            if inspect.getcoroutinestate(first) != inspect.CORO_CREATED:
+                raise
+            error = caught
+        if inspect.getcoroutinestate(first) != inspect.CORO_CREATED:
+            return batch
+        for sample in own:
+            if inspect.iscoroutine(sample):
+                sample.close()  # else Python warns that it was never awaited
+        raise TypeError(describe_coroutines("the dataset")) from error
+
+    return collate

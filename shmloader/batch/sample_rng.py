@@ -100,6 +100,16 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
     return seed
 
 
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Return what the samples of a rank depend on in place of ``seed``, 128 bits.
+
+    For loaders whose positions are those in a rank's own share of the samples. Kept for ever, as
+    the digests are.
+    """
+    digest = hashlib.blake2b(b"%d,%d" % (seed, rank), digest_size=16, person=b"shmloader rank")
+    return int.from_bytes(digest.digest(), "little")
+
+
 _LARGEST_SEED = (1 << 63) - 1
 
 # The seeds of random (its low and its high word), of numpy.random, and of torch.

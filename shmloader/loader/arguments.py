@@ -3,18 +3,31 @@
 Torch's own arguments are checked by torch's constructor.
 """
 
+import contextlib
+import inspect
 import mmap
+import multiprocessing
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from fractions import Fraction
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import (
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    default_collate,
+    default_convert,
+)
 
 from shmloader.batch.arrays import is_plain_data
+from shmloader.batch.maker import describe_coroutines
 from shmloader.device.backend import parse_device
+from shmloader.memory.slot import describe_shm_size
 from shmloader.sampling.checks import whole_number
+from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.seeded_order import SeededOrder
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -55,6 +68,20 @@ def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
 
 
 # Before torch's constructor ------------------------------------------------------------------
+
+
+def check_num_workers(num_workers: object) -> None:
+    """Check that ``num_workers`` is no text but "auto".
+
+    What is no text is left to torch, which takes any number and refuses the rest in its words.
+
+    Raises:
+        TypeError: If it is another text; torch's constructor raises a TypeError, too.
+    """
+    if isinstance(num_workers, str | bytes) and num_workers != "auto":
+        raise TypeError(
+            f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
+        )
 
 
 def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
@@ -105,6 +132,13 @@ def check_seed(seed: object, dataset: object, *, has_generator: bool) -> int | N
     return number
 
 
+def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
+    """Return how a loader without a seed comes to depend on the number of the epoch."""
+    if is_data_pipe(dataset):  # cannot be combined with a seed
+        return "A data pipe has to be told the epoch itself."
+    return f"Give seed={' in place of generator=' if has_generator else ''}."
+
+
 def check_last_batch(
     last_batch: object,
     batch_size: int | None,
@@ -136,6 +170,24 @@ def check_last_batch(
         )
 
 
+def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, what: str) -> None:
+    """Warn if all samples are discarded; called by a loader's constructor.
+
+    Args:
+        order: The order of the epochs.
+        samples: Something as long as the order, if no sampler of the user's decides that.
+        what: What the samples have to fill.
+    """
+    with contextlib.suppress(TypeError, NotImplementedError):  # a dataset without a length
+        sample_count = len(samples) if isinstance(samples, Sized) else 0
+        if sample_count and order.count_batches() == 0:
+            warnings.warn(
+                f"each epoch is empty: samples that do not fill {what} are discarded, and there "
+                f"are only {sample_count}. Lower batch_size, or keep them with last_batch='keep'.",
+                stacklevel=3,
+            )
+
+
 # After torch's constructor -------------------------------------------------------------------
 
 
@@ -165,24 +217,36 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
         slot_share(parse_size(loader.shm_size, "shm_size"), most_window + lent)
     check_on_error(loader.on_error)
     check_max_failures(loader.max_failures, loader.on_error)
-    if loader.on_error != "raise" and isinstance(loader.dataset, MapDataPipe):
-        raise ValueError(
-            "on_error should be 'raise' for a MapDataPipe, which torch's own iterator loads, "
-            f"but got on_error={loader.on_error!r}"
-        )
+    _check_skippable(loader.on_error, loader.dataset)
     check_thread_pool(loader)
     interval = loader.snapshot_every_n_steps
     if interval is not None:
         what = "a number of batches, or 0 or None for never"
         _check_count(interval, "snapshot_every_n_steps", what, minimum=0)
     concurrency = loader.fetch_concurrency
-    if concurrency is not None:
+    if concurrency is None:
+        _check_not_async(loader)
+    else:
         _check_count(concurrency, "fetch_concurrency", "a positive number of samples", minimum=1)
         if not is_map_style(loader.dataset):
             raise ValueError(
                 "fetch_concurrency needs a map-style dataset: an iterable one, or a data pipe, "
                 f"yields one sample after the other, but got fetch_concurrency={concurrency!r}"
             )
+
+
+def _check_not_async(loader: Any) -> None:
+    """Raise TypeError for an ``async def __getitem__`` that nothing can await.
+
+    A collate function of the user's may await its samples, as with torch's loader. Where the
+    samples come from another dataset inside this one, the first batch raises.
+    """
+    kind = type(loader.dataset)
+    is_async = inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
+    has_lists = loader._auto_collation and hasattr(kind, "__getitems__")
+    is_torchs = loader.collate_fn in (default_collate, default_convert)
+    if is_async and is_torchs and not has_lists and is_map_style(loader.dataset):
+        raise TypeError(describe_coroutines(f"dataset {kind.__name__}"))
 
 
 def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
@@ -238,6 +302,23 @@ def check_thread_pool(loader: Any) -> None:
         )
 
 
+def check_may_have_workers(dataset: object) -> None:
+    """Check that this process may have worker processes; called when an iterator begins.
+
+    Raises:
+        AssertionError: If the process is a daemon. multiprocessing raises the same, without the
+            remedy, unless Python runs without assertions: then a daemon may have children.
+    """
+    process = multiprocessing.current_process()
+    if __debug__ and process.daemon:
+        threads = " or thread_pool=True" if is_map_style(dataset) else ""
+        raise AssertionError(
+            f"daemonic processes are not allowed to have children, and {process.name} is daemonic, "
+            "as the workers of a DataLoader and of a multiprocessing.Pool are: give a loader in "
+            f"such a process num_workers=0{threads}"
+        )
+
+
 def check_on_error(on_error: object) -> None:
     """Check ``on_error``: what to do about a sample that fails.
 
@@ -254,6 +335,19 @@ def check_on_error(on_error: object) -> None:
             raise ValueError(text)
     elif not callable(on_error):
         raise TypeError(text)
+
+
+def _check_skippable(on_error: object, dataset: object) -> None:
+    if on_error == "raise" or is_map_style(dataset):
+        return
+    if is_data_pipe(dataset):
+        why = "a data pipe, which torch's own iterator loads"
+    else:
+        why = (
+            "an IterableDataset, whose samples have no index, and whose iterator usually yields "
+            "nothing after an exception: catch the exception in the dataset's __iter__"
+        )
+    raise ValueError(f"on_error should be 'raise' for {why}, but got on_error={on_error!r}")
 
 
 def check_max_failures(max_failures: object, on_error: object) -> None:
@@ -328,6 +422,8 @@ def slot_share(shm_bytes: int, slot_count: int) -> int:
             f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "
             f"(prefetch_factor * num_workers + {LEND_LIMIT}, or + device_prefetch + 2 if that is "
             f"more); a slot needs at least {MINIMUM_SLOT_BYTES}. Raise shm_size to "
-            f"{slot_count * MINIMUM_SLOT_BYTES} or more, or lower num_workers or prefetch_factor."
+            f"{slot_count * MINIMUM_SLOT_BYTES} or more "
+            f"({describe_shm_size(slot_count, MINIMUM_SLOT_BYTES)} suffices), or lower "
+            "num_workers or prefetch_factor."
         )
     return share

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.batch.fetch import FetchConfig, OnError
+from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.device.backend import parse_device
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
@@ -23,11 +24,14 @@ from shmloader.loader.arguments import (
     check_arguments,
     check_auto,
     check_last_batch,
+    check_may_have_workers,
+    check_num_workers,
     check_seed,
     check_thread_pool,
     is_data_pipe,
     is_map_style,
     parse_size,
+    warn_of_empty_epochs,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
@@ -38,7 +42,7 @@ from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
-from shmloader.sampling.ranks import is_cut_for_ranks
+from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
 from shmloader.sampling.seeded_order import SeededOrder
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -86,9 +90,10 @@ class DataLoader(MeasuredLoader[_T_co]):
             fetched one by one, even if the dataset has ``__getitems__``. With
             ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state
             of the process's generators is restored after each batch. A position is one in this
-            loader's order: with several ranks, give each its own seed, or use
-            :class:`shmloader.ShardedDataLoader`. Samples of an iterable dataset depend on the
-            worker's number and the position in its stream. With ``shuffle=True``,
+            loader's order: with a sampler that is cut for ranks (``DistributedSampler``), random
+            numbers depend on the rank as well, so give all ranks the same seed. Where the dataset
+            is cut for ranks, give each rank its own seed. Samples of an iterable dataset depend on
+            the worker's number and the position in its stream. With ``shuffle=True``,
             ``loader.sampler`` is the order that is delivered, where torch has a
             ``RandomSampler``; its ``set_epoch`` names the next epoch. Cannot be combined with
             ``generator``. None: all randomness is as torch's.
@@ -149,8 +154,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``DistributedSampler`` of several replicas, "skip" puts a copy of the batch's first
             good sample in place of a bad one, so that ranks stay equal, and a batch without any
             good sample raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is
-            called again for each index by itself. What collate or the iterator of an iterable
-            dataset raises is always raised.
+            called again for each index by itself. What collate raises is always raised, as is what
+            the iterator of an iterable dataset raises: there, only "raise" is possible.
         max_failures: How many samples may fail in an epoch: an int, or a ``fractions.Fraction`` of
             the samples tried so far, judged from the 100th on and at the epoch's end. More raise
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
@@ -207,6 +212,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         fetch_concurrency: int | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
+        check_num_workers(num_workers)
         if num_workers == "auto":
             is_seeded = seed is not None or self._may_shard
             check_auto(dataset, thread_pool=thread_pool, is_seeded=is_seeded)
@@ -255,6 +261,9 @@ class DataLoader(MeasuredLoader[_T_co]):
         check_arguments(self, self._wanted_devices(), most_window)
         self._make_own_parts()
         self._make_plan(sampler, batch_sampler)
+        if last_batch == "discard":  # not for torch's drop_last, with which torch does not warn
+            what = f"a batch of {batch_size}"
+            warn_of_empty_epochs(self._present_plan.order, self.sampler, what)
 
     @property
     def failures(self) -> FailureList[FailedSample]:
@@ -274,8 +283,21 @@ class DataLoader(MeasuredLoader[_T_co]):
     @property
     def _is_in_ranks(self) -> bool:
         """Whether other loaders have to deliver as many samples as this one."""
-        samplers = (self.sampler, self.batch_sampler, probe(self.batch_sampler, "sampler"))
-        return any(map(is_cut_for_ranks, samplers))
+        return any(map(is_cut_for_ranks, self._all_samplers))
+
+    @property
+    def _all_samplers(self) -> tuple[object, ...]:
+        """The samplers of this loader, one of which may be cut for ranks."""
+        return self.sampler, self.batch_sampler, probe(self.batch_sampler, "sampler")
+
+    @property
+    def _seed_of_samples(self) -> int | None:
+        """The seed of the samples' random numbers, which differ between ranks; None without one.
+
+        The order depends on the loader's own seed: ranks have to agree on what they share.
+        """
+        seed, rank = self._sample_seed, rank_of(self._all_samplers)
+        return seed if seed is None or rank is None else seed_of_rank(seed, rank)
 
     def _wanted_devices(self) -> list[Any]:
         """Return where the batches of a step are to arrive, as the user said it."""
@@ -333,6 +355,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             warn_of_torch_workers(ours)
             iterator = torch_iterator(self, plan, parts)
         else:
+            check_may_have_workers(self.dataset)
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, self._config(), plan, parts)
         self._open_iterators.add(iterator)
@@ -359,7 +382,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             self.drop_last,
             keep_size=self.on_error == "skip" and self._is_in_ranks,
             may_shard=(self._may_shard and isinstance(order, SeededOrder) and order.may_give_lists),
-            seed=self._sample_seed,
+            seed=self._seed_of_samples,
             snapshot_every=self._snapshot_interval(is_iterable=is_iterable),
             is_persistent=bool(self.persistent_workers),
             concurrency=self.fetch_concurrency,

@@ -325,6 +325,7 @@ class WorkerIterator(EngineIterator):
             free_memory(root, control_groups(root)),
             config.root,
             config.fixed_window,
+            share_count=None if slot_bytes is None else config.most_window + lent,
         )
         warn_of_many_objects(config, self._parts)
         self._wanted = config.num_workers

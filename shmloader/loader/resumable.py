@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import ClosedLoaderError
-from shmloader.loader.arguments import LastBatch, is_data_pipe
+from shmloader.loader.arguments import LastBatch, describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import check_state, sealed
@@ -24,7 +24,7 @@ from shmloader.memory.slot import is_supported
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
-from shmloader.sampling.sampler_checkpoint import has_own_state
+from shmloader.sampling.sampler_checkpoint import counts_epochs, has_own_state
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder, SeededRandomSampler
 from shmloader.sampling.steps import Cut, Tail
@@ -74,6 +74,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     #: Set at the end of the constructor.
     _plan: EpochPlan | None = None
     _is_closed = False
+    _has_warned_of_epoch = False
 
     # Not shared or copied: a copy or a pickle of the loader gets new ones.
     _parts: LoaderParts
@@ -183,8 +184,20 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
         With a ``seed``, calling ``set_epoch`` of the sampler itself names the next epoch as well,
         if the sampler has an attribute ``epoch`` with the number that it was told.
+
+        Without a seed or such a sampler, nothing depends on the number: a warning says so, once.
         """
-        self._present_plan.set_epoch(epoch)
+        plan = self._present_plan
+        plan.set_epoch(epoch)
+        has_effect = self._sample_seed is not None or counts_epochs(plan.order.index_sampler)
+        if not (has_effect or self._has_warned_of_epoch):
+            self._has_warned_of_epoch = True
+            warnings.warn(
+                f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
+                "loader: it has no seed, and no sampler with set_epoch. "
+                + describe_epoch_remedy(self.dataset, has_generator=self.generator is not None),
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""

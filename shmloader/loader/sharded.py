@@ -6,7 +6,12 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
-from shmloader.loader.arguments import LastBatch, check_last_batch, is_map_style
+from shmloader.loader.arguments import (
+    LastBatch,
+    check_last_batch,
+    is_map_style,
+    warn_of_empty_epochs,
+)
 from shmloader.loader.dataloader import DataLoader
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
@@ -182,6 +187,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
             is_positioned=True,
         )
         self._set_plan(EpochPlan(order))
+        if tail_rule == "drop":
+            what = f"a global batch of {share * max(1, shards) * ranks[1]}"
+            warn_of_empty_epochs(order, dataset, what)
 
     @property
     def _order(self) -> SeededOrder:

@@ -55,6 +55,7 @@ class MemoryConfig:
         free_at_start: What was free before the iterator touched anything.
         root: Directory that holds ``proc`` and ``sys``.
         window: Batches in flight where that is not a multiple of the workers; else None.
+        share_count: Number of slots among which ``shm_size`` is divided; None without it.
     """
 
     worker_count: int
@@ -64,6 +65,7 @@ class MemoryConfig:
     free_at_start: Free | None = None
     root: str = "/"
     window: int | None = None
+    share_count: int | None = None
 
     @property
     def slot_count(self) -> int:
@@ -102,6 +104,11 @@ class MemoryAdmission:
         self._most_free = _less_reserve(config.free_at_start)
         #: Whether less was free than all workers may come to take when a slot last grew.
         self.is_tight = False
+
+    @property
+    def share_count(self) -> int | None:
+        """Number of slots among which ``shm_size`` is divided; None without it."""
+        return self._config.share_count
 
     def note_batch(self, used_bytes: int) -> None:
         """Note the size of a batch that this process has completed."""

@@ -49,6 +49,8 @@ MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 #: Bytes of a slot that are mapped at first. More is mapped when a batch needs it.
 FIRST_BYTES = mmap.PAGESIZE
 
+_MIB = 1 << 20
+
 # Longest file made where the user set no cap.
 _MOST_BYTES = 1 << 37
 
@@ -176,16 +178,33 @@ def _longest_file() -> int:
     return sys.maxsize if limit is None else limit
 
 
-def describe_most(most_bytes: int) -> str:
-    """Return what keeps a slot from having more than ``most_bytes``, and the remedy."""
+def describe_most(
+    most_bytes: int, needed_bytes: int | None = None, slot_count: int | None = None
+) -> str:
+    """Return what keeps a slot from having more than ``most_bytes``, and the remedy.
+
+    Args:
+        most_bytes: Maximum length of the slot.
+        needed_bytes: Length that is needed; None if that is not known.
+        slot_count: Number of slots among which ``shm_size`` is divided; None if that is not known.
+    """
     if most_bytes == _whole_pages(_longest_file(), up=False):
         return "the longest file allowed here (`ulimit -f`): raise that limit"
     if most_bytes == _whole_pages(uncapped_slot_bytes()):
         return "all the memory of this machine"
-    return (
+    text = (
         "raise shm_size, which is divided equally among prefetch_factor * num_workers slots and "
         "those that may be lent"
     )
+    if needed_bytes is None or slot_count is None:
+        return text
+    enough = describe_shm_size(slot_count, needed_bytes)
+    return f"{text}, {slot_count} in all: {enough} suffices for this"
+
+
+def describe_shm_size(slot_count: int, slot_bytes: int) -> str:
+    """Return the least ``shm_size`` in MiB whose equal shares are at least ``slot_bytes``."""
+    return f"shm_size='{-(-slot_count * _whole_pages(slot_bytes) // _MIB)}MiB'"
 
 
 def _whole_pages(nbytes: int, *, up: bool = True) -> int:

@@ -135,10 +135,11 @@ class SlotWriter:
         slot = self.slot
         end = start + nbytes
         if end > slot.most_bytes:
+            slot_count = None if self._admission is None else self._admission.share_count
             raise SharedMemoryError(
                 f"a batch needs at least {end} bytes of shared memory, and its slot may "
-                f"have {slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size, "
-                "num_workers or prefetch_factor."
+                f"have {slot.most_bytes}: {describe_most(slot.most_bytes, end, slot_count)}; or "
+                "lower batch_size, num_workers or prefetch_factor."
             )
         if end > slot.nbytes:
             self._map(slot, end)

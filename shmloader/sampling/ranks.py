@@ -6,6 +6,8 @@ sampler or a loader is constructed, so they have to be known by then.
 """
 
 import os
+from collections.abc import Iterable
+from numbers import Integral
 
 import torch.distributed
 
@@ -80,3 +82,12 @@ def is_cut_for_ranks(sampler: object) -> bool:
     """Whether a sampler yields only one rank's share, as torch's ``DistributedSampler`` does."""
     count = probe(sampler, "num_replicas", probe(sampler, "world_size", 1))
     return probe(sampler, "rank") is not None and isinstance(count, int) and count > 1
+
+
+def rank_of(samplers: Iterable[object]) -> int | None:
+    """Return the rank for which the first sampler that is cut for ranks yields a share, if any."""
+    for sampler in samplers:
+        rank = probe(sampler, "rank")
+        if is_cut_for_ranks(sampler) and isinstance(rank, Integral):
+            return int(rank)
+    return None

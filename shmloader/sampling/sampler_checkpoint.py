@@ -98,6 +98,11 @@ def log_redraw(index_sampler: object, position: int) -> None:
         )
 
 
+def counts_epochs(sampler: object) -> bool:
+    """Return whether a sampler, or the sampler in a batch sampler, has ``set_epoch``."""
+    return any(callable(probe(each, "set_epoch")) for each in (sampler, probe(sampler, "sampler")))
+
+
 def set_epoch_of(sampler: object, epoch: int) -> None:
     """Call ``set_epoch`` of a sampler, or of the sampler in a batch sampler, if there is one."""
     for each in (sampler, probe(sampler, "sampler")):

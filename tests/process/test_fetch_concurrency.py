@@ -317,6 +317,59 @@ def test_arguments_are_checked_by_the_constructor(options, error):
         DataLoader(TensorDataset(torch.arange(3)), **options)
 
 
+@pytest.mark.parametrize("make", [DataLoader, ShardedDataLoader])
+def test_coroutines_without_fetch_concurrency_are_refused_at_construction(make):
+    text = (
+        "dataset AsyncSquares gives coroutines for samples, since __getitem__ is an async def: "
+        "give fetch_concurrency=, the number of samples of a batch that are awaited at the same "
+        "time"
+    )
+    with pytest.raises(TypeError) as caught:
+        make(AsyncSquares(4), batch_size=2)
+    assert str(caught.value) == text
+    if make is DataLoader:
+        with pytest.raises(TypeError, match="give fetch_concurrency="):
+            make(AsyncSquares(4), batch_size=None)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"batch_size": 2}, id="default_collate"),
+        pytest.param({"batch_size": None}, id="default_convert"),
+        pytest.param({"batch_size": 2, "collate_fn": list}, id="list"),
+        pytest.param({"batch_size": 2, "collate_fn": torch.stack}, id="stack"),
+        pytest.param({"batch_size": 2, "on_error": "skip"}, id="skip"),
+    ],
+)
+@pytest.mark.sampled(10)
+def test_coroutines_without_fetch_concurrency_are_refused_by_each_batch(options, seed, workers):
+    with DataLoader(Subset(AsyncSquares(4), range(4)), seed=seed, **options, **workers) as loader:
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"dataset gives coroutines .* give fetch_conc"):
+                next(batches)
+
+
+def await_all(samples):
+    async def gather():
+        return await asyncio.gather(*samples)
+
+    return asyncio.run(gather())
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_collate_fn_may_await_its_samples_as_with_torch(workers):
+    expected = list(TorchLoader(AsyncSquares(6, 4), 2, sampler=range(4), collate_fn=await_all))
+    with DataLoader(AsyncSquares(6, 4), 2, collate_fn=await_all, **workers) as loader:
+        batches = iter(loader)
+        assert [next(batches), next(batches)] == expected
+        with pytest.raises(Bad, match="no 4"):
+            next(batches)
+
+
 def test_an_iterable_dataset_has_no_use_for_it():
     class Stream(IterableDataset):
         def __iter__(self):

@@ -485,8 +485,111 @@ def test_a_sampler_s_own_set_epoch_names_the_epoch() -> None:
     assert list(by_sampler) == list(by_loader)
 
 
+def of_rank(rank: int, wrap: str = "sampler", **options: Any) -> DataLoader[Any]:
+    """A loader of one of three ranks, whose samples are all the same one."""
+    sampler: Any = DistributedSampler(range(LENGTH), 3, rank, seed=4)
+    if wrap == "batch_sampler":
+        options |= {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+    else:
+        options |= {"batch_size": 4, "sampler": sampler}
+    dataset = Calls(lambda _: draws(), LENGTH)
+    return DataLoader(dataset, collate_fn=drawing_collate, **{"seed": 5, **options})
+
+
+@pytest.mark.parametrize("wrap", ["sampler", "batch_sampler"])
+def test_ranks_with_the_same_seed_draw_other_numbers_at_the_same_position(wrap) -> None:
+    ranks = [epochs_of(of_rank(rank, wrap)) for rank in range(3)]
+    numbers = [
+        tuple(drawn)
+        for epochs in ranks
+        for batches in epochs
+        for samples, of_collate in batches
+        for drawn in (*samples, of_collate)
+    ]
+    assert len(set(numbers)) == len(numbers) > LENGTH
+    assert ranks[1] == epochs_of(of_rank(1, wrap))
+    assert ranks[1] == epochs_of(of_rank(1, wrap, num_workers=2))
+    assert ranks[1] != epochs_of(of_rank(1, wrap, seed=6))
+
+
+def test_ranks_share_an_order_that_is_drawn_from_the_seed() -> None:
+    class Cut(RandomSampler):
+        """Draws from torch's global generator, as all ranks have to."""
+
+        num_replicas = 2
+
+        def __init__(self, rank: int) -> None:
+            super().__init__(range(LENGTH))
+            self.rank = rank
+
+        def __iter__(self) -> Any:
+            return iter(list(super().__iter__())[self.rank :: 2])
+
+    dataset = Calls(lambda index: index, LENGTH)
+    ranks = [
+        list(DataLoader(dataset, None, sampler=Cut(rank), seed=5, collate_fn=int))
+        for rank in range(2)
+    ]
+    assert sorted(ranks[0] + ranks[1]) == list(range(LENGTH))
+
+
+def test_a_state_of_one_rank_continues_any_rank_with_its_own_numbers() -> None:
+    loader = of_rank(0)
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    state = loader.state_dict()
+    assert state["seed"] == 5
+    for rank in range(3):
+        other = of_rank(rank)
+        other.load_state_dict(state)
+        assert list(other) == list(of_rank(rank))[2:]
+
+
 def distributed() -> DistributedSampler[Any]:
     return DistributedSampler(range(8), num_replicas=1, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: DataLoader(range(4), 2, shuffle=True), "Give seed=."),
+        (lambda: DataLoader(range(4), batch_size=None), "Give seed=."),
+        (lambda: DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), "Give seed=."),
+        (lambda: DataLoader(Streams(lambda: iter(range(4))), 2), "Give seed=."),
+        (
+            lambda: DataLoader(range(4), shuffle=True, generator=torch.Generator()),
+            "Give seed= in place of generator=.",
+        ),
+        (
+            lambda: DataLoader(IterableWrapper([1, 2])),
+            "A data pipe has to be told the epoch itself.",
+        ),
+    ],
+)
+def test_an_epoch_that_nothing_depends_on_is_warned_of_once(make, remedy) -> None:
+    text = (
+        "set_epoch(2) changes neither the order nor the random numbers of this loader: it has no "
+        f"seed, and no sampler with set_epoch. {remedy}"
+    )
+    loader = make()
+    for _ in range(2):  # each loader for itself
+        with pytest.warns(UserWarning, match="set_epoch") as caught:
+            loader.set_epoch(2)
+        assert [str(warning.message) for warning in caught] == [text]
+        assert caught[0].filename == __file__
+        loader.set_epoch(3)
+        assert loader.epoch == 3
+        loader = make()
+
+
+def test_an_epoch_that_a_seed_or_a_sampler_depends_on_is_not_warned_of() -> None:
+    DataLoader(range(4), seed=0).set_epoch(1)
+    DataLoader(range(4), sampler=distributed()).set_epoch(1)
+    DataLoader(range(4), batch_size=None, sampler=distributed()).set_epoch(1)
+    batches = BatchSampler(distributed(), 2, drop_last=False)
+    DataLoader(range(4), batch_sampler=batches).set_epoch(1)
+    DataLoader(range(4), 2, sampler=distributed(), last_batch="rollover").set_epoch(1)
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])

@@ -473,6 +473,48 @@ def test_keep_and_discard_are_what_they_say(kind) -> None:
     assert len(kind(data, 4, last_batch="discard")) == 2
 
 
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda data: DataLoader(data, 4, last_batch="discard"), "a batch of 4"),
+        (lambda data: DataLoader(data, 4, shuffle=True, last_batch="discard"), "a batch of 4"),
+        (lambda data: DataLoader(data, 4, seed=1, last_batch="discard"), "a batch of 4"),
+        (
+            lambda data: DataLoader(data, 4, shuffle=True, seed=1, last_batch="discard"),
+            "a batch of 4",
+        ),
+        (lambda data: ShardedDataLoader(data, 4, last_batch="discard"), "a global batch of 4"),
+        (
+            lambda data: ShardedDataLoader(
+                data, 1, last_batch="discard", num_shards=2, rank=1, world_size=2
+            ),
+            "a global batch of 4",
+        ),
+    ],
+)
+def test_a_dataset_that_fills_no_batch_is_warned_of_where_it_is_discarded(make, what) -> None:
+    text = (
+        f"each epoch is empty: samples that do not fill {what} are discarded, and there are only "
+        "3. Lower batch_size, or keep them with last_batch='keep'."
+    )
+    with pytest.warns(UserWarning, match="each epoch is empty") as caught:
+        loader = make(torch.arange(3))
+    assert [str(warning.message) for warning in caught] == [text]
+    assert caught[0].filename == __file__
+    assert list(loader) == []
+    assert len(list(make(torch.arange(4)))) == 1  # without a warning
+
+
+def test_torchs_drop_last_and_samplers_of_the_users_are_not_warned_of() -> None:
+    data = torch.arange(3)
+    for options in ({"drop_last": True}, {"sampler": [0, 1, 2], "last_batch": "discard"}):
+        assert list(DataLoader(data, 4, **options)) == []
+    assert list(ShardedDataLoader(data, 4, sampler=[0, 1, 2], last_batch="discard")) == []
+    stream = Streams(lambda: iter(range(3)))
+    assert list(DataLoader(stream, 4, last_batch="discard")) == []
+    assert list(DataLoader([], 4, last_batch="discard")) == []
+
+
 def test_rollover_carries_the_rest_of_all_ranks() -> None:
     loaders = [
         ShardedDataLoader(torch.arange(10), 2, last_batch="rollover", rank=rank, world_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,9 @@ def test_a_batch_over_its_share_raises_with_numbers_and_the_rest_goes_on(in_orde
     assert len(told) == 2
     assert all(f"its slot may have {MIB}:" in text for text in told)
     assert issubclass(SharedMemoryError, MemoryError)
+    # What they say to do helps.
+    enough = sorted(re.search(r"(\d+) in all: shm_size='(\d+)MiB' suff", text)[2] for text in told)
+    assert [int(size) for size in enough] == [2 * SLOTS, 3 * SLOTS]
     assert seen == sizes if in_order else sorted(seen) == sorted(sizes)
     with pytest.raises(StopIteration):
         next(batches)

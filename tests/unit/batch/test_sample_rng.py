@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import sample_rng
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.sample_rng import SampleRng, base_seed, loading
+from shmloader.batch.sample_rng import SampleRng, base_seed, loading, seed_of_rank
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 
@@ -70,6 +70,7 @@ def load(placed, dataset=None, seed=7, collate_fn=list, **options):
 
 # Of seed 7 and epoch 2: computed apart, by the digests that the module describes.
 GOLDEN = {
+    "seed of a rank": 40062857030981248189027118876438016068,
     "sample": (1749055396493426185, 2119517763, 4880269732488574534, 16982854875086818607),
     "second of a batch": (
         17640259679450919482,
@@ -102,6 +103,7 @@ def test_the_random_numbers_of_a_sample_never_change():
     collated = load(PositionedIndices([None], 2, 0), Stream(), collate_fn=lambda _: draws())
     assert collated == GOLDEN["stream collate"]
     assert base_seed(7, 2) == GOLDEN["base seed"]
+    assert seed_of_rank(7, 2) == GOLDEN["seed of a rank"]
 
 
 def test_seed_epoch_position_and_use_each_give_other_random_numbers():
@@ -117,6 +119,13 @@ def test_seed_epoch_position_and_use_each_give_other_random_numbers():
              for stream in range(4)}  # fmt: skip
     assert {len(part) for part in parts.values()} == {3 * 64}
     assert len({value for value in seen if isinstance(value, int)}) == 16
+
+
+def test_seed_and_rank_each_give_another_seed():
+    numbers = [0, 1, 11, 111, 2**70]
+    seeds = {seed_of_rank(seed, rank) for seed in numbers for rank in numbers}
+    assert len(seeds) == 25
+    assert all(0 <= seed < 2**128 for seed in seeds)
 
 
 def test_workers_and_positions_of_an_iterable_dataset_have_their_own_random_numbers():

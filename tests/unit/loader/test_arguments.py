@@ -102,6 +102,8 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
         # What it says to do helps.
         assert f"Raise shm_size to {slot_count * MINIMUM_SLOT_BYTES} or more" in str(caught.value)
         assert slot_share(slot_count * MINIMUM_SLOT_BYTES, slot_count) == MINIMUM_SLOT_BYTES
+        (enough,) = re.findall(r"\(shm_size='(\d+MiB)' suffices\)", str(caught.value))
+        assert slot_share(parse_size(enough, "shm_size"), slot_count) >= MINIMUM_SLOT_BYTES
     else:
         share = slot_share(shm_bytes, slot_count)
         assert share % mmap.PAGESIZE == 0

@@ -326,6 +326,16 @@ def test_where_files_may_not_be_long_a_slot_is_as_long_as_they_may_be():
 def test_what_a_slot_may_hold_is_told_with_what_helps():
     assert describe_most(uncapped_slot_bytes()) == "all the memory of this machine"
     assert describe_most(MIB).startswith("raise shm_size, which")
+    assert describe_most(MIB, MIB + 1).endswith("those that may be lent")
+
+
+@pytest.mark.parametrize(
+    ("slot_count", "needed_bytes", "enough"),
+    [(8, MIB, "8MiB"), (8, MIB + 1, "9MiB"), (5, 64 * 1024, "1MiB"), (1000, 3 * MIB, "3000MiB")],
+)
+def test_an_shm_size_that_suffices_is_told_in_mebibytes(slot_count, needed_bytes, enough):
+    text = describe_most(MIB, needed_bytes, slot_count)
+    assert text.endswith(f", {slot_count} in all: shm_size='{enough}' suffices for this")
 
 
 def test_a_slot_is_mapped_further_under_its_views():

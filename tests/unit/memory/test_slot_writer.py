@@ -191,6 +191,8 @@ def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said():
 class Admission:
     """Grants up to a limit, in whole thousands; notes what it is asked."""
 
+    share_count = None
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.asked = []

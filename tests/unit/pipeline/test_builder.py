@@ -109,8 +109,16 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_source().pipe(op, concurrency=1.5), TypeError, ["concurrency", "=1.5"]),
         (lambda: with_source().pipe(op, executor="gpu"), ValueError, ["executor", "'gpu'"]),
         (lambda: with_source().pipe(op, executor=4), TypeError, ["executor", "int"]),
-        (lambda: with_source().pipe(coro, executor="thread"), ValueError, ["coroutine", "loop"]),
-        (lambda: with_source().pipe(agen, executor=POOL), ValueError, ["async generator"]),
+        (
+            lambda: with_source().pipe(coro, executor="thread"),
+            ValueError,
+            ["cannot be combined", "loop"],
+        ),
+        (
+            lambda: with_source().pipe(agen, executor=POOL),
+            ValueError,
+            ["async generator", "cannot be"],
+        ),
         (lambda: with_source().pipe(coro, executor="process"), ValueError, ["coroutine"]),
         (lambda: with_source().pipe(op, output_order="any"), ValueError, ["output_order", "'any'"]),
         (lambda: with_source().pipe(op, name=3), TypeError, ["name", "=3"]),

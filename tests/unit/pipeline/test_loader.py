@@ -135,9 +135,9 @@ def test_a_closed_loader_says_so():
     [
         ({"src": 3}, TypeError, ["source", "int"]),
         ({"preprocessor": 3}, TypeError, ["preprocessor", "=3"]),
-        ({"aggregator": 3, "batch_size": 2}, TypeError, ["aggregator", "=3"]),
+        ({"aggregator": 3, "batch_size": 2}, TypeError, ["aggregator should be", "=3"]),
         ({"transfer_fn": 3}, TypeError, ["transfer_fn", "=3"]),
-        ({"aggregator": len}, ValueError, ["aggregator", "batch_size"]),
+        ({"aggregator": len}, ValueError, ["aggregator needs", "batch_size"]),
         ({"drop_last": True}, ValueError, ["drop_last", "batch_size"]),
         ({"drop_last": 1, "batch_size": 2}, TypeError, ["drop_last", "=1"]),
         ({"batch_size": 0}, ValueError, ["batch_size", "=0"]),

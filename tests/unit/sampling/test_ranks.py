@@ -1,12 +1,14 @@
 """Where rank and world size come from, and what is refused."""
 
+import types
+
 import numpy as np
 import pytest
 import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.sampling.ranks import resolve_ranks
+from shmloader.sampling.ranks import rank_of, resolve_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +139,20 @@ def test_variables_that_cannot_be_are_refused(environment, rank, world_size, tex
     environment.setenv("WORLD_SIZE", world_size)
     with pytest.raises(ValueError, match=f"environment variable {text}$"):
         resolve_ranks(None, None)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "rank"),
+    [
+        ([{"rank": 2, "num_replicas": 3}], 2),
+        ([{"rank": np.int64(1), "world_size": 2}], 1),
+        ([{}, {"rank": 0, "num_replicas": 2}], 0),
+        ([{"rank": 0, "num_replicas": 1}], None),
+        ([{"rank": "0", "num_replicas": 2}], None),
+        ([{"num_replicas": 2}], None),
+        ([{}], None),
+        ([], None),
+    ],
+)
+def test_the_rank_is_that_of_the_first_sampler_cut_for_ranks(attributes, rank):
+    assert rank_of([types.SimpleNamespace(**each) for each in attributes]) == rank
