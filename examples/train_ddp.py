@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 from train_digits import AugmentedDigits, WaitClock, build_network, load_data, whole_number
 
-from shmloader import ShardedDataLoader
+from shmloader import ShardedDataLoader, TensorDataset
 
 
 def join_group(device: torch.device) -> None:
