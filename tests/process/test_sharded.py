@@ -699,7 +699,7 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({}, ValueError, "batch_size is needed"),
+        ({"batch_size": None}, ValueError, "batch_size is needed"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": 2, "shuffle": True, "sampler": [1]}, ValueError, "shuffle"),
         ({"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
