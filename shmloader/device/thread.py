@@ -78,7 +78,7 @@ class _Stop(BaseException):
 
 
 def _explained(error: StopIteration) -> RuntimeError:
-    explained = RuntimeError("a batch's transform raised StopIteration, or what pins it did")
+    explained = RuntimeError("a batch's device_transform raised StopIteration, or what pins it did")
     explained.__cause__ = error
     return explained
 

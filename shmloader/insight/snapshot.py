@@ -132,10 +132,10 @@ class Stages(NamedTuple):
         reorder: The batch waits for an earlier one.
         ready: The batch waits for the consumer.
         build: Tensors are made of the slot, and the next task is drawn and sent; with
-            ``device="cpu"``, ``transform`` is called.
+            ``device="cpu"``, ``device_transform`` is called.
         pin: The pinning thread copies the batch.
-        device: The thread that copies to a device and calls ``transform`` has the batch, until
-            the copy has begun and a further one may begin.
+        device: The thread that copies to a device and calls ``device_transform`` has the batch,
+            until the copy has begun and a further one may begin.
     """
 
     slot: StageStats = StageStats()

@@ -24,7 +24,7 @@ _STAGES = {
     "ready": "waiting for the consumer",
     "build": "making tensors of it, drawing and sending the next task",
     "pin": "pinning",
-    "device": "copying to the device, transform",
+    "device": "copying to the device, device_transform",
 }
 
 

@@ -3,18 +3,21 @@
 Torch's own arguments are checked by torch's constructor.
 """
 
+import functools
 import mmap
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from shmloader.batch.plain_data import only_hands_out
 from shmloader.device.target import parse_device
 from shmloader.sampling.checks import whole_number
+
+_Arguments = ParamSpec("_Arguments")
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -30,6 +33,11 @@ DEVICE_PREFETCH = 2
 
 #: What happens to samples that do not fill the last batch of an epoch.
 LastBatch = Literal["keep", "discard", "rollover"]
+
+#: The end of the message about ``transform=``.
+NOT_TRANSFORM = (
+    "device_transform= is called with each batch on the device; transform samples in the dataset"
+)
 
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
@@ -52,6 +60,33 @@ def is_data_pipe(dataset: object) -> bool:
 def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
     """Return how many batches may be lent at once: on a device, the copied ones and the next."""
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
+
+
+# Old names ------------------------------------------------------------------------------------
+
+
+def refuse_old_names(
+    **remedies: str,
+) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
+    """Return a decorator for a constructor: an argument's old name raises, and says the new one.
+
+    The old names are no part of the signature, so editors and type checkers do not know them.
+
+    Args:
+        remedies: By old name, the end of the message.
+    """
+
+    def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+        @functools.wraps(init)
+        def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
+            for name in options:
+                if name in remedies:
+                    raise TypeError(f"{name} is not an argument: {remedies[name]}")
+            init(*args, **options)
+
+        return checked
+
+    return decorate
 
 
 # Before torch's constructor ------------------------------------------------------------------
@@ -77,7 +112,7 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
             "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
             "independent of that; safe to ignore if your samples use no random numbers.",
-            stacklevel=3,
+            stacklevel=4,  # past the constructor and its decorator
         )
 
 
@@ -156,7 +191,9 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     if restarts and loader.num_workers == 0:
         raise ValueError("worker_restarts needs num_workers > 0")
     parsed = [parse_device(device) for device in devices]
-    _check_transform(loader.transform, has_device=any(device is not None for device in devices))
+    _check_device_transform(
+        loader.device_transform, has_device=any(device is not None for device in devices)
+    )
     prefetch = loader.device_prefetch
     _check_count(prefetch, "device_prefetch", "a positive number of batches", minimum=1)
     if loader.shm_size is not None:
@@ -193,15 +230,17 @@ def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
         raise ValueError(text)
 
 
-def _check_transform(transform: object, *, has_device: bool) -> None:
+def _check_device_transform(transform: object, *, has_device: bool) -> None:
     if transform is None:
         return
     if not callable(transform):
-        raise TypeError(f"transform should be callable, but got transform={transform!r}")
+        raise TypeError(
+            f"device_transform should be callable, but got device_transform={transform!r}"
+        )
     if not has_device:
         raise ValueError(
-            "transform is called with the batch on the device and needs device=; on the CPU, "
-            "transform in the dataset or collate_fn, where workers do it"
+            "device_transform is called with the batch on the device and needs device=; on the "
+            "CPU, transform in the dataset or collate_fn, where workers do it"
         )
 
 

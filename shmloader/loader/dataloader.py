@@ -19,6 +19,7 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
+    NOT_TRANSFORM,
     LastBatch,
     check_arguments,
     check_auto,
@@ -28,6 +29,7 @@ from shmloader.loader.arguments import (
     is_data_pipe,
     is_map_style,
     parse_size,
+    refuse_old_names,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
@@ -130,7 +132,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         device: Where batches arrive: ``"cuda:0"``, an index or a ``torch.device``. A thread copies
             them there from page-locked slots, on a stream of its own; the current stream of the
             thread that calls ``next()`` waits for them. None or ``"cpu"``: no copy.
-        transform: Called with each batch on the device, on that thread and stream.
+        device_transform: Called with each batch on the device, on that thread and stream.
         device_prefetch: Number of batches that may be ready on the device.
 
         **Failures and resuming**
@@ -173,6 +175,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         ValueError, TypeError: If an argument does not fit, in torch's words.
     """
 
+    @refuse_old_names(transform=NOT_TRANSFORM)
     def __init__(  # noqa: PLR0917 - torch's signature
         self,
         dataset: Dataset[_T_co],
@@ -196,7 +199,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         shm_size: int | str | None = None,
         worker_restarts: int = 0,
         device: str | int | torch.device | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
         device_prefetch: int = DEVICE_PREFETCH,
         on_error: OnError = "raise",
         max_failures: int | Fraction | None = None,
@@ -243,7 +246,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.shm_size = shm_size
         self.worker_restarts = worker_restarts
         self.device = device
-        self.transform = transform
+        self.device_transform = device_transform
         self.device_prefetch = device_prefetch
         self.on_error = on_error
         self.max_failures = max_failures
@@ -386,7 +389,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             devices=tuple(parse_device(device) for device in self._wanted_devices()),
             has_steps=self._has_steps,
             device_prefetch=self.device_prefetch,
-            transform=self.transform,
+            device_transform=self.device_transform,
             root=self._root,
         )
 

@@ -8,7 +8,14 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from shmloader.batch.fetch import OnError
-from shmloader.loader.arguments import DEVICE_PREFETCH, LastBatch, check_last_batch, is_map_style
+from shmloader.loader.arguments import (
+    DEVICE_PREFETCH,
+    NOT_TRANSFORM,
+    LastBatch,
+    check_last_batch,
+    is_map_style,
+    refuse_old_names,
+)
 from shmloader.loader.dataloader import DataLoader
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
@@ -107,7 +114,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         shm_size: Maximum shared memory of one iterator.
         pin_memory_device: Deprecated by torch.
         device: Where batches arrive; in place of ``devices``.
-        transform: Called with each batch on the device.
+        device_transform: Called with each batch on the device.
         device_prefetch: Number of steps that may be ready on the device.
         timeout: Seconds to wait for a step; 0 waits forever.
         worker_restarts: How many workers that die are replaced in an epoch.
@@ -125,6 +132,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     _may_shard = True
 
+    @refuse_old_names(transform=NOT_TRANSFORM)
     def __init__(
         self,
         dataset: Indexable[_T_co],
@@ -156,7 +164,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         pin_memory: bool = False,
         pin_memory_device: str = "",
         device: str | int | torch.device | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
         device_prefetch: int = DEVICE_PREFETCH,
         timeout: float = 0,
         worker_restarts: int = 0,
@@ -204,7 +212,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             shm_size=shm_size,
             worker_restarts=worker_restarts,
             device=device,
-            transform=transform,
+            device_transform=device_transform,
             device_prefetch=device_prefetch,
             on_error=on_error,
             max_failures=max_failures,

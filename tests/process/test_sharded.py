@@ -643,7 +643,7 @@ def test_batch_i_arrives_on_device_i(devices, late, slots) -> None:
 def test_transform_is_called_with_each_batch(devices, late) -> None:
     loader = ShardedDataLoader(
         Calls(sample, 16), 2, devices=devices, num_workers=1,
-        transform=lambda batch: {"image": batch[0], "count": 2},
+        device_transform=lambda batch: {"image": batch[0], "count": 2},
     )  # fmt: skip
     for step in loader:
         assert [batch["count"] for batch in step] == [2, 2]

@@ -1,5 +1,6 @@
 """Arguments that torch's loader does not have: sizes as users write them, bad samples, threads."""
 
+import inspect
 import mmap
 import re
 import types
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader.arguments import (
     MINIMUM_SLOT_BYTES,
     check_max_failures,
@@ -201,3 +203,10 @@ def test_whether_workers_are_threads_is_a_bool(value):
     with pytest.raises(TypeError) as caught:
         check_thread_pool(loader(value))
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_an_old_name_raises_and_says_the_new_one(kind) -> None:
+    with pytest.raises(TypeError, match="transform is not an argument: device_transform= is"):
+        kind(range(4), transform=None)
+    assert "transform" not in inspect.signature(kind).parameters

@@ -63,7 +63,7 @@ def test_the_sharded_loader_passes_each_argument_on() -> None:
     given = {
         "pin_memory": True, "timeout": 3, "worker_init_fn": print, "prefetch_factor": 5,
         "persistent_workers": True, "in_order": False, "shm_size": "64MiB", "num_workers": 2,
-        "worker_restarts": 1, "device": "cpu", "transform": list, "device_prefetch": 3,
+        "worker_restarts": 1, "device": "cpu", "device_transform": list, "device_prefetch": 3,
         "on_error": "skip", "max_failures": 3, "snapshot_every_n_steps": 4, "collate_fn": list,
         "fetch_concurrency": 2, "pin_memory_device": "cpu",
     }  # fmt: skip
