@@ -150,7 +150,6 @@ def main() -> int:
         args.batch_size // world_size,
         shuffle=True,
         seed=args.seed,
-        tail="pad",
         num_workers=args.num_workers,
         persistent_workers=args.num_workers > 0,
         device=device,
@@ -159,7 +158,7 @@ def main() -> int:
     test_loader = ShardedDataLoader(
         TensorDataset(test_images, test_labels),
         args.batch_size // world_size,
-        tail="uneven",
+        last_batch="keep",
         device=device,
     )
 

@@ -3,21 +3,19 @@
 Torch's own arguments are checked by torch's constructor.
 """
 
-import functools
 import mmap
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Literal, ParamSpec
+from typing import Any, get_args
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from shmloader.batch.plain_data import only_hands_out
 from shmloader.device.target import parse_device
 from shmloader.sampling.checks import whole_number
-
-_Arguments = ParamSpec("_Arguments")
+from shmloader.sampling.steps import LastBatch
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -31,8 +29,13 @@ LEND_LIMIT = LOOP_HOLDS + 2
 #: next, and the one that is being copied meanwhile.
 DEVICE_PREFETCH = 2
 
-#: What happens to samples that do not fill the last batch of an epoch.
-LastBatch = Literal["keep", "discard", "rollover"]
+# What users may call the values of ``last_batch``.
+_LAST_BATCHES = {
+    "drop": "discard",
+    "drop_last": "discard",
+    "uneven": "keep",
+    "roll_over": "rollover",
+}
 
 #: The end of the message about ``transform=``.
 NOT_TRANSFORM = (
@@ -60,33 +63,6 @@ def is_data_pipe(dataset: object) -> bool:
 def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
     """Return how many batches may be lent at once: on a device, the copied ones and the next."""
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
-
-
-# Old names ------------------------------------------------------------------------------------
-
-
-def refuse_old_names(
-    **remedies: str,
-) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
-    """Return a decorator for a constructor: an argument's old name raises, and says the new one.
-
-    The old names are no part of the signature, so editors and type checkers do not know them.
-
-    Args:
-        remedies: By old name, the end of the message.
-    """
-
-    def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-        @functools.wraps(init)
-        def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
-            for name in options:
-                if name in remedies:
-                    raise TypeError(f"{name} is not an argument: {remedies[name]}")
-            init(*args, **options)
-
-        return checked
-
-    return decorate
 
 
 # Before torch's constructor ------------------------------------------------------------------
@@ -144,22 +120,42 @@ def check_last_batch(
     last_batch: object,
     batch_size: int | None,
     *,
-    drop_last: bool = False,
-    has_batch_sampler: bool = False,
+    drop_last: bool,
+    has_batch_sampler: bool,
     is_map_style: bool = True,
+    is_sharded: bool = False,
 ) -> None:
     """Check ``last_batch``: what happens to samples that do not fill the last batch.
 
     Raises:
-        ValueError: If it is none of the three, or cannot be combined with the other arguments.
+        ValueError: If it is none of the four, or cannot be combined with the other arguments.
     """
     if last_batch is None:
         return
     got = f"but got last_batch={last_batch!r}"
-    if last_batch not in ("keep", "discard", "rollover"):
-        raise ValueError(f"last_batch should be 'keep', 'discard' or 'rollover', {got}")
-    if drop_last:
-        raise ValueError(f"last_batch is mutually exclusive with drop_last, {got}")
+    if last_batch not in get_args(LastBatch):
+        hint = _LAST_BATCHES.get(last_batch) if isinstance(last_batch, str) else None
+        meant = "" if hint is None else f"; {hint!r} is what you mean"
+        raise ValueError(
+            f"last_batch should be 'keep', 'discard', 'rollover' or 'pad', {got}{meant}"
+        )
+    if drop_last and last_batch != "discard":
+        raise ValueError(
+            "last_batch is mutually exclusive with drop_last, which is torch's word for 'discard', "
+            f"{got}"
+        )
+    if is_sharded:
+        if has_batch_sampler and last_batch == "rollover":
+            raise ValueError(
+                "last_batch cannot be 'rollover' with a batch_sampler, which makes the batches, "
+                f"{got}"
+            )
+        return
+    if last_batch == "pad":
+        raise ValueError(
+            "last_batch='pad' is for ShardedDataLoader, whose ranks need equally many batches; its "
+            "padding property counts the repeated samples, which a DataLoader does not"
+        )
     if has_batch_sampler or batch_size is None:
         raise ValueError(
             f"last_batch needs batch_size: without it, the loader makes no batches, {got}"

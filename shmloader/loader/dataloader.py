@@ -20,7 +20,6 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
-    LastBatch,
     check_arguments,
     check_auto,
     check_last_batch,
@@ -29,7 +28,6 @@ from shmloader.loader.arguments import (
     is_data_pipe,
     is_map_style,
     parse_size,
-    refuse_old_names,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
@@ -40,8 +38,10 @@ from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
+from shmloader.sampling.checks import refuse_old_names
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.sampling.steps import LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -64,12 +64,12 @@ class DataLoader(MeasuredLoader[_T_co]):
         collate_fn: Makes a batch of a list of samples. ``default_collate`` writes straight into
             the slot, also where a function of your own calls it, and so does a function that
             writes into :func:`shmloader.empty`.
-        drop_last: Whether a last batch that is short is left out.
+        drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
             "rollover" puts them first in the next epoch, once the epoch is complete: an epoch that
-            is left early neither loses nor repeats the samples that it began with. Cannot be
-            combined with ``drop_last`` or ``batch_sampler``.
+            is left early neither loses nor repeats the samples that it began with. "pad" is for
+            :class:`shmloader.ShardedDataLoader`. Cannot be combined with ``batch_sampler``.
 
         **Order and seed**
 

@@ -11,22 +11,18 @@ from shmloader.batch.fetch import OnError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
-    LastBatch,
     check_last_batch,
     is_map_style,
-    refuse_old_names,
 )
 from shmloader.loader.dataloader import DataLoader
 from shmloader.probing import probe
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut, Tail
+from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-_TAILS: dict[str, Tail] = {"keep": "uneven", "discard": "drop", "rollover": "rollover"}
 
 
 class Indexable(Protocol[_T_co]):
@@ -55,12 +51,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
             only with ``batch_sampler``.
         collate_fn: Makes a batch of a list of samples.
         batchify_fn: GluonNLP's name for ``collate_fn``; give one of the two.
-        tail: What happens to samples that do not fill the last global batch. "pad" (the default)
-            adds samples from the start of the epoch, so that all batches of all ranks are full.
-            "drop" leaves them out. "uneven" delivers them as they are, so that a rank may have a
-            shorter last batch, fewer shards in it, or one step fewer.
-        last_batch: The same as ``tail`` in other words: "keep" is "uneven", and "discard" is
-            "drop". "rollover" puts the samples first in the next epoch.
+        drop_last: torch's way to say ``last_batch="discard"``.
+        last_batch: What happens to samples that do not fill the last global batch. "pad" (the
+            default) adds samples from the start of the epoch, so that all batches of all ranks are
+            full. "discard" leaves them out. "keep" delivers them as they are, so that a rank may
+            have a shorter last batch, fewer shards in it, or one step fewer. "rollover" puts them
+            first in the next epoch; cannot be combined with ``batch_sampler``.
 
         **Order and seed**
 
@@ -132,7 +128,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     _may_shard = True
 
-    @refuse_old_names(transform=NOT_TRANSFORM)
+    @refuse_old_names(transform=NOT_TRANSFORM, tail=NOT_TAIL)
     def __init__(
         self,
         dataset: Indexable[_T_co],
@@ -143,7 +139,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         batch_sampler: Sampler[Any] | Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         batchify_fn: Callable[[list[Any]], Any] | None = None,
-        tail: Literal["pad", "drop", "uneven"] | None = None,
+        drop_last: bool = False,
         last_batch: LastBatch | None = None,
         seed: int = 0,
         generator: torch.Generator | None = None,
@@ -182,7 +178,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise ValueError("devices is mutually exclusive with device")
         _check_prefetch(prefetch, num_workers, prefetch_factor)
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
-        tail_rule = _choose_tail(tail, last_batch, batch_size, batch_sampler is not None)
+        check_last_batch(
+            last_batch,
+            batch_size,
+            drop_last=drop_last,
+            has_batch_sampler=batch_sampler is not None,
+            is_sharded=True,
+        )
         seed = whole_number(seed, "seed", minimum=0)
         ranks = resolve_ranks(rank, world_size)
         if generator is not None and ranks[1] > 1:
@@ -201,10 +203,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
             num_workers,
             collate_fn or batchify_fn,
             pin_memory,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=generator,
+            drop_last or (last_batch == "discard" and batch_sampler is None),
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
@@ -222,7 +225,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         )
         self.num_shards = num_shards
         self.rank, self.world_size = ranks
-        self.tail = tail
         self.last_batch = last_batch
         self.seed = seed
         self.batchify_fn = batchify_fn
@@ -237,7 +239,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             batch_size if batch_sampler is None else None,
             shards,
             Cut(share * max(1, shards), *ranks),
-            tail_rule,
+            "discard" if drop_last else last_batch or "pad",
             seed,
             length=len(cast("Sized", dataset)) if items is None else None,
             shuffle=shuffle,
@@ -338,19 +340,3 @@ def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler:
             f"but got num_shards={num_shards}"
         )
     return 0 if has_batch_sampler else len(devices)
-
-
-def _choose_tail(
-    tail: Tail | None, last_batch: LastBatch | None, batch_size: int | None, has_batch_sampler: bool
-) -> Tail:
-    if tail is not None and tail not in ("pad", "drop", "uneven"):
-        raise ValueError(f"tail should be 'pad', 'drop' or 'uneven', but got tail={tail!r}")
-    if last_batch is None:
-        return tail or "pad"
-    if tail is not None:
-        raise ValueError(
-            f"tail and last_batch say the same in other words: give one of the two, but got "
-            f"tail={tail!r} and last_batch={last_batch!r}"
-        )
-    check_last_batch(last_batch, batch_size, has_batch_sampler=has_batch_sampler)
-    return _TAILS[last_batch]
