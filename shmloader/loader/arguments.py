@@ -197,7 +197,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
         lent = lend_limit(has_device=has_device, device_prefetch=prefetch)
         slot_share(parse_size(loader.shm_size, "shm_size"), most_window + lent)
     check_on_error(loader.on_error)
-    check_max_failures(loader.max_failures, loader.on_error)
+    check_max_failures(parse_max_failures(loader.max_failures), loader.on_error)
     if loader.on_error != "raise" and isinstance(loader.dataset, MapDataPipe):
         raise ValueError(
             "on_error should be 'raise' for a MapDataPipe, which torch's own iterator loads, "
@@ -289,6 +289,30 @@ def check_on_error(on_error: object) -> None:
             raise ValueError(text)
     elif not callable(on_error):
         raise TypeError(text)
+
+
+def parse_max_failures(max_failures: object) -> int | Fraction | None:
+    """Return the loader's ``max_failures``: a number of samples, or a share of them as a Fraction.
+
+    A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
+
+    Raises:
+        TypeError: If it is neither None, an int, a float nor a Fraction.
+        ValueError: If it is a float outside (0, 1].
+    """
+    got = f"but got max_failures={max_failures!r}"
+    if isinstance(max_failures, float):
+        if not 0 < max_failures <= 1:
+            raise ValueError(
+                "max_failures should be a share above 0 and at most 1 if it is a float, and an int "
+                f"if it is a number of samples, {got}"
+            )
+        return Fraction(str(float(max_failures)))
+    if isinstance(max_failures, bool) or not isinstance(max_failures, int | Fraction | None):
+        raise TypeError(
+            f"max_failures should be an int, or for a share a float or a fractions.Fraction, {got}"
+        )
+    return max_failures
 
 
 def check_max_failures(max_failures: object, on_error: object) -> None:

@@ -27,6 +27,7 @@ from shmloader.loader.arguments import (
     check_thread_pool,
     is_data_pipe,
     is_map_style,
+    parse_max_failures,
     parse_size,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
@@ -153,8 +154,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             good sample raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is
             called again for each index by itself. What collate or the iterator of an iterable
             dataset raises is always raised.
-        max_failures: How many samples may fail in an epoch: an int, or a ``fractions.Fraction`` of
-            the samples tried so far, judged from the 100th on and at the epoch's end. More raise
+        max_failures: How many samples may fail in an epoch: an int, or a share of the samples tried
+            so far, judged from the 100th on and at the epoch's end. A share is a float or a
+            ``fractions.Fraction``, above 0 and at most 1. More raise
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
             any number, but with "skip" an epoch in which all samples failed raises it as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
@@ -202,7 +204,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         device_transform: Callable[[Any], Any] | None = None,
         device_prefetch: int = DEVICE_PREFETCH,
         on_error: OnError = "raise",
-        max_failures: int | Fraction | None = None,
+        max_failures: int | float | Fraction | None = None,
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
         seed: int | None = None,
@@ -372,7 +374,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             dataset=self.dataset,
             collate_fn=self.collate_fn,
             on_error=self.on_error,
-            max_failures=self.max_failures,
+            max_failures=parse_max_failures(self.max_failures),
             saves_dataset=self._saves_dataset,
             num_workers=self.num_workers,
             most_workers=self._most_workers,

@@ -115,7 +115,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         timeout: Seconds to wait for a step; 0 waits forever.
         worker_restarts: How many workers that die are replaced in an epoch.
         on_error: What happens to a sample that raises an ``Exception``.
-        max_failures: How many samples may fail in an epoch.
+        max_failures: How many samples may fail in an epoch, or what share of them.
         snapshot_every_n_steps: 0 or None if the state of the dataset is never saved.
 
     Attributes:
@@ -165,7 +165,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         timeout: float = 0,
         worker_restarts: int = 0,
         on_error: OnError = "raise",
-        max_failures: int | Fraction | None = None,
+        max_failures: int | float | Fraction | None = None,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
         if batchify_fn is not None and collate_fn is not None:
