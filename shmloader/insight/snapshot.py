@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from shmloader.insight.measurements import Counts
 from shmloader.insight.record import Record, WorkerSums
-from shmloader.insight.text import write_table
+from shmloader.insight.text import write_html, write_line, write_table
 from shmloader.insight.verdict import Finding, judge
 
 _NS = 1e9
@@ -213,6 +213,14 @@ class LoaderStats:
     def __str__(self) -> str:
         """Return a table and the verdict."""
         return write_table(self)
+
+    def __repr__(self) -> str:
+        """Return one short line: which epoch, how much, how fast, how long the consumer waited."""
+        return f"<LoaderStats: {write_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the tables for a notebook."""
+        return write_html(self)
 
 
 def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStats:

@@ -1,6 +1,7 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -32,6 +33,7 @@ from shmloader.loader.arguments import (
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
+from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.iterator import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
@@ -258,6 +260,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.seed = self._sample_seed
         most_window = self._window_wanted() or self._most_workers * (self.prefetch_factor or 0)
         check_arguments(self, self._wanted_devices(), most_window)
+        given = (bool(shuffle), sampler is not None, batch_sampler is not None)
+        self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
         self._make_own_parts()
         self._make_plan(sampler, batch_sampler)
 
@@ -266,7 +270,14 @@ class DataLoader(MeasuredLoader[_T_co]):
         """The newest samples that failed; see the class."""
         return self._parts.failures
 
+    def __repr__(self) -> str:
+        """Return the dataset, the batch size, the workers, and what is not the default."""
+        return describe_loader(self, DataLoader.__init__, self._order_given)
+
     # What ShardedDataLoader has otherwise ----------------------------------------------------
+
+    #: Which of ``shuffle``, ``sampler`` and ``batch_sampler`` the user gave.
+    _order_given: tuple[str, ...] = ()
 
     #: Whether an index batch may be a list of index lists.
     _may_shard = False

@@ -15,6 +15,7 @@ from shmloader.loader.arguments import (
     is_map_style,
 )
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.description import describe_loader
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.plan import EpochPlan
@@ -249,6 +250,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
             is_positioned=True,
         )
         self._set_plan(EpochPlan(order))
+
+    def __repr__(self) -> str:
+        """Return the dataset, the batch size, the workers, and what is not the default."""
+        return describe_loader(self, ShardedDataLoader.__init__, self._order_given)
 
     @property
     def _order(self) -> SeededOrder:
