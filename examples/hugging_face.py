@@ -8,9 +8,8 @@ then a list, and what the dataset gives for it is the batch.
 import sys
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
 
-from shmloader import DataLoader
+from shmloader import BatchSampler, DataLoader, RandomSampler
 
 try:
     from datasets import Dataset

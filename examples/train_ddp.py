@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 from train_digits import AugmentedDigits, WaitClock, build_network, load_data, whole_number
 
-from shmloader import ShardedDataLoader
+from shmloader import ShardedDataLoader, TensorDataset
 
 
 def join_group(device: torch.device) -> None:
@@ -151,7 +150,6 @@ def main() -> int:
         args.batch_size // world_size,
         shuffle=True,
         seed=args.seed,
-        tail="pad",
         num_workers=args.num_workers,
         persistent_workers=args.num_workers > 0,
         device=device,
@@ -160,7 +158,7 @@ def main() -> int:
     test_loader = ShardedDataLoader(
         TensorDataset(test_images, test_labels),
         args.batch_size // world_size,
-        tail="uneven",
+        last_batch="keep",
         device=device,
     )
 

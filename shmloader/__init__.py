@@ -1,6 +1,7 @@
 """A batch loader for PyTorch whose batches lie in shared memory.
 
-``from shmloader import DataLoader`` is a drop-in for ``torch.utils.data.DataLoader``.
+``from shmloader import DataLoader`` is a drop-in for ``torch.utils.data.DataLoader``. The other
+public names of ``torch.utils.data`` can be imported from here as well, and are torch's own objects.
 
 The layers; imports run downward only::
 
@@ -21,8 +22,38 @@ The layers; imports run downward only::
     errors, and process_state: all state that belongs to the process
 """
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataChunk,
+    Dataset,
+    DFIterDataPipe,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    argument_validation,
+    default_collate,
+    default_convert,
+    functional_datapipe,
+    get_worker_info,
+    guaranteed_datapipes_determinism,
+    non_deterministic,
+    random_split,
+    runtime_validation,
+    runtime_validation_disabled,
+)
 
+from shmloader import sampling, sequence
 from shmloader.batch.sample_rng import sample_rng
 from shmloader.errors import (
     ClosedLoaderError,
@@ -46,23 +77,67 @@ from shmloader.shared import share
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchSampler",
     "CachedBatches",
+    "ChainDataset",
     "ClosedLoaderError",
+    "ConcatDataset",
+    "DFIterDataPipe",
+    "DataChunk",
     "DataLoader",
+    "Dataset",
+    "DistributedSampler",
     "InternalError",
+    "IterDataPipe",
+    "IterableDataset",
     "LoaderStats",
     "LoaderTimeoutError",
+    "MapDataPipe",
     "Pipeline",
     "PipelineBuilder",
     "PipelineDataLoader",
+    "RandomSampler",
+    "Sampler",
+    "SequentialSampler",
     "ShardedDataLoader",
     "SharedMemoryError",
     "ShmloaderError",
+    "StackDataset",
+    "Subset",
+    "SubsetRandomSampler",
+    "TensorDataset",
     "TooManyFailures",
+    "WeightedRandomSampler",
     "WorkerDiedError",
     "__version__",
+    "argument_validation",
+    "default_collate",
+    "default_convert",
     "empty",
+    "functional_datapipe",
     "get_worker_info",
+    "guaranteed_datapipes_determinism",
+    "non_deterministic",
+    "random_split",
+    "runtime_validation",
+    "runtime_validation_disabled",
     "sample_rng",
+    "sampling",
+    "sequence",
     "share",
 ]
+
+# Where users import our classes from; ``repr`` and ``help`` show it, and pickles say it.
+for _value in (
+    CachedBatches,
+    DataLoader,
+    LoaderStats,
+    Pipeline,
+    PipelineBuilder,
+    PipelineDataLoader,
+    ShardedDataLoader,
+    ShmloaderError,
+    *ShmloaderError.__subclasses__(),
+):
+    _value.__module__ = __name__
+del _value

@@ -34,7 +34,7 @@ _OUR_NAMES = (
     "shm_size",
     "worker_restarts",
     "device",
-    "transform",
+    "device_transform",
     "device_prefetch",
     "on_error",
     "max_failures",

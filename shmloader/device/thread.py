@@ -42,7 +42,7 @@ class _Stop(BaseException):
 
 def _explained(error: StopIteration) -> RuntimeError:
     """Return what is raised instead: StopIteration itself would silently end the epoch."""
-    explained = RuntimeError("a batch's transform or pin_memory raised StopIteration")
+    explained = RuntimeError("a batch's device_transform or pin_memory raised StopIteration")
     explained.__cause__ = error
     return explained
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from shmloader.insight.measurements import Counts
 from shmloader.insight.record import Record, WorkerSums
-from shmloader.insight.text import write_table
+from shmloader.insight.text import write_html, write_line, write_table
 from shmloader.insight.verdict import Finding, judge
 
 _NS = 1e9
@@ -132,10 +132,10 @@ class Stages(NamedTuple):
         reorder: The batch waits for an earlier one.
         ready: The batch waits for the consumer.
         build: Tensors are made of the slot, and the next task is drawn and sent; with
-            ``device="cpu"``, ``transform`` is called.
+            ``device="cpu"``, ``device_transform`` is called.
         pin: The pinning thread copies the batch.
-        device: The thread that copies to a device and calls ``transform`` has the batch, until
-            the copy has begun and a further one may begin.
+        device: The thread that copies to a device and calls ``device_transform`` has the batch,
+            until the copy has begun and a further one may begin.
     """
 
     slot: StageStats = StageStats()
@@ -213,6 +213,14 @@ class LoaderStats:
     def __str__(self) -> str:
         """Return a table and the verdict."""
         return write_table(self)
+
+    def __repr__(self) -> str:
+        """Return one short line: which epoch, how much, how fast, how long the consumer waited."""
+        return f"<LoaderStats: {write_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the tables for a notebook."""
+        return write_html(self)
 
 
 def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStats:

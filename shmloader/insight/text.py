@@ -1,5 +1,6 @@
-"""Statistics as text: a table, and durations, sizes and numbers in words."""
+"""Statistics as text: tables, one line, and durations, sizes and numbers in words."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ _STAGES = {
     "ready": "waiting for the consumer",
     "build": "making tensors of it, drawing and sending the next task",
     "pin": "pinning",
-    "device": "copying to the device, transform",
+    "device": "copying to the device, device_transform",
 }
+
+_WORKER_COLUMNS = ("worker", "batches", "busy", "CPU", "no core", "memory")
 
 
 def seconds(duration_s: float) -> str:
@@ -53,7 +56,7 @@ def write_table(stats: "LoaderStats") -> str:
     """Return the lines of a :class:`~shmloader.insight.LoaderStats`."""
     if not stats.kind:
         return f"shmloader: {stats.verdict}"
-    lines = [_headline(stats), ""]
+    lines = [f"shmloader: {_headline(stats)}", ""]
     lines += [f"  {name:<10}{text}" for name, text in _overview(stats)]
     longest = max((stage.mean_s for stage in stats.stages), default=0.0)
     if longest:
@@ -63,14 +66,64 @@ def write_table(stats: "LoaderStats") -> str:
             bar = "█" * round(_BAR * stage.mean_s / longest)
             lines.append(f"  {name:<10}{seconds(stage.mean_s):>9}  {bar:<{_BAR}}  {_STAGES[name]}")
     if stats.workers:
-        lines += ["", _row("worker", "batches", "busy", "CPU", "no core", "memory")]
-        for worker in stats.workers:
-            stalled = "–" if worker.stalled_s is None else seconds(worker.stalled_s)
-            memory = "–" if worker.pss_bytes is None else size(worker.pss_bytes)
-            busy, cpu = f"{worker.busy_share:.0%}", seconds(worker.cpu_s)
-            lines.append(_row(worker.worker_id, worker.batches, busy, cpu, stalled, memory))
+        lines += ["", *(_row(*cells) for cells in (_WORKER_COLUMNS, *_worker_rows(stats)))]
     lines += ["", stats.verdict]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def write_line(stats: "LoaderStats") -> str:
+    """Return a short line that says which statistics these are."""
+    if not stats.kind:
+        return "no epoch yet"
+    return (
+        f"{_epochs(stats)}, {counted(stats.batches, 'batch', 'batches')}, "
+        f"{stats.samples_per_s:,.0f} samples/s, waited {seconds(stats.wait.total_s)} "
+        f"({stats.wait.share:.0%})"
+    )
+
+
+def write_html(stats: "LoaderStats") -> str:
+    """Return what :func:`write_table` returns as tables of HTML, with all text escaped."""
+    verdict = f"<p>{_escape(stats.verdict)}</p>"
+    if not stats.kind:
+        return verdict
+    parts = [f"<p><b>{_escape(_headline(stats))}</b></p>", _html_table(_overview(stats))]
+    stages = [
+        (name, seconds(stage.mean_s), _STAGES[name])
+        for name, stage in stats.stages._asdict().items()
+        if stage.total_s
+    ]
+    if stages:
+        parts.append(_html_table(stages, ("stage", "mean time per batch", "")))
+    if stats.workers:
+        parts.append(_html_table(_worker_rows(stats), _WORKER_COLUMNS))
+    return "\n".join([*parts, verdict])
+
+
+def _escape(text: object) -> str:
+    from html import escape  # noqa: PLC0415 - notebooks only; two milliseconds of each import
+
+    return escape(str(text))
+
+
+def _html_table(rows: Iterable[Iterable[object]], columns: Iterable[str] = ()) -> str:
+    lines = [_html_row("th", columns)] if columns else []
+    lines += [_html_row("td", cells) for cells in rows]
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def _html_row(tag: str, cells: Iterable[object]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _worker_rows(stats: "LoaderStats") -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for worker in stats.workers:
+        stalled = "–" if worker.stalled_s is None else seconds(worker.stalled_s)
+        memory = "–" if worker.pss_bytes is None else size(worker.pss_bytes)
+        busy, cpu = f"{worker.busy_share:.0%}", seconds(worker.cpu_s)
+        rows.append((worker.worker_id, worker.batches, busy, cpu, stalled, memory))
+    return rows
 
 
 def _row(first: object, *others: object) -> str:
@@ -78,9 +131,6 @@ def _row(first: object, *others: object) -> str:
 
 
 def _headline(stats: "LoaderStats") -> str:
-    many = "one epoch" if stats.epochs == 1 else f"all of {stats.epochs} epochs"
-    what = many if stats.epoch is None else f"epoch {stats.epoch}"
-    state = "" if stats.is_over or stats.epoch is None else ", running"
     how = {
         "processes": counted(stats.num_workers, "worker process", "worker processes"),
         "threads": counted(stats.num_workers, "worker thread"),
@@ -89,7 +139,13 @@ def _headline(stats: "LoaderStats") -> str:
         "other": f"another loader, {counted(stats.num_workers, 'worker')}",
     }[stats.kind]
     cores = f", {counted(stats.machine.cores, 'core')}" if stats.machine.cores else ""
-    return f"shmloader: {what}{state}, {how}{cores}"
+    return f"{_epochs(stats)}, {how}{cores}"
+
+
+def _epochs(stats: "LoaderStats") -> str:
+    if stats.epoch is None:
+        return "one epoch" if stats.epochs == 1 else f"all of {stats.epochs} epochs"
+    return f"epoch {stats.epoch}{'' if stats.is_over else ', running'}"
 
 
 def _overview(stats: "LoaderStats") -> list[tuple[str, str]]:

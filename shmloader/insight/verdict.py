@@ -135,7 +135,8 @@ def _of_the_main_process(stats: "LoaderStats") -> tuple[Finding, str] | None:
     if device_s > BUSY_SHARE * steady_s:
         return Finding.DEVICE_COPY, (
             f"the thread that copies to the device was busy {_share(device_s, steady_s)}: use "
-            "smaller types (uint8, converted by transform=), or make transform= cheaper."
+            "smaller types (uint8, converted by device_transform=), or make device_transform= "
+            "cheaper."
         )
     copied, lent = stats.slots.copied, stats.slots.lent
     # Building views takes microseconds: seconds there are copies.
@@ -176,7 +177,7 @@ def _of_the_workers(stats: "LoaderStats") -> tuple[Finding, str]:
         return Finding.DELIVERY, (
             f"{busy} with batches of {seconds(stats.load_p50_s)}, and the other time went into "
             "drawing and delivering them: raise batch_size, so that there are fewer, or make the "
-            "sampler (or a transform= on the CPU) cheaper."
+            "sampler (or a device_transform= on the CPU) cheaper."
         )
     if is_idle and stages.ready.total_s > held_s:
         return Finding.BURSTS, (
@@ -222,9 +223,9 @@ _NAMES = {
     "collate": "`collate_fn`",
     "encode": "encoding",
     # Of a loader without workers:
-    "build": "delivering batches (and `transform`)",
+    "build": "delivering batches (and `device_transform`)",
     "pin": "pinning",
-    "device": "copying to the device and `transform`",
+    "device": "copying to the device and `device_transform`",
 }
 
 

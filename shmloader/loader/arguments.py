@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence, Sized
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, get_args
 
 from torch.utils.data import (
     IterableDataset,
@@ -28,6 +28,7 @@ from shmloader.memory.slot import describe_shm_size
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.sampling.steps import LastBatch
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -41,8 +42,18 @@ LEND_LIMIT = LOOP_HOLDS + 2
 #: next, and the one that is being copied meanwhile.
 DEVICE_PREFETCH = 2
 
-#: What happens to samples that do not fill the last batch of an epoch.
-LastBatch = Literal["keep", "discard", "rollover"]
+# What users may call the values of ``last_batch``.
+_LAST_BATCHES = {
+    "drop": "discard",
+    "drop_last": "discard",
+    "uneven": "keep",
+    "roll_over": "rollover",
+}
+
+#: The end of the message about ``transform=``.
+NOT_TRANSFORM = (
+    "device_transform= is called with each batch on the device; transform samples in the dataset"
+)
 
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
@@ -104,7 +115,7 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
             "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
             "independent of that; safe to ignore if your samples use no random numbers.",
-            stacklevel=3,
+            stacklevel=4,  # past the constructor and its decorator
         )
 
 
@@ -143,22 +154,42 @@ def check_last_batch(
     last_batch: object,
     batch_size: int | None,
     *,
-    drop_last: bool = False,
-    has_batch_sampler: bool = False,
+    drop_last: bool,
+    has_batch_sampler: bool,
     is_map_style: bool = True,
+    is_sharded: bool = False,
 ) -> None:
     """Check ``last_batch``: what happens to samples that do not fill the last batch.
 
     Raises:
-        ValueError: If it is none of the three, or cannot be combined with the other arguments.
+        ValueError: If it is none of the four, or cannot be combined with the other arguments.
     """
     if last_batch is None:
         return
     got = f"but got last_batch={last_batch!r}"
-    if last_batch not in ("keep", "discard", "rollover"):
-        raise ValueError(f"last_batch should be 'keep', 'discard' or 'rollover', {got}")
-    if drop_last:
-        raise ValueError(f"last_batch is mutually exclusive with drop_last, {got}")
+    if last_batch not in get_args(LastBatch):
+        hint = _LAST_BATCHES.get(last_batch) if isinstance(last_batch, str) else None
+        meant = "" if hint is None else f"; {hint!r} is what you mean"
+        raise ValueError(
+            f"last_batch should be 'keep', 'discard', 'rollover' or 'pad', {got}{meant}"
+        )
+    if drop_last and last_batch != "discard":
+        raise ValueError(
+            "last_batch is mutually exclusive with drop_last, which is torch's word for 'discard', "
+            f"{got}"
+        )
+    if is_sharded:
+        if has_batch_sampler and last_batch == "rollover":
+            raise ValueError(
+                "last_batch cannot be 'rollover' with a batch_sampler, which makes the batches, "
+                f"{got}"
+            )
+        return
+    if last_batch == "pad":
+        raise ValueError(
+            "last_batch='pad' is for ShardedDataLoader, whose ranks need equally many batches; its "
+            "padding property counts the repeated samples, which a DataLoader does not"
+        )
     if has_batch_sampler or batch_size is None:
         raise ValueError(
             f"last_batch needs batch_size: without it, the loader makes no batches, {got}"
@@ -184,7 +215,7 @@ def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, wha
             warnings.warn(
                 f"each epoch is empty: samples that do not fill {what} are discarded, and there "
                 f"are only {sample_count}. Lower batch_size, or keep them with last_batch='keep'.",
-                stacklevel=3,
+                stacklevel=4,  # past the constructor and its decorator
             )
 
 
@@ -208,7 +239,9 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     if restarts and loader.num_workers == 0:
         raise ValueError("worker_restarts needs num_workers > 0")
     parsed = [parse_device(device) for device in devices]
-    _check_transform(loader.transform, has_device=any(device is not None for device in devices))
+    _check_device_transform(
+        loader.device_transform, has_device=any(device is not None for device in devices)
+    )
     prefetch = loader.device_prefetch
     _check_count(prefetch, "device_prefetch", "a positive number of batches", minimum=1)
     if loader.shm_size is not None:
@@ -216,7 +249,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
         lent = lend_limit(has_device=has_device, device_prefetch=prefetch)
         slot_share(parse_size(loader.shm_size, "shm_size"), most_window + lent)
     check_on_error(loader.on_error)
-    check_max_failures(loader.max_failures, loader.on_error)
+    check_max_failures(parse_max_failures(loader.max_failures), loader.on_error)
     _check_skippable(loader.on_error, loader.dataset)
     check_thread_pool(loader)
     interval = loader.snapshot_every_n_steps
@@ -257,15 +290,17 @@ def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
         raise ValueError(text)
 
 
-def _check_transform(transform: object, *, has_device: bool) -> None:
+def _check_device_transform(transform: object, *, has_device: bool) -> None:
     if transform is None:
         return
     if not callable(transform):
-        raise TypeError(f"transform should be callable, but got transform={transform!r}")
+        raise TypeError(
+            f"device_transform should be callable, but got device_transform={transform!r}"
+        )
     if not has_device:
         raise ValueError(
-            "transform is called with the batch on the device and needs device=; on the CPU, "
-            "transform in the dataset or collate_fn, where workers do it"
+            "device_transform is called with the batch on the device and needs device=; on the "
+            "CPU, transform in the dataset or collate_fn, where workers do it"
         )
 
 
@@ -348,6 +383,30 @@ def _check_skippable(on_error: object, dataset: object) -> None:
             "nothing after an exception: catch the exception in the dataset's __iter__"
         )
     raise ValueError(f"on_error should be 'raise' for {why}, but got on_error={on_error!r}")
+
+
+def parse_max_failures(max_failures: object) -> int | Fraction | None:
+    """Return the loader's ``max_failures``: a number of samples, or a share of them as a Fraction.
+
+    A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
+
+    Raises:
+        TypeError: If it is neither None, an int, a float nor a Fraction.
+        ValueError: If it is a float outside (0, 1].
+    """
+    got = f"but got max_failures={max_failures!r}"
+    if isinstance(max_failures, float):
+        if not 0 < max_failures <= 1:
+            raise ValueError(
+                "max_failures should be a share above 0 and at most 1 if it is a float, and an int "
+                f"if it is a number of samples, {got}"
+            )
+        return Fraction(str(float(max_failures)))
+    if isinstance(max_failures, bool) or not isinstance(max_failures, int | Fraction | None):
+        raise TypeError(
+            f"max_failures should be an int, or for a share a float or a fractions.Fraction, {got}"
+        )
+    return max_failures
 
 
 def check_max_failures(max_failures: object, on_error: object) -> None:

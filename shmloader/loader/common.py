@@ -78,14 +78,14 @@ def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
         try:
             return transform(batch)
         except StopIteration as error:
-            raise RuntimeError("the transform raised StopIteration") from error
+            raise RuntimeError("the device_transform raised StopIteration") from error
 
     return guarded
 
 
 def transform_here(config: LoaderConfig) -> Callable[[Any], Any]:
     """Return what is done to a batch on the CPU, on the user's thread."""
-    transform = config.transform
+    transform = config.device_transform
     if not config.has_steps or transform is None:
         return _guarded(transform)
 

@@ -51,7 +51,7 @@ class LoaderConfig:
             ``has_steps``.
         has_steps: Whether each step is a list of batches, one for each device.
         device_prefetch: Number of batches that may be ready on the device.
-        transform: Called with each batch on the device; None for no call.
+        device_transform: Called with each batch on the device; None for no call.
         root: Directory that contains ``proc`` and ``sys``.
     """
 
@@ -76,7 +76,7 @@ class LoaderConfig:
     devices: tuple[torch.device | None, ...]
     has_steps: bool
     device_prefetch: int
-    transform: Callable[[Any], Any] | None
+    device_transform: Callable[[Any], Any] | None
     root: str
 
     @property

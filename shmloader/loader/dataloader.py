@@ -1,6 +1,7 @@
 """``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +21,7 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
-    LastBatch,
+    NOT_TRANSFORM,
     check_arguments,
     check_auto,
     check_last_batch,
@@ -30,11 +31,13 @@ from shmloader.loader.arguments import (
     check_thread_pool,
     is_data_pipe,
     is_map_style,
+    parse_max_failures,
     parse_size,
     warn_of_empty_epochs,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
+from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.iterator import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
@@ -42,8 +45,10 @@ from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
+from shmloader.sampling.checks import refuse_old_names
 from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
 from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.sampling.steps import LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -66,12 +71,12 @@ class DataLoader(MeasuredLoader[_T_co]):
         collate_fn: Makes a batch of a list of samples. ``default_collate`` writes straight into
             the slot, also where a function of your own calls it, and so does a function that
             writes into :func:`shmloader.empty`.
-        drop_last: Whether a last batch that is short is left out.
+        drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
             "rollover" puts them first in the next epoch, once the epoch is complete: an epoch that
-            is left early neither loses nor repeats the samples that it began with. Cannot be
-            combined with ``drop_last`` or ``batch_sampler``.
+            is left early neither loses nor repeats the samples that it began with. "pad" is for
+            :class:`shmloader.ShardedDataLoader`. Cannot be combined with ``batch_sampler``.
 
         **Order and seed**
 
@@ -135,7 +140,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         device: Where batches arrive: ``"cuda:0"``, an index or a ``torch.device``. A thread copies
             them there from page-locked slots, on a stream of its own; the current stream of the
             thread that calls ``next()`` waits for them. None or ``"cpu"``: no copy.
-        transform: Called with each batch on the device, on that thread and stream.
+        device_transform: Called with each batch on the device, on that thread and stream.
         device_prefetch: Number of batches that may be ready on the device.
 
         **Failures and resuming**
@@ -156,8 +161,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             good sample raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is
             called again for each index by itself. What collate raises is always raised, as is what
             the iterator of an iterable dataset raises: there, only "raise" is possible.
-        max_failures: How many samples may fail in an epoch: an int, or a ``fractions.Fraction`` of
-            the samples tried so far, judged from the 100th on and at the epoch's end. More raise
+        max_failures: How many samples may fail in an epoch: an int, or a share of the samples tried
+            so far, judged from the 100th on and at the epoch's end. A share is a float or a
+            ``fractions.Fraction``, above 0 and at most 1. More raise
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
             any number, but with "skip" an epoch in which all samples failed raises it as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
@@ -178,6 +184,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         ValueError, TypeError: If an argument does not fit, in torch's words.
     """
 
+    @refuse_old_names(transform=NOT_TRANSFORM)
     def __init__(  # noqa: PLR0917 - torch's signature
         self,
         dataset: Dataset[_T_co],
@@ -201,10 +208,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         shm_size: int | str | None = None,
         worker_restarts: int = 0,
         device: str | int | torch.device | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
         device_prefetch: int = DEVICE_PREFETCH,
         on_error: OnError = "raise",
-        max_failures: int | Fraction | None = None,
+        max_failures: int | float | Fraction | None = None,
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
         seed: int | None = None,
@@ -249,7 +256,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.shm_size = shm_size
         self.worker_restarts = worker_restarts
         self.device = device
-        self.transform = transform
+        self.device_transform = device_transform
         self.device_prefetch = device_prefetch
         self.on_error = on_error
         self.max_failures = max_failures
@@ -259,6 +266,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.seed = self._sample_seed
         most_window = self._window_wanted() or self._most_workers * (self.prefetch_factor or 0)
         check_arguments(self, self._wanted_devices(), most_window)
+        given = (bool(shuffle), sampler is not None, batch_sampler is not None)
+        self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
         self._make_own_parts()
         self._make_plan(sampler, batch_sampler)
         if last_batch == "discard":  # not for torch's drop_last, with which torch does not warn
@@ -270,7 +279,14 @@ class DataLoader(MeasuredLoader[_T_co]):
         """The newest samples that failed; see the class."""
         return self._parts.failures
 
+    def __repr__(self) -> str:
+        """Return the dataset, the batch size, the workers, and what is not the default."""
+        return describe_loader(self, DataLoader.__init__, self._order_given)
+
     # What ShardedDataLoader has otherwise ----------------------------------------------------
+
+    #: Which of ``shuffle``, ``sampler`` and ``batch_sampler`` the user gave.
+    _order_given: tuple[str, ...] = ()
 
     #: Whether an index batch may be a list of index lists.
     _may_shard = False
@@ -392,7 +408,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             dataset=self.dataset,
             collate_fn=self.collate_fn,
             on_error=self.on_error,
-            max_failures=self.max_failures,
+            max_failures=parse_max_failures(self.max_failures),
             saves_dataset=self._saves_dataset,
             num_workers=self.num_workers,
             most_workers=self._most_workers,
@@ -409,7 +425,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             devices=tuple(parse_device(device) for device in self._wanted_devices()),
             has_steps=self._has_steps,
             device_prefetch=self.device_prefetch,
-            transform=self.transform,
+            device_transform=self.device_transform,
             root=self._root,
         )
 

@@ -47,7 +47,7 @@ def _device_stage(
     if destination is None:
         return None, None
     locks, backends = destination.locks, destination.backends
-    ahead, transform = config.device_prefetch, config.transform
+    ahead, transform = config.device_prefetch, config.device_transform
     if config.has_steps:
         return DevicesStage(backends, locks, ahead, transform), locks
     (backend,) = backends

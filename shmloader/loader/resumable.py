@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import ClosedLoaderError
-from shmloader.loader.arguments import LastBatch, describe_epoch_remedy, is_data_pipe
+from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import check_state, sealed
@@ -27,7 +27,7 @@ from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_checkpoint import counts_epochs, has_own_state
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder, SeededRandomSampler
-from shmloader.sampling.steps import Cut, Tail
+from shmloader.sampling.steps import Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -125,16 +125,16 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 index_sampler if seed is None else PositionedStreams(index_sampler),
                 is_iterable=is_iterable,
                 batch_size=self.batch_size,
-                tail="drop" if self.drop_last else self.last_batch or "keep",
+                last_batch="discard" if self.drop_last else self.last_batch or "keep",
                 seed=seed,
             )
-        tail: Tail = "drop" if self.drop_last else "uneven"
+        last_batch: LastBatch = "discard" if self.drop_last else "keep"
         items = sampler if batch_sampler is None else batch_sampler
         return SeededOrder(
             self.batch_size,
             0,
             Cut(self.batch_size or 1),
-            "rollover" if self.last_batch == "rollover" else tail,
+            "rollover" if self.last_batch == "rollover" else last_batch,
             seed,
             length=cast("Sized", self.dataset) if items is None else None,
             shuffle=isinstance(self.sampler, RandomSampler),

@@ -1,28 +1,38 @@
 """``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence, Sized
+from fractions import Fraction
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
+from shmloader.batch.fetch import OnError
 from shmloader.loader.arguments import (
-    LastBatch,
+    DEVICE_PREFETCH,
+    NOT_TRANSFORM,
     check_last_batch,
     is_map_style,
     warn_of_empty_epochs,
 )
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.description import describe_loader
 from shmloader.probing import probe
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut, Tail
+from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
-_TAILS: dict[str, Tail] = {"keep": "uneven", "discard": "drop", "rollover": "rollover"}
+
+class Indexable(Protocol[_T_co]):
+    """Whatever samples are loaded from by index: a dataset, an array, a tensor or a sequence."""
+
+    def __getitem__(self, index: Any, /) -> _T_co:
+        """Return the sample of an index."""
+        ...
 
 
 class ShardedDataLoader(DataLoader[_T_co]):
@@ -39,15 +49,16 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         **Batches**
 
-        batch_size: Number of samples in each batch: of a rank, or of each shard of a rank.
+        batch_size: Number of samples in each batch: of a rank, or of each shard of a rank. None
+            only with ``batch_sampler``.
         collate_fn: Makes a batch of a list of samples.
-        batchify_fn: Another name for ``collate_fn``.
-        tail: What happens to samples that do not fill the last global batch. "pad" (the default)
-            adds samples from the start of the epoch, so that all batches of all ranks are full.
-            "drop" leaves them out. "uneven" delivers them as they are, so that a rank may have a
-            shorter last batch, fewer shards in it, or one step fewer.
-        last_batch: The same as ``tail`` in other words: "keep" is "uneven", and "discard" is
-            "drop". "rollover" puts the samples first in the next epoch.
+        batchify_fn: GluonNLP's name for ``collate_fn``; give one of the two.
+        drop_last: torch's way to say ``last_batch="discard"``.
+        last_batch: What happens to samples that do not fill the last global batch. "pad" (the
+            default) adds samples from the start of the epoch, so that all batches of all ranks are
+            full. "discard" leaves them out. "keep" delivers them as they are, so that a rank may
+            have a shorter last batch, fewer shards in it, or one step fewer. "rollover" puts them
+            first in the next epoch; cannot be combined with ``batch_sampler``.
 
         **Order and seed**
 
@@ -88,8 +99,26 @@ class ShardedDataLoader(DataLoader[_T_co]):
             :class:`DataLoader`.
         thread_pool: Whether workers are threads.
         pin_memory: Whether tensors are copied into page-locked memory.
-        prefetch: Number of steps in flight; ``2 * num_workers`` if None.
-        options: Further keyword arguments of :class:`shmloader.DataLoader`.
+        prefetch: GluonNLP's name for the number of steps in flight; ``2 * num_workers`` if None.
+
+        **As for** :class:`shmloader.DataLoader`
+
+        fetch_concurrency: How many samples of a batch each worker loads at once.
+        prefetch_factor: Number of steps in flight for each worker, in place of ``prefetch``.
+        in_order: Whether steps are delivered in the order's sequence.
+        persistent_workers: Whether workers persist after an epoch.
+        worker_init_fn: Called in each worker with the worker's number.
+        multiprocessing_context: Name of a start method, or a context.
+        shm_size: Maximum shared memory of one iterator.
+        pin_memory_device: Deprecated by torch.
+        device: Where batches arrive; in place of ``devices``.
+        device_transform: Called with each batch on the device.
+        device_prefetch: Number of steps that may be ready on the device.
+        timeout: Seconds to wait for a step; 0 waits forever.
+        worker_restarts: How many workers that die are replaced in an epoch.
+        on_error: What happens to a sample that raises an ``Exception``.
+        max_failures: How many samples may fail in an epoch, or what share of them.
+        snapshot_every_n_steps: 0 or None if the state of the dataset is never saved.
 
     Attributes:
         rank: The rank as it was found out.
@@ -101,29 +130,45 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     _may_shard = True
 
-    def __init__(  # noqa: PLR0917 - the signature of GluonNLP's loader
+    @refuse_old_names(transform=NOT_TRANSFORM, tail=NOT_TAIL)
+    def __init__(
         self,
-        dataset: Any,
-        batch_size: int | None = None,
+        dataset: Indexable[_T_co],
+        batch_size: int | None = 1,
         shuffle: bool = False,
+        *,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
-        last_batch: LastBatch | None = None,
         batch_sampler: Sampler[Any] | Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int | Literal["auto"] = 0,
-        pin_memory: bool = False,
-        prefetch: int | None = None,
-        thread_pool: bool = False,
-        *,
-        devices: Sequence[Any] | None = None,
-        num_shards: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        tail: Literal["pad", "drop", "uneven"] | None = None,
+        batchify_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        last_batch: LastBatch | None = None,
         seed: int = 0,
         generator: torch.Generator | None = None,
-        batchify_fn: Callable[[list[Any]], Any] | None = None,
-        **options: Any,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_shards: int | None = None,
+        devices: Sequence[Any] | None = None,
+        num_workers: int | Literal["auto"] = 0,
+        thread_pool: bool = False,
+        fetch_concurrency: int | None = None,
+        prefetch: int | None = None,
+        prefetch_factor: int | None = None,
+        in_order: bool = True,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        shm_size: int | str | None = None,
+        pin_memory: bool = False,
+        pin_memory_device: str = "",
+        device: str | int | torch.device | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
+        device_prefetch: int = DEVICE_PREFETCH,
+        timeout: float = 0,
+        worker_restarts: int = 0,
+        on_error: OnError = "raise",
+        max_failures: int | float | Fraction | None = None,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         if batchify_fn is not None and collate_fn is not None:
             raise TypeError("batchify_fn is another name for collate_fn: give one of the two")
@@ -131,13 +176,17 @@ class ShardedDataLoader(DataLoader[_T_co]):
         _check_samplers(sampler, batch_sampler)
         if batch_sampler is None and batch_size is None:
             raise ValueError("batch_size is needed unless there is a batch_sampler")
-        if devices is not None and options.get("device") is not None:
+        if devices is not None and device is not None:
             raise ValueError("devices is mutually exclusive with device")
-        _check_prefetch(prefetch, num_workers, options)
-        if "drop_last" in options:
-            raise TypeError("ShardedDataLoader has no drop_last: tail='drop' is the same")
+        _check_prefetch(prefetch, num_workers, prefetch_factor)
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
-        tail_rule = _choose_tail(tail, last_batch, batch_size, batch_sampler is not None)
+        check_last_batch(
+            last_batch,
+            batch_size,
+            drop_last=drop_last,
+            has_batch_sampler=batch_sampler is not None,
+            is_sharded=True,
+        )
         seed = whole_number(seed, "seed", minimum=0)
         ranks = resolve_ranks(rank, world_size)
         if generator is not None and ranks[1] > 1:
@@ -148,7 +197,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self.devices = devices
         self.prefetch = prefetch
         super().__init__(
-            dataset,
+            cast("Dataset[_T_co]", dataset),
             1 if batch_size is None else batch_size,
             shuffle,
             sampler,
@@ -156,13 +205,28 @@ class ShardedDataLoader(DataLoader[_T_co]):
             num_workers,
             collate_fn or batchify_fn,
             pin_memory,
-            generator=generator,
+            drop_last or (last_batch == "discard" and batch_sampler is None),
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            shm_size=shm_size,
+            worker_restarts=worker_restarts,
+            device=device,
+            device_transform=device_transform,
+            device_prefetch=device_prefetch,
+            on_error=on_error,
+            max_failures=max_failures,
             thread_pool=thread_pool,
-            **options,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            fetch_concurrency=fetch_concurrency,
         )
         self.num_shards = num_shards
         self.rank, self.world_size = ranks
-        self.tail = tail
         self.last_batch = last_batch
         self.seed = seed
         self.batchify_fn = batchify_fn
@@ -177,9 +241,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
             batch_size if batch_sampler is None else None,
             shards,
             Cut(share * max(1, shards), *ranks),
-            tail_rule,
+            "discard" if drop_last else last_batch or "pad",
             seed,
-            length=len(dataset) if items is None else None,
+            length=len(cast("Sized", dataset)) if items is None else None,
             shuffle=shuffle,
             items=items,
             own_sampler=self._own_sampler(items),
@@ -187,9 +251,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
             is_positioned=True,
         )
         self._set_plan(EpochPlan(order))
-        if tail_rule == "drop":
+        if drop_last or last_batch == "discard":
             what = f"a global batch of {share * max(1, shards) * ranks[1]}"
             warn_of_empty_epochs(order, dataset, what)
+
+    def __repr__(self) -> str:
+        """Return the dataset, the batch size, the workers, and what is not the default."""
+        return describe_loader(self, ShardedDataLoader.__init__, self._order_given)
 
     @property
     def _order(self) -> SeededOrder:
@@ -248,13 +316,13 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
             )
 
 
-def _check_prefetch(prefetch: object, num_workers: int | str, options: dict[str, Any]) -> None:
+def _check_prefetch(prefetch: object, num_workers: int | str, prefetch_factor: object) -> None:
     if prefetch is None:
         return
     whole_number(prefetch, "prefetch", minimum=1)
     if num_workers == 0:
         raise ValueError(f"prefetch needs num_workers > 0, but got prefetch={prefetch!r}")
-    if options.get("prefetch_factor") is not None:
+    if prefetch_factor is not None:
         raise ValueError("prefetch is mutually exclusive with prefetch_factor")
 
 
@@ -281,19 +349,3 @@ def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler:
             f"but got num_shards={num_shards}"
         )
     return 0 if has_batch_sampler else len(devices)
-
-
-def _choose_tail(
-    tail: Tail | None, last_batch: LastBatch | None, batch_size: int | None, has_batch_sampler: bool
-) -> Tail:
-    if tail is not None and tail not in ("pad", "drop", "uneven"):
-        raise ValueError(f"tail should be 'pad', 'drop' or 'uneven', but got tail={tail!r}")
-    if last_batch is None:
-        return tail or "pad"
-    if tail is not None:
-        raise ValueError(
-            f"tail and last_batch say the same in other words: give one of the two, but got "
-            f"tail={tail!r} and last_batch={last_batch!r}"
-        )
-    check_last_batch(last_batch, batch_size, has_batch_sampler=has_batch_sampler)
-    return _TAILS[last_batch]

@@ -25,9 +25,12 @@ _FACTS = {
     "length": "dataset length",
     "global_batch": "global batch size",
     "sampler": "sampler",
-    "tail": "tail",
+    "tail": "last_batch",
     "seed": "seed",
 }
+
+# What earlier states call it.
+_LAST_BATCHES = {"drop": "discard"}
 
 _OTHERS = {"epoch", "position", "origin", "persistent"}
 
@@ -99,10 +102,13 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
         )
     if version != 1 and not _is_whole(state):
         raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
+    found = {key: state[key] for key in _FACTS}
+    if isinstance(found["tail"], str):
+        found["tail"] = _LAST_BATCHES.get(found["tail"], found["tail"])
     wrong = [
-        f"{name}: {_short(state[key])} found, {facts[key]!r} expected"
+        f"{name}: {_short(found[key])} found, {facts[key]!r} expected"
         for key, name in _FACTS.items()
-        if state[key] != facts[key]
+        if found[key] != facts[key]
     ]
     if wrong:
         raise ValueError(f"the state does not fit this loader ({'; '.join(wrong)})")

@@ -1,11 +1,16 @@
 """Checks of arguments, called by constructors. Errors name the argument and its value."""
 
+import functools
 import reprlib
+from collections.abc import Callable
 from numbers import Integral
+from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_Arguments = ParamSpec("_Arguments")
 
 
 def whole_number(value: object, name: str, *, minimum: int, below: int | None = None) -> int:
@@ -87,3 +92,27 @@ def _no_numbers(values: object, name: str) -> TypeError:
     return TypeError(
         f"{name} should be a sequence of ints or floats, but got {name}={reprlib.repr(values)}"
     )
+
+
+def refuse_old_names(
+    **remedies: str,
+) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
+    """Return a decorator for a constructor: an argument's old name raises, and says the new one.
+
+    The old names are no part of the signature, so editors and type checkers do not know them.
+
+    Args:
+        remedies: By old name, the end of the message.
+    """
+
+    def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+        @functools.wraps(init)
+        def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
+            for name in options:
+                if name in remedies:
+                    raise TypeError(f"{name} is not an argument: {remedies[name]}")
+            init(*args, **options)
+
+        return checked
+
+    return decorate

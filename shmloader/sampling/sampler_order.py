@@ -44,7 +44,7 @@ class SamplerOrder:
             dataset.
         is_iterable: Whether the dataset is iterable; its workers keep the position.
         batch_size: The loader's batch size; None with a batch sampler.
-        tail: What becomes of the last batch: "keep", "drop" or "rollover".
+        last_batch: What becomes of the last batch: "keep", "discard" or "rollover".
         seed: The seed of an iterable dataset's samples; None if there is none.
 
     Attributes:
@@ -57,13 +57,13 @@ class SamplerOrder:
         *,
         is_iterable: bool = False,
         batch_size: int | None = None,
-        tail: str = "keep",
+        last_batch: str = "keep",
         seed: int | None = None,
     ) -> None:
         self.index_sampler = index_sampler
         self._is_iterable = is_iterable
         self._batch_size = batch_size
-        self._tail = tail
+        self._last_batch = last_batch
         self._seed = seed
         self._progress = Progress()
         self._state: dict[str, Any] | None = None
@@ -158,7 +158,7 @@ class SamplerOrder:
         return {
             "global_batch": self._batch_size or size_of_batches(sampler),
             "sampler": None if self._is_iterable else describe(sampler),
-            "tail": "drop" if drops else self._tail,
+            "tail": "discard" if drops else self._last_batch,
             "seed": self._seed,
         }
 

@@ -26,10 +26,10 @@ from shmloader.sampling.sampler_checkpoint import (
 from shmloader.sampling.steps import (
     Cut,
     DrawnSteps,
+    LastBatch,
     OrderSteps,
     Prefixed,
     Steps,
-    Tail,
     is_sharded,
     order_of,
 )
@@ -87,7 +87,7 @@ class SeededOrder(Sampler[list[Any]]):
         num_shards: Batches in a step that is a list; 0 if a step is a single batch or whatever the
             batch sampler yields.
         cut: The rank's share of the global order, in samples, or in batches where these are dealt.
-        tail: What becomes of the last global step.
+        last_batch: What becomes of the last global step.
         seed: Seed of the order, together with the epoch.
         length: Length of the dataset, whose indices are the order, or an object with that length,
             which may grow.
@@ -106,7 +106,7 @@ class SeededOrder(Sampler[list[Any]]):
         batch_size: int | None,
         num_shards: int,
         cut: Cut,
-        tail: Tail,
+        last_batch: LastBatch,
         seed: int,
         *,
         length: int | Sized | None = None,
@@ -121,7 +121,7 @@ class SeededOrder(Sampler[list[Any]]):
         self._batch_size = batch_size
         self._num_shards = num_shards
         self._cut = cut
-        self._tail = tail
+        self._last_batch = last_batch
         self._seed = seed
         self._length = length
         self._shuffle = shuffle
@@ -156,7 +156,9 @@ class SeededOrder(Sampler[list[Any]]):
         Raises:
             TypeError: If the user's sampler has no length.
         """
-        return count_steps(self._item_count() + len(self.carry_over.samples), self._cut, self._tail)
+        return count_steps(
+            self._item_count() + len(self.carry_over.samples), self._cut, self._last_batch
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -199,7 +201,7 @@ class SeededOrder(Sampler[list[Any]]):
         """Begin the epoch, and return an iterator of its steps."""
         steps = self._steps = self._begin()
         drawing = self._shape(steps, self.epoch, self._done_ahead)
-        if self._tail == "rollover":
+        if self._last_batch == "rollover":
             self.carry_over.begin(steps, drawing)
         return drawing
 
@@ -255,7 +257,7 @@ class SeededOrder(Sampler[list[Any]]):
         return {
             "global_batch": batch,
             "sampler": kind,
-            "tail": {"uneven": "keep"}.get(self._tail, self._tail),
+            "tail": self._last_batch,
             "seed": self._seed,
         }
 
@@ -312,7 +314,7 @@ class SeededOrder(Sampler[list[Any]]):
                 RngState(self._seed, self.epoch),
                 are_known(self._items),
                 self._cut,
-                self._tail,
+                self._last_batch,
                 carried,
                 _sample_count if self._batch_size is None and self._may_shard else _one,
                 start,
@@ -320,7 +322,7 @@ class SeededOrder(Sampler[list[Any]]):
         order = order_of(self._item_count(), self._seed, self.epoch, shuffle=self._shuffle)
         if carried:
             order = Prefixed(carried, order)
-        return OrderSteps(order, self._cut, self._tail, start)
+        return OrderSteps(order, self._cut, self._last_batch, start)
 
     def _begin_items(self, epoch: int, start: int) -> Iterator[Any]:
         """Return an iterator of the user's sampler. Called for the first index of an epoch."""

@@ -6,12 +6,12 @@ from typing import Any, Literal
 from torch.utils.data import DistributedSampler
 
 from shmloader.probing import probe
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.sampler_checkpoint import are_known, set_epoch_of
-from shmloader.sampling.steps import Cut, DrawnSteps, step_count
+from shmloader.sampling.steps import NOT_TAIL, Cut, DrawnSteps, step_count
 
 
 class ShardedSampler(EpochSampler[Any]):
@@ -35,15 +35,16 @@ class ShardedSampler(EpochSampler[Any]):
             ``torch.distributed``'s default group, else of torchrun's environment variables, else
             of a single process.
         world_size: Number of ranks.
-        tail: What becomes of items that do not fill the last global step. ``"pad"`` fills it up
-            from the epoch's start, so that all ranks have the same number; ``"drop"`` leaves them
-            out; ``"uneven"`` deals them to the first ranks.
+        last_batch: What happens to items that do not fill the last global step. "pad" fills it up
+            from the epoch's start, so that all ranks have the same number. "discard" leaves them
+            out. "keep" deals them to the first ranks.
         seed: Seed of the random number generators.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
     """
 
+    @refuse_old_names(tail=NOT_TAIL)
     def __init__(
         self,
         sampler: Iterable[Any],
@@ -51,17 +52,20 @@ class ShardedSampler(EpochSampler[Any]):
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        tail: Literal["pad", "drop", "uneven"] = "pad",
+        last_batch: Literal["pad", "discard", "keep"] = "pad",
         seed: int = 0,
     ) -> None:
         share = whole_number(batch_size, "batch_size", minimum=1)
-        if tail not in {"pad", "drop", "uneven"}:
-            raise ValueError(f"tail should be 'pad', 'drop' or 'uneven', but got tail={tail!r}")
+        if last_batch not in {"pad", "discard", "keep"}:
+            raise ValueError(
+                "last_batch should be 'pad', 'discard' or 'keep', but got "
+                f"last_batch={last_batch!r}"
+            )
         super().__init__(seed)
         _check_sampler(sampler)
         self.sampler = sampler
         self.rank, self.world_size = resolve_ranks(rank, world_size)
-        self.tail = tail
+        self.last_batch = last_batch
         self.batch_size = share
         self._cut = Cut(share, self.rank, self.world_size)
 
@@ -73,14 +77,14 @@ class ShardedSampler(EpochSampler[Any]):
         """
         count = len(self.sampler)  # type: ignore[arg-type]
         whole, left = divmod(count, self._cut.global_count)
-        if self.tail == "uneven":
+        if self.last_batch == "keep":
             return whole * self._cut.share + self._cut.count(left)
-        return step_count(count, self._cut, self.tail) * self._cut.share
+        return step_count(count, self._cut, self.last_batch) * self._cut.share
 
     def _draw(self, epoch: int) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
         rng_state, is_first = RngState(self.seed, epoch), are_known(self.sampler)
-        steps = DrawnSteps(self.sampler.__iter__, rng_state, is_first, self._cut, self.tail)
+        steps = DrawnSteps(self.sampler.__iter__, rng_state, is_first, self._cut, self.last_batch)
         for step in steps:
             yield from step
 

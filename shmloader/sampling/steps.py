@@ -17,9 +17,12 @@ import numpy.typing as npt
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
 
-#: What becomes of items that do not fill the last global step: it is filled up with items from the
-#: epoch's start, left out, or used as it is, or the items come first in the next epoch.
-Tail = Literal["pad", "drop", "uneven", "rollover"]
+#: What happens to items that do not fill the last global step: they are a shorter step, they are
+#: left out, they come first in the next epoch, or the step is filled up from the epoch's start.
+LastBatch = Literal["keep", "discard", "rollover", "pad"]
+
+#: The end of the message about ``tail=``, the earlier name.
+NOT_TAIL = "last_batch= takes 'pad', 'discard' (was 'drop') or 'keep' (was 'uneven')"
 
 # Positions of an order that are computed at a time, since a few take as long as some thousand.
 _BLOCK = 8192
@@ -119,12 +122,12 @@ class Steps(Iterator[list[Any]]):
         raise NotImplementedError
 
 
-def step_count(item_count: int, cut: Cut, tail: Tail) -> int:
+def step_count(item_count: int, cut: Cut, last_batch: LastBatch) -> int:
     """Return the number of steps of a rank in an epoch of ``item_count`` items."""
     whole, left = divmod(item_count, cut.global_count)
-    if tail == "pad":
+    if last_batch == "pad":
         return whole + (left > 0)
-    if tail == "uneven":
+    if last_batch == "keep":
         return whole + (cut.count(left) > 0)
     return whole
 
@@ -132,17 +135,17 @@ def step_count(item_count: int, cut: Cut, tail: Tail) -> int:
 class OrderSteps(Steps):
     """Steps of an order with random access, so that a rank computes only its own share."""
 
-    def __init__(self, order: Order, cut: Cut, tail: Tail, start: int = 0) -> None:
+    def __init__(self, order: Order, cut: Cut, last_batch: LastBatch, start: int = 0) -> None:
         super().__init__(start)
         self._order = order
         self._cut = cut
-        self._tail = tail
-        self._count = step_count(order.length, cut, tail)
+        self._last_batch = last_batch
+        self._count = step_count(order.length, cut, last_batch)
         self._block: list[list[int]] = []
 
     def _next(self) -> list[int] | None:
         if self.drawn >= self._count:
-            if self._tail == "rollover":
+            if self._last_batch == "rollover":
                 start = self._count * self._cut.global_count
                 self.left_over = self._order.at(np.arange(start, self._order.length)).tolist()
             return None
@@ -160,7 +163,7 @@ class OrderSteps(Steps):
         missing = cut.share - cut.count(last_count) if stop == self._count else 0
         # Positions beyond the end wrap around to the epoch's start.
         steps: list[list[int]] = self._order.at(positions % length).tolist()
-        if missing and self._tail == "uneven":
+        if missing and self._last_batch == "keep":
             del steps[-1][-missing:]
         elif missing:
             self.repeats = (self._count, missing)
@@ -175,7 +178,7 @@ class DrawnSteps(Steps):
         rng_state: State of the global generators, from which the sampler draws.
         draws_first: Whether the sampler draws from them for its first item only.
         cut: The rank's share.
-        tail: What becomes of the last global step.
+        last_batch: What becomes of the last global step.
         first: Items that come first.
         weigh: Returns the number of samples in an item.
         start: Number of the first step that is yielded; earlier steps are drawn and discarded.
@@ -187,7 +190,7 @@ class DrawnSteps(Steps):
         rng_state: RngState,
         draws_first: bool,
         cut: Cut,
-        tail: Tail,
+        last_batch: LastBatch,
         first: Iterable[Any] = (),
         weigh: Callable[[Any], int] = lambda _: 1,
         start: int = 0,
@@ -200,7 +203,7 @@ class DrawnSteps(Steps):
         # Whether the sampler has yielded its first item.
         self._has_begun = False
         self._cut = cut
-        self._tail = tail
+        self._last_batch = last_batch
         self._weigh = weigh
         self._items: Iterator[Any] | None = None
         # Items of ``first`` that were not yielded yet.
@@ -223,7 +226,7 @@ class DrawnSteps(Steps):
                         f"the state does not fit: it was taken at step {count} of an epoch, and "
                         f"the sampler yields only enough for {number} steps"
                     )
-                if number == 0 and self._tail == "pad":
+                if number == 0 and self._last_batch == "pad":
                     self._beginning = items
 
     def _next(self) -> list[Any] | None:
@@ -233,15 +236,15 @@ class DrawnSteps(Steps):
         items = self._take(cut.global_count)
         missing = cut.global_count - len(items)
         if missing == 0:
-            if self._tail == "pad" and not self._beginning:
+            if self._last_batch == "pad" and not self._beginning:
                 self._beginning = items
             return items[cut.rank * cut.share :][: cut.share]
-        if self._tail == "rollover":
+        if self._last_batch == "rollover":
             self.left_over = items
-        if not items or self._tail in {"drop", "rollover"}:
+        if not items or self._last_batch in {"discard", "rollover"}:
             return None
         own_count = cut.count(len(items))
-        if self._tail == "pad":
+        if self._last_batch == "pad":
             beginning = self._beginning or items[:]
             items += [beginning[number % len(beginning)] for number in range(missing)]
         elif own_count == 0:

@@ -124,7 +124,7 @@ def test_a_transform_runs_on_the_loader_s_stream(ends_of) -> None:
         streams.append(torch.accelerator.current_stream())
         return batch * 2
 
-    found = ends_of(make(500, transform=double), 500)
+    found = ends_of(make(500, device_transform=double), 500)
     assert found == [(2 * index, 2 * index) for index in range(500)]
     assert len(set(streams)) == 1
     assert streams[0] != torch.accelerator.current_stream()

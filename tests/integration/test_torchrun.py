@@ -153,10 +153,10 @@ def orders_of_epochs(count: int = 2, *, is_drawn: bool = False) -> list[list[int
     return orders
 
 
-def in_global_batches(order: list[int], tail: str) -> list[list[int]]:
-    there = len(order) - len(order) % GLOBAL_BATCH if tail == "drop" else len(order)
+def in_global_batches(order: list[int], last_batch: str) -> list[list[int]]:
+    there = len(order) - len(order) % GLOBAL_BATCH if last_batch == "discard" else len(order)
     whole = [*order[:there]]
-    if tail == "pad":
+    if last_batch == "pad":
         whole += order[: -len(order) % GLOBAL_BATCH]
     return [whole[at : at + GLOBAL_BATCH] for at in range(0, len(whole), GLOBAL_BATCH)]
 
@@ -183,14 +183,14 @@ SHARES = f"""
     data = torch.arange({SAMPLES})[:, None].expand({SAMPLES}, 4096)
     cases = json.loads(sys.argv[1])
     found = []
-    for tail, workers, is_drawn in cases:
+    for last_batch, workers, is_drawn in cases:
         loader = ShardedDataLoader(
             data,
             {GLOBAL_BATCH} // int(os.environ["WORLD_SIZE"]),
             shuffle=not is_drawn,
             sampler=RandomSampler(data) if is_drawn else None,
             seed={SEED},
-            tail=tail,
+            last_batch=last_batch,
             num_workers=workers,
         )
         epochs = []
@@ -204,28 +204,28 @@ SHARES = f"""
     Path(f"rank{{loader.rank}}.json").write_text(json.dumps(found))
 """
 
-# tail, num_workers, whether a sampler draws the order from torch's random stream
+# last_batch, num_workers, whether a sampler draws the order from torch's random stream
 CASES = [
     ("pad", 0, False),
     ("pad", 1, False),
-    ("drop", 1, False),
-    ("uneven", 0, False),
-    ("uneven", 1, False),
+    ("discard", 1, False),
+    ("keep", 0, False),
+    ("keep", 1, False),
     ("pad", 1, True),
 ]
 
 
 def assert_one_order(ranks: list[Any], cases: list[tuple[str, int, bool]]) -> None:
     """All ranks together have the global batches of one rank, and know what is repeated."""
-    for number, (tail, _, is_drawn) in enumerate(cases):
+    for number, (last_batch, _, is_drawn) in enumerate(cases):
         for epoch, order in enumerate(orders_of_epochs(is_drawn=is_drawn)):
             of_ranks = [found[number][epoch] for found in ranks]
             batches = [[batch for batch, _ in steps] for steps in of_ranks]
-            assert union(batches) == in_global_batches(order, tail), cases[number]
-            if tail == "pad":
+            assert union(batches) == in_global_batches(order, last_batch), cases[number]
+            if last_batch == "pad":
                 assert len(set(map(len, itertools.chain(*batches)))) == 1
                 assert len(set(map(len, batches))) == 1
-            if tail != "drop":
+            if last_batch != "discard":
                 counted = [
                     batch[: len(batch) - padding]
                     for batch, padding in itertools.chain(*of_ranks)
@@ -555,7 +555,7 @@ def test_ranks_of_two_hosts_have_the_batches_of_one_rank(joined_hosts, tmp_path)
 
 def test_ranks_that_no_network_joins_agree_nevertheless(hosts, tmp_path) -> None:
     program = write_program(tmp_path, SHARES)
-    cases = [("pad", 1, False), ("uneven", 1, False)]
+    cases = [("pad", 1, False), ("keep", 1, False)]
     with contextlib.ExitStack() as stack:
         runs = []
         for rank, host in enumerate(hosts):

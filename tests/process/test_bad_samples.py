@@ -691,8 +691,9 @@ def test_after_too_many_failures_a_new_epoch_starts_anew(workers, persistent):
 
 
 @BOTH
-def test_a_share_is_judged_from_the_hundredth_sample_on(workers):
-    loader = load(Numbers(200, *range(24)), workers, batch_size=25, max_failures=Fraction(1, 5))
+@pytest.mark.parametrize("share", [Fraction(1, 5), 0.2])
+def test_a_share_is_judged_from_the_hundredth_sample_on(workers, share):
+    loader = load(Numbers(200, *range(24)), workers, batch_size=25, max_failures=share)
     batches = iter(loader)
     assert [len(next(batches)) for _ in range(3)] == [1, 25, 25]
     with pytest.raises(TooManyFailures, match=r"24 of the 100 .* max_failures=1/5"):
@@ -763,7 +764,10 @@ def test_the_options_are_attributes_under_their_names():
         ({"max_failures": 3}, ValueError),
         ({"on_error": "skip", "max_failures": -1}, ValueError),
         ({"on_error": "skip", "max_failures": True}, TypeError),
-        ({"on_error": "skip", "max_failures": 0.1}, TypeError),
+        ({"on_error": "skip", "max_failures": "1%"}, TypeError),
+        ({"on_error": "skip", "max_failures": 0.0}, ValueError),
+        ({"on_error": "skip", "max_failures": 3.0}, ValueError),
+        ({"max_failures": 0.1}, ValueError),
         ({"on_error": "skip", "max_failures": Fraction(2)}, ValueError),
     ],
 )

@@ -285,7 +285,7 @@ def test_so_many_batches_are_made_ready_and_no_more(late, ahead) -> None:
         made.append(1)
         return batch
 
-    loader = make(40, prefetch_factor=5, device_prefetch=ahead, transform=note)
+    loader = make(40, prefetch_factor=5, device_prefetch=ahead, device_transform=note)
     batches = iter(loader)
     assert int(next(batches)[0]) == 0
     wait_until(lambda: len(made) == ahead + 1)
@@ -402,7 +402,7 @@ def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(late: La
         return torch.cat([batch, batch])
 
     with on(torch.Stream("late:0")) as side:
-        assert late.contents(make(100, transform=double)) == ends(100)
+        assert late.contents(make(100, device_transform=double)) == ends(100)
         assert {(stream.stream_id == side.stream_id) for stream in streams} == {False}
     assert len({stream.stream_id for stream in streams}) == 1
 
@@ -417,7 +417,7 @@ def test_a_transform_may_move_the_batch_to_another_device(late, has_own_stream) 
     if has_own_stream:
         streams.enter_context(on(torch.Stream("late:1")))
     with streams:
-        found = late.contents(make(200, device="late:0", transform=move))
+        found = late.contents(make(200, device="late:0", device_transform=move))
     assert found == [[index] * 4 for index in range(200)]
 
 
@@ -426,7 +426,7 @@ def test_batches_that_a_transform_moved_are_waited_for_where_they_are(late: Late
         return batch.to("late:1", non_blocking=True)
 
     with on(torch.Stream("late:1")):
-        for batch in make(60, device="late:0", transform=move):
+        for batch in make(60, device="late:0", device_transform=move):
             batch.clone()
         assert late.unfinished_count < 60
 
@@ -439,7 +439,7 @@ class Wrapped:
 
 
 def test_tensors_inside_of_what_a_transform_returns_are_recorded(late: LateDevice) -> None:
-    loader = make(100, transform=lambda batch: Wrapped({"x": Pair(batch, 1)}))
+    loader = make(100, device_transform=lambda batch: Wrapped({"x": Pair(batch, 1)}))
     with on(torch.Stream("late:0")):
         found = late.contents(batch.parts[0]["x"].image for batch in loader)
     assert found == ends(100)
@@ -464,13 +464,13 @@ def test_a_copy_that_fails_half_way_loses_its_batch_alone(late: LateDevice) -> N
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("where", ["transform", "copy", "record"])
+@pytest.mark.parametrize("where", ["device_transform", "copy", "record"])
 def test_an_exception_that_is_kept_holds_no_slot(late, slots, monkeypatch, where) -> None:
     def fail(*_):
         raise ValueError("no such luck")
 
-    options = {"transform": fail} if where == "transform" else {}
-    if where != "transform":
+    options = {"device_transform": fail} if where == "device_transform" else {}
+    if where != "device_transform":
         monkeypatch.setattr(Backend, where, fail)
     errors = []
     batches = iter(make(20, **options))
@@ -489,7 +489,7 @@ def test_an_exception_that_is_kept_holds_no_slot(late, slots, monkeypatch, where
 def test_the_device_cpu_is_plain_loading() -> None:
     loader = make(6, device="cpu")
     assert [batch[0].item() for batch in loader] == list(range(6))
-    loader = make(6, device="cpu", num_workers=0, transform=lambda batch: batch + 1)
+    loader = make(6, device="cpu", num_workers=0, device_transform=lambda batch: batch + 1)
     assert [batch[0].item() for batch in loader] == [1, 2, 3, 4, 5, 6]
 
 

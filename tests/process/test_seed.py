@@ -205,14 +205,14 @@ def joined(steps: Any) -> list[Any]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("tail", ["pad", "drop"])
+@pytest.mark.parametrize("last_batch", ["pad", "discard"])
 @pytest.mark.parametrize(
     ("world_size", "shards", "workers"), [(2, 0, 0), (3, 0, 1), (4, 0, 0), (2, 3, 2), (1, 4, 0)]
 )
-def test_a_run_is_the_same_on_any_number_of_ranks(world_size, shards, workers, tail) -> None:
-    alone = epochs_of(sharded(tail=tail))
+def test_a_run_is_the_same_on_any_number_of_ranks(world_size, shards, workers, last_batch) -> None:
+    alone = epochs_of(sharded(last_batch=last_batch))
     ranks = [
-        epochs_of(sharded(world_size, rank, shards, tail=tail, num_workers=workers))
+        epochs_of(sharded(world_size, rank, shards, last_batch=last_batch, num_workers=workers))
         for rank in range(world_size)
     ]
     for number, epoch in enumerate(alone):
@@ -241,7 +241,7 @@ def test_whole_batches_are_dealt_with_their_streams() -> None:
                     collate_fn=drawing_collate,
                     rank=rank,
                     world_size=ranks,
-                    tail="drop",
+                    last_batch="discard",
                 ),
             )
             for rank in range(ranks)

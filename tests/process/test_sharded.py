@@ -173,7 +173,7 @@ def test_arrays_tensors_and_sequences_are_datasets(dataset, workers) -> None:
 def test_one_rank_without_shards_is_the_plain_loader() -> None:
     dataset = Calls(sample, 23)
     plain = DataLoader(dataset, 4, num_workers=2)
-    loader = ShardedDataLoader(dataset, 4, num_workers=2, tail="uneven")
+    loader = ShardedDataLoader(dataset, 4, num_workers=2, last_batch="keep")
     assert steps_of(loader) == steps_of(plain)
     assert len(loader) == len(plain)
     assert isinstance(loader, torch.utils.data.DataLoader)
@@ -329,7 +329,7 @@ def test_a_generator_shuffles_as_with_torch_on_one_rank() -> None:
         torch.arange(30), 4, shuffle=True, generator=torch.Generator().manual_seed(3)
     )
     ours = ShardedDataLoader(
-        torch.arange(30), 4, shuffle=True, tail="uneven",
+        torch.arange(30), 4, shuffle=True, last_batch="keep",
         generator=torch.Generator().manual_seed(3),
     )  # fmt: skip
     for _ in range(2):
@@ -470,7 +470,27 @@ def test_keep_and_discard_are_what_they_say(kind) -> None:
     data = torch.arange(10)
     assert values(kind(data, 4, last_batch="keep"))[-1] == [8, 9]
     assert values(kind(data, 4, last_batch="discard"))[-1] == [4, 5, 6, 7]
-    assert len(kind(data, 4, last_batch="discard")) == 2
+    for discarding in ({"last_batch": "discard"}, {"drop_last": True}):
+        for options in (discarding, {"drop_last": True, "last_batch": "discard"}):
+            loader = kind(data, 4, **options)
+            assert loader.drop_last is True
+            assert len(loader) == len(values(loader)) == len(loader.batch_sampler) == 2
+
+
+@pytest.mark.parametrize("rule", ["keep", "discard", "pad"])
+def test_whole_batches_are_dealt_by_the_same_words(rule) -> None:
+    batches = [[0, 1], [2, 3], [4, 5]]
+    ranks = [
+        values(
+            ShardedDataLoader(
+                torch.arange(6), batch_sampler=batches, last_batch=rule, rank=rank, world_size=2
+            )
+        )
+        for rank in (0, 1)
+    ]
+    second = {"keep": [], "discard": [], "pad": [[0, 1]]}
+    assert ranks[0] == ([[0, 1]] if rule == "discard" else [[0, 1], [4, 5]])
+    assert ranks[1] == [[2, 3], *second[rule]]
 
 
 @pytest.mark.parametrize(
@@ -550,7 +570,7 @@ def test_prefetch_is_the_number_of_steps_in_flight() -> None:
 
     for prefetch, workers in ((1, 2), (3, 2), (5, 2), (None, 3)):
         loader = ShardedDataLoader(
-            Calls(tell, 20), 1, num_workers=workers, prefetch=prefetch, tail="drop"
+            Calls(tell, 20), 1, num_workers=workers, prefetch=prefetch, last_batch="discard"
         )
         steps = iter(loader)
         count = 2 * workers if prefetch is None else prefetch
@@ -685,7 +705,7 @@ def test_batch_i_arrives_on_device_i(devices, late, slots) -> None:
 def test_transform_is_called_with_each_batch(devices, late) -> None:
     loader = ShardedDataLoader(
         Calls(sample, 16), 2, devices=devices, num_workers=1,
-        transform=lambda batch: {"image": batch[0], "count": 2},
+        device_transform=lambda batch: {"image": batch[0], "count": 2},
     )  # fmt: skip
     for step in loader:
         assert [batch["count"] for batch in step] == [2, 2]
@@ -741,7 +761,7 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({}, ValueError, "batch_size is needed"),
+        ({"batch_size": None}, ValueError, "batch_size is needed"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"batch_size": 2, "shuffle": True, "sampler": [1]}, ValueError, "shuffle"),
         ({"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
@@ -760,14 +780,13 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards is mutually"),
         ({"batch_size": 2, "rank": 1}, ValueError, "rank"),
         ({"batch_size": 2, "rank": 2, "world_size": 2}, ValueError, "rank=2"),
-        ({"batch_size": 2, "tail": "keep"}, ValueError, "tail='keep'"),
-        ({"batch_size": 2, "last_batch": "pad"}, ValueError, "last_batch='pad'"),
-        (
-            {"batch_size": 2, "last_batch": "keep", "tail": "drop"},
-            ValueError,
-            "give one of the two",
-        ),
-        ({"last_batch": "keep", "batch_sampler": [[1]]}, ValueError, "last_batch='keep'"),
+        ({"tail": "uneven"}, TypeError, r"last_batch= takes .*'keep' \(was 'uneven'\)"),
+        ({"tail": "drop"}, TypeError, r"last_batch= takes .*'discard' \(was 'drop'\)"),
+        ({"last_batch": "uneven"}, ValueError, "last_batch='uneven'; 'keep' is what you mean"),
+        ({"last_batch": ["keep"]}, ValueError, "'rollover' or 'pad', but got"),
+        ({"last_batch": "rollover", "batch_sampler": [[1]]}, ValueError, "with a batch_sampler"),
+        ({"last_batch": "pad", "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
+        ({"drop_last": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
         ({"batch_size": 2, "seed": "1"}, TypeError, "seed='1'"),
         ({"batch_size": 2, "seed": -1}, ValueError, "seed=-1"),
         ({"batch_size": 2, "collate_fn": list, "batchify_fn": list}, TypeError, "batchify_fn"),
@@ -779,7 +798,6 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
             ValueError,
             "mutually exclusive",
         ),
-        ({"batch_size": 2, "drop_last": True}, TypeError, "drop_last"),
         ({"batch_size": 2, "nonsense": True}, TypeError, "nonsense"),
         (
             {"batch_size": 2, "sampler": DistributedSampler(range(8), 2, 0)},
@@ -807,6 +825,8 @@ def test_an_iterable_dataset_is_refused() -> None:
     ("options", "text"),
     [
         ({"last_batch": "all"}, "last_batch='all'"),
+        ({"last_batch": "drop"}, "last_batch='drop'; 'discard' is what you mean"),
+        ({"last_batch": "pad"}, "'pad' is for ShardedDataLoader"),
         ({"last_batch": "keep", "drop_last": True}, "mutually exclusive with drop_last"),
         ({"last_batch": "keep", "batch_size": None}, "needs batch_size"),
         ({"last_batch": "keep", "batch_size": 1, "batch_sampler": [[1]]}, "needs batch_size"),
@@ -858,8 +878,8 @@ def test_where_torchs_workers_have_to_do_our_own_arguments_are_refused(
 def test_options_are_readable_by_their_names_and_a_copy_goes_on() -> None:
     sampler = SequentialSampler(range(8))
     given: dict[str, Any] = {
-        "num_shards": 2, "rank": 1, "world_size": 2, "tail": "drop", "seed": 7, "prefetch": 3,
-        "num_workers": 1, "sampler": sampler, "batch_size": 2, "worker_restarts": 1,
+        "num_shards": 2, "rank": 1, "world_size": 2, "last_batch": "discard", "seed": 7,
+        "prefetch": 3, "num_workers": 1, "sampler": sampler, "batch_size": 2, "worker_restarts": 1,
     }  # fmt: skip
     loader = ShardedDataLoader(torch.arange(8), **given)
     assert {name: getattr(loader, name) for name in given} == given

@@ -281,7 +281,7 @@ def test_an_error_of_the_transform_comes_in_its_place(late) -> None:
         return batch
 
     loader = DataLoader(
-        Calls(sample, 6), num_workers=2, collate_fn=only, device="late", transform=check
+        Calls(sample, 6), num_workers=2, collate_fn=only, device="late", device_transform=check
     )
     batches = iter(loader)
     found = []
@@ -301,7 +301,7 @@ def test_what_a_transform_raises_arrives_as_it_is(late, error) -> None:
         num_workers=2,
         collate_fn=only,
         device="late",
-        transform=lambda batch: raise_it(error),
+        device_transform=lambda batch: raise_it(error),
     )
     batches = iter(loader)
     expected = RuntimeError if error is StopIteration else error
@@ -318,7 +318,7 @@ def test_a_stop_iteration_of_a_transform_on_the_cpu_does_not_end_the_epoch(worke
         Calls(sample, 2),
         num_workers=workers,
         device="cpu",
-        transform=lambda batch: raise_it(StopIteration),
+        device_transform=lambda batch: raise_it(StopIteration),
     )
     batches = iter(loader)
     for _ in range(2):
@@ -695,7 +695,7 @@ def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypat
     monkeypatch.setattr(shmloader.device.thread, "_JOIN_S", 0.2)
     collects = Collects()
     loader = DataLoader(
-        Calls(sample, 8), num_workers=2, collate_fn=only, device="late", transform=collects
+        Calls(sample, 8), num_workers=2, collate_fn=only, device="late", device_transform=collects
     )
     batches = iter(loader)
     workers = batches._workers
@@ -718,7 +718,7 @@ def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch
         num_workers=2,
         collate_fn=only,
         device="late",
-        transform=collects,
+        device_transform=collects,
         persistent_workers=True,
     )
     iter(loader)
@@ -751,7 +751,7 @@ def test_threads_stand_still_while_another_loader_forks(kind, late) -> None:
             late.stay_inside(0.005)
             return batch
 
-        loader.transform = take_long
+        loader.device_transform = take_long
     stop = threading.Event()
 
     def consume():

@@ -1332,14 +1332,16 @@ def test_a_device_copies_from_ordinary_memory_and_transforms_there(late) -> None
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loader = make(Calls(sample, 12), device="late", transform=double)
+        loader = make(Calls(sample, 12), device="late", device_transform=double)
         assert [int(batch[0]) for batch in loader] == list(range(0, 24, 2))
     assert names == {"shmloader_device"}
     assert late.count("registered") == 0
 
 
 def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
-    loader = make(4, device="cpu", transform=lambda batch: (batch, threading.current_thread().name))
+    loader = make(
+        4, device="cpu", device_transform=lambda batch: (batch, threading.current_thread().name)
+    )
     assert list(loader) == [(index, "MainThread") for index in range(4)]
 
 

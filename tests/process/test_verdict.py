@@ -292,7 +292,7 @@ def test_no_workers() -> None:
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        ({"device": "cpu", "transform": Heavy.pin_memory}, "`transform`"),
+        ({"device": "cpu", "device_transform": Heavy.pin_memory}, "`device_transform`"),
         ({"pin_memory": True}, "pinning"),
     ],
 )

@@ -12,7 +12,7 @@ import shmloader
 
 LENGTH = 250
 GLOBAL_BATCH = 24
-TAILS = ("pad", "drop", "uneven", "rollover")
+LAST_BATCHES = ("pad", "discard", "keep", "rollover")
 
 
 class Shuffled(Sampler):
@@ -34,9 +34,8 @@ ORDERS = {
 }
 
 
-def make_ranks(world_size, tail, order, shards=0, workers=0):
+def make_ranks(world_size, last_batch, order, shards=0, workers=0):
     size = GLOBAL_BATCH // world_size // max(1, shards)
-    rule = {"last_batch": "rollover"} if tail == "rollover" else {"tail": tail}
     return [
         shmloader.ShardedDataLoader(
             torch.arange(LENGTH),
@@ -46,7 +45,7 @@ def make_ranks(world_size, tail, order, shards=0, workers=0):
             world_size=world_size,
             num_shards=shards or None,
             seed=5,
-            **rule,
+            last_batch=last_batch,
             **ORDERS[order](),
         )
         for rank in range(world_size)
@@ -75,19 +74,19 @@ def flat(step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("tail", TAILS)
-def test_a_state_of_four_ranks_goes_on_with_one_two_three_and_eight(tail, order):
-    alone = make_ranks(1, tail, order)
+@pytest.mark.parametrize("last_batch", LAST_BATCHES)
+def test_a_state_of_four_ranks_goes_on_with_one_two_three_and_eight(last_batch, order):
+    alone = make_ranks(1, last_batch, order)
     epochs = [take(alone) for _ in range(3)]
     for epoch, stop in itertools.product((0, 1), (0, 1, 6, len(epochs[0]) - 1, len(epochs[0]))):
-        ranks = make_ranks(4, tail, order)
+        ranks = make_ranks(4, last_batch, order)
         for _ in range(epoch):
             take(ranks)
         assert take(ranks, stop) == epochs[epoch][:stop]
         state = json.loads(json.dumps(ranks[0].state_dict()))
         assert len(json.dumps(state)) < 4096
         for world_size, shards in ((1, 0), (2, 0), (3, 0), (8, 0), (4, 0), (2, 3), (1, 4)):
-            others = make_ranks(world_size, tail, order, shards)
+            others = make_ranks(world_size, last_batch, order, shards)
             for other in others:
                 other.load_state_dict(state)
                 assert other.state_dict() == state
@@ -102,24 +101,24 @@ def test_all_ranks_of_a_running_epoch_have_the_same_state():
 
 
 def test_ranks_with_workers_go_on_with_others_in_process():
-    ranks = make_ranks(2, "uneven", "shuffled", workers=2)
+    ranks = make_ranks(2, "keep", "shuffled", workers=2)
     first = take(ranks, 4)
     state = ranks[1].state_dict()
     for rank in ranks:
         rank.close()
-    others = make_ranks(3, "uneven", "shuffled")
+    others = make_ranks(3, "keep", "shuffled")
     for other in others:
         other.load_state_dict(state)
-    assert first + take(others) == take(make_ranks(1, "uneven", "shuffled"))
+    assert first + take(others) == take(make_ranks(1, "keep", "shuffled"))
 
 
 def test_a_rank_whose_epoch_was_shorter_has_nothing_left_and_begins_the_next():
-    ranks = make_ranks(8, "uneven", "in order")  # 10 samples in the last step: four ranks have some
+    ranks = make_ranks(8, "keep", "in order")  # 10 samples in the last step: four ranks have some
     epochs = [take(ranks), take(ranks)]
-    ranks = make_ranks(8, "uneven", "in order")
+    ranks = make_ranks(8, "keep", "in order")
     take(ranks, len(epochs[0]))
     state = ranks[0].state_dict()
-    others = make_ranks(8, "uneven", "in order")
+    others = make_ranks(8, "keep", "in order")
     for other in others:
         other.load_state_dict(state)
     assert take(others) == []

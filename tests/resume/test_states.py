@@ -676,7 +676,7 @@ def state_of(**options):
             {"shuffle": True},
             r"sampler: 'BatchSampler\(SequentialSampler\)' found, 'BatchSampler\(RandomS",
         ),
-        (Squares(), 4, {"drop_last": True}, "tail: 'keep' found, 'drop' expected"),
+        (Squares(), 4, {"drop_last": True}, "last_batch: 'keep' found, 'discard' expected"),
     ],
 )
 def test_another_loader_says_what_was_found_and_what_it_expected(
@@ -693,7 +693,7 @@ def test_another_loader_says_what_was_found_and_what_it_expected(
     ("seed", "found", "text"),
     [
         (None, (4, False), "global batch size: 4 found, 8 expected"),
-        (None, (8, True), "tail: 'drop' found, 'keep' expected"),
+        (None, (8, True), "last_batch: 'discard' found, 'keep' expected"),
         (3, (4, False), "global batch size: '1 whole of 4' found, '1 whole of 8' expected"),
     ],
 )
@@ -704,6 +704,20 @@ def test_a_batch_sampler_of_torchs_with_other_batches_is_another_loader(seed, fo
 
     with pytest.raises(ValueError, match=text):
         make(8, False).load_state_dict(make(*found).state_dict())
+
+
+@pytest.mark.parametrize("kind", [shmloader.DataLoader, shmloader.ShardedDataLoader])
+def test_a_state_that_calls_discard_by_its_earlier_name_is_loaded(kind):
+    loader = kind(torch.arange(10), 4, last_batch="discard")
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["tail"] == "discard"
+    other = kind(torch.arange(10), 4, last_batch="discard")
+    other.load_state_dict(sealed({**state, "tail": "drop"}))
+    assert [batch.tolist() for batch in other] == [[4, 5, 6, 7]]
+    keeps = kind(torch.arange(10), 4, last_batch="keep")
+    with pytest.raises(ValueError, match="last_batch: 'discard' found, 'keep' expected"):
+        keeps.load_state_dict(sealed({**state, "tail": "drop"}))
 
 
 @pytest.mark.parametrize(("found", "expected"), [(0, 1), (1, 0)])

@@ -1,8 +1,11 @@
 """The tree of exceptions, and the package's public names."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
+import torch.utils.data
 
 import shmloader
 from shmloader import errors
@@ -35,13 +38,44 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
     assert (type(error), str(error)) == (getattr(errors, name), "text")
 
 
+OURS = {
+    *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence"),
+    *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
+    *("sample_rng", "share", "CachedBatches", "LoaderStats"),
+    *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
+    *("ClosedLoaderError", "InternalError", "TooManyFailures"),
+}
+# The loader is ours, and an underscore is not public.
+TORCHS = set(torch.utils.data.__all__) - {"DataLoader", "_DatasetKind"}
+
+
 def test_the_public_names_are_these():
-    assert set(shmloader.__all__) == {
-        *("DataLoader", "ShardedDataLoader", "empty", "get_worker_info", "__version__"),
-        *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
-        *("sample_rng", "share", "CachedBatches", "LoaderStats"),
-        *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
-        *("ClosedLoaderError", "InternalError", "TooManyFailures"),
-    }
+    assert set(shmloader.__all__) == OURS | TORCHS
     assert shmloader.__all__ == sorted(shmloader.__all__)
     assert all(hasattr(shmloader, name) for name in shmloader.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(TORCHS))
+def test_what_users_import_from_torch_is_torchs_own_object(name):
+    assert getattr(shmloader, name) is getattr(torch.utils.data, name)
+
+
+def test_our_public_classes_say_where_users_import_them_from():
+    classes = {name: vars(shmloader)[name] for name in OURS}
+    classes = {name: kind for name, kind in classes.items() if isinstance(kind, type)}
+    assert len(classes) == 14
+    for name, kind in classes.items():
+        assert (kind.__module__, kind.__qualname__) == ("shmloader", name)
+        assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+def test_a_loader_can_be_pickled_by_the_name_that_users_import():
+    loader = shmloader.DataLoader(range(4), batch_size=2)
+    pickled = pickle.dumps(loader)
+    assert b"shmloader.loader.dataloader" not in pickled
+    assert [batch.tolist() for batch in pickle.loads(pickled)] == [[0, 1], [2, 3]]
+
+
+def test_the_packages_of_samplers_and_sequences_need_no_import_of_their_own():
+    program = "import shmloader; shmloader.sampling.SplitSampler, shmloader.sequence.smap"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)

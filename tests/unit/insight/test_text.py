@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from xml.etree import ElementTree as ET
+
 import pytest
 
+from shmloader.insight import LoaderStats, SlotStats, Stages, StageStats, WaitStats, WorkerStats
 from shmloader.insight.text import counted, seconds, size
 
 
@@ -28,3 +32,52 @@ def test_sizes_and_numbers() -> None:
     assert counted(1, "batch", "batches") == "1 batch"
     assert counted(2_000, "batch", "batches") == "2,000 batches"
     assert counted(0, "core") == "0 cores"
+
+
+STATS = LoaderStats(
+    epoch=3,
+    epochs=1,
+    kind="processes",
+    num_workers=1,
+    batches=1_000,
+    samples=4_000,
+    elapsed_s=2.0,
+    samples_per_s=2_000.0,
+    wait=WaitStats(total_s=0.5, share=0.25),
+    stages=Stages(fetch=StageStats(total_s=1.5, mean_s=1.5e-3)),
+    workers=(WorkerStats(worker_id=0, batches=1_000, busy_share=0.5, cpu_s=1.0),),
+    slots=SlotStats(count=6, nbytes=1_000),
+)
+
+
+def test_statistics_have_a_short_repr() -> None:
+    assert repr(STATS) == (
+        "<LoaderStats: epoch 3, running, 1,000 batches, 2,000 samples/s, waited 500 ms (25%)>"
+    )
+    total = dataclasses.replace(STATS, epoch=None, epochs=4, batches=1)
+    assert "all of 4 epochs, 1 batch, " in repr(total)
+    assert repr(LoaderStats()) == "<LoaderStats: no epoch yet>"
+
+
+def cells_of(html: str) -> list[str]:
+    """The texts of all elements; raises if the HTML is not well formed."""
+    return [text.strip() for text in ET.fromstring(f"<div>{html}</div>").itertext()]
+
+
+def test_a_notebook_shows_what_the_table_says() -> None:
+    cells = cells_of(STATS._repr_html_())
+    assert cells[0] == "epoch 3, running, 1 worker process"
+    for row in (["fetch", "1.5 ms", "in the dataset"], ["0", "1000", "50%", "1.00 s", "–", "–"]):
+        start = cells.index(row[0])
+        assert cells[start : start + len(row)] == row
+    assert STATS.verdict in cells
+    for cell in cells:
+        assert cell in f"{STATS} stage, mean time per batch"
+    assert cells_of(LoaderStats()._repr_html_()) == [LoaderStats().verdict]
+
+
+def test_a_notebook_shows_text_as_text() -> None:
+    workers = (WorkerStats(worker_id="<script>alert('&')</script>"),)
+    html = dataclasses.replace(STATS, workers=workers)._repr_html_()
+    assert "<script" not in html
+    assert "<script>alert('&')</script>" in cells_of(html)

@@ -1,20 +1,24 @@
 """Arguments that torch's loader does not have: sizes as users write them, bad samples, threads."""
 
+import inspect
 import mmap
 import re
 import types
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader.arguments import (
     MINIMUM_SLOT_BYTES,
     check_max_failures,
     check_on_error,
     check_thread_pool,
+    parse_max_failures,
     parse_size,
     slot_share,
 )
@@ -203,3 +207,36 @@ def test_whether_workers_are_threads_is_a_bool(value):
     with pytest.raises(TypeError) as caught:
         check_thread_pool(loader(value))
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_an_old_name_raises_and_says_the_new_one(kind) -> None:
+    with pytest.raises(TypeError, match="transform is not an argument: device_transform= is"):
+        kind(range(4), transform=None)
+    assert "transform" not in inspect.signature(kind).parameters
+
+
+@pytest.mark.parametrize(
+    ("given", "exact"),
+    [
+        (None, None),
+        (3, 3),
+        (Fraction(1, 3), Fraction(1, 3)),
+        (0.1, Fraction(1, 10)),
+        (1.0, Fraction(1)),
+        (1e-7, Fraction(1, 10**7)),
+        (np.float64(0.25), Fraction(1, 4)),
+    ],
+)
+def test_a_float_is_the_share_that_it_is_written_as(given, exact) -> None:
+    parsed = parse_max_failures(given)
+    assert (parsed, type(parsed)) == (exact, type(exact))
+    loader = DataLoader(range(4), on_error="skip", max_failures=given)
+    assert loader.max_failures is given
+    assert loader._config().max_failures == exact
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan"), float("inf")])
+def test_a_float_that_is_no_share_is_told_so(share) -> None:
+    with pytest.raises(ValueError, match=f"above 0 and at most 1 .* max_failures={share}"):
+        DataLoader(range(4), on_error="skip", max_failures=share)

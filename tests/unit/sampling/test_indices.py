@@ -24,21 +24,21 @@ def keys(placed):
     return [(index, placed.key(number)) for number, index in enumerate(indices)]
 
 
-def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, tail="pad", **options):
+def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, last_batch="pad", **options):
     size = batch // world_size // max(1, shards)
     cut = Cut(batch // world_size, rank, world_size)
     options = {"length": length, "shuffle": True, **options}
-    return SeededOrder(size, shards, cut, tail, 3, **options, is_positioned=True)
+    return SeededOrder(size, shards, cut, last_batch, 3, **options, is_positioned=True)
 
 
-@pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep"])
 @pytest.mark.parametrize(("world_size", "shards"), [(2, 0), (3, 0), (4, 0), (1, 3), (2, 3), (3, 2)])
-def test_a_sample_stands_where_it_would_for_one_rank(tail, world_size, shards):
-    alone = {key: index for step in plan_of(tail=tail) for index, key in keys(step)}
+def test_a_sample_stands_where_it_would_for_one_rank(last_batch, world_size, shards):
+    alone = {key: index for step in plan_of(last_batch=last_batch) for index, key in keys(step)}
     assert [*alone] == [(position, 0) for position in range(len(alone))]
     seen = {}
     for rank in range(world_size):
-        for step in plan_of(world_size, rank, shards, tail=tail):
+        for step in plan_of(world_size, rank, shards, last_batch=last_batch):
             seen.update((key, index) for index, key in keys(step))
     assert seen == alone
 
@@ -49,7 +49,7 @@ def test_a_whole_batch_stands_where_its_batch_sampler_gave_it(world_size):
     found = {}
     for rank in range(world_size):
         plan = SeededOrder(
-            None, 0, Cut(1, rank, world_size), "drop", 3, items=batches, is_positioned=True
+            None, 0, Cut(1, rank, world_size), "discard", 3, items=batches, is_positioned=True
         )
         for step in plan:
             found.update((key, index) for index, key in keys(step))
@@ -61,7 +61,7 @@ def test_a_whole_batch_stands_where_its_batch_sampler_gave_it(world_size):
 
 
 def test_a_position_counts_what_the_epoch_before_has_left_over():
-    plan = plan_of(batch=4, length=6, tail="rollover", shuffle=False)
+    plan = plan_of(batch=4, length=6, last_batch="rollover", shuffle=False)
     for _ in plan:
         pass
     plan.commit(1)
@@ -81,12 +81,12 @@ def test_an_epoch_that_has_begun_keeps_its_number():
 
 
 def test_a_plan_is_not_placed_unless_told():
-    assert [*SeededOrder(2, 0, Cut(2), "drop", 0, length=4)] == [[0, 1], [2, 3]]
+    assert [*SeededOrder(2, 0, Cut(2), "discard", 0, length=4)] == [[0, 1], [2, 3]]
 
 
 def test_a_plan_follows_a_dataset_that_grows():
     dataset = [1, 2, 3]
-    plan = SeededOrder(2, 0, Cut(2), "uneven", 0, length=dataset)
+    plan = SeededOrder(2, 0, Cut(2), "keep", 0, length=dataset)
     assert (len(plan), [*plan]) == (2, [[0, 1], [2]])
     dataset += [4, 5]
     assert (len(plan), [*plan]) == (3, [[0, 1], [2, 3], [4]])
@@ -94,7 +94,7 @@ def test_a_plan_follows_a_dataset_that_grows():
 
 @pytest.mark.parametrize("step", [[], [(1, 2), (3, 4)], [[], [1]], "key", 7])
 def test_what_is_no_step_of_several_batches_is_handed_on_as_it_is(step):
-    plan = SeededOrder(None, 0, Cut(1), "uneven", 0, items=[step], may_shard=False)
+    plan = SeededOrder(None, 0, Cut(1), "keep", 0, items=[step], may_shard=False)
     assert [*plan] == [step]
 
 

@@ -24,9 +24,9 @@ from torch.utils.data import (
 from shmloader.sampling import BucketBatchSampler
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut, Tail, step_count
+from shmloader.sampling.steps import Cut, LastBatch, step_count
 
-TAILS: list[Tail] = ["pad", "drop", "uneven", "rollover"]
+LAST_BATCHES: list[LastBatch] = ["pad", "discard", "keep", "rollover"]
 
 
 class Draws:
@@ -55,7 +55,7 @@ def plan_of(
     shards: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    tail: Tail = "pad",
+    last_batch: LastBatch = "pad",
     seed: int = 0,
 ) -> SeededOrder:
     items: Any = {"torch's sampler": RandomSampler(range(length)) if length else [],
@@ -64,7 +64,7 @@ def plan_of(
         batch_size,
         shards,
         Cut(batch_size * max(1, shards), rank, world_size),
-        tail,
+        last_batch,
         seed,
         length=length if items is None else None,
         shuffle=kind == "shuffled",
@@ -99,21 +99,23 @@ cuts = st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 5))
     kind=st.sampled_from(KINDS),
     length=st.integers(0, 60),
     cut=cuts,
-    tail=st.sampled_from(TAILS),
+    last_batch=st.sampled_from(LAST_BATCHES),
     seed=st.integers(0, 3),
     epoch=st.integers(0, 2),
 )
-def test_the_ranks_together_have_the_one_global_order(kind, length, cut, tail, seed, epoch) -> None:
+def test_the_ranks_together_have_the_one_global_order(
+    kind, length, cut, last_batch, seed, epoch
+) -> None:
     batch_size, shards, world_size = cut
     share = batch_size * max(1, shards)
     count = share * world_size
-    (one,) = [plan_of(kind, length, batch_size=length or 1, tail="uneven", seed=seed)]
+    (one,) = [plan_of(kind, length, batch_size=length or 1, last_batch="keep", seed=seed)]
     order = [index for step in epoch_of(one, epoch) for index in step]
     assert len(order) == length
     plans = [
         plan_of(
             kind, length, batch_size=batch_size, shards=shards, rank=rank, world_size=world_size,
-            tail=tail, seed=seed,
+            last_batch=last_batch, seed=seed,
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -121,9 +123,9 @@ def test_the_ranks_together_have_the_one_global_order(kind, length, cut, tail, s
     together = [index for step in steps for index in step]
     whole = length // count * count
     left = length - whole
-    if tail in {"drop", "rollover"}:
+    if last_batch in {"discard", "rollover"}:
         assert together == order[:whole]
-    elif tail == "uneven":
+    elif last_batch == "keep":
         assert together == order
     else:
         repeats = (count - left) % count if length else 0
@@ -135,9 +137,9 @@ def test_the_ranks_together_have_the_one_global_order(kind, length, cut, tail, s
         assert step == together[number * count :][: len(step)]
     # Lengths, and what repeats, rank by rank.
     for rank, plan in enumerate(plans):
-        assert len(plan) == len(epoch_of(plan, epoch)) == step_count(length, plan._cut, tail)
+        assert len(plan) == len(epoch_of(plan, epoch)) == step_count(length, plan._cut, last_batch)
         repeated = sum(plan.repeats_in(number + 1) for number in range(len(plan)))
-        if tail != "pad" or left == 0:
+        if last_batch != "pad" or left == 0:
             assert repeated == 0
         else:
             assert repeated == plan.repeats_in(len(plan))
@@ -146,21 +148,21 @@ def test_the_ranks_together_have_the_one_global_order(kind, length, cut, tail, s
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tail", TAILS)
-def test_the_order_is_the_same_for_every_world_size_with_as_large_a_global_batch(kind, tail):
+@pytest.mark.parametrize("last_batch", LAST_BATCHES)
+def test_the_order_is_the_same_for_every_world_size_with_as_large_a_global_batch(kind, last_batch):
     def steps(world_size: int, shards: int) -> list[Any]:
         batch_size = 48 // world_size // max(1, shards)
         return union(
             [
                 plan_of(kind, 130, batch_size=batch_size, shards=shards, rank=rank,
-                        world_size=world_size, tail=tail)
+                        world_size=world_size, last_batch=last_batch)
                 for rank in range(world_size)
             ],
             epoch=1,
         )  # fmt: skip
 
     expected = steps(1, 0)
-    assert len(expected) == {"pad": 3, "uneven": 3}.get(tail, 2)
+    assert len(expected) == {"pad": 3, "keep": 3}.get(last_batch, 2)
     for world_size, shards in [
         (1, 4),
         (2, 0),
@@ -185,7 +187,7 @@ def test_a_step_of_shards_is_a_list_of_batches(kind) -> None:
 
 
 def test_an_uneven_tail_of_shards_has_fewer_batches() -> None:
-    steps = epoch_of(plan_of("sequential", 31, batch_size=4, shards=3, tail="uneven"))
+    steps = epoch_of(plan_of("sequential", 31, batch_size=4, shards=3, last_batch="keep"))
     assert steps[2] == [[24, 25, 26, 27], [28, 29, 30]]
 
 
@@ -300,19 +302,19 @@ def batches(length: int, size: int = 3) -> BatchSampler:
 def test_batches_are_dealt_whole(world_size) -> None:
     every = list(batches(33))  # eleven
 
-    def steps(rank: int, tail: Tail) -> list[Any]:
-        plan = SeededOrder(None, 0, Cut(1, rank, world_size), tail, 0, items=batches(33))
+    def steps(rank: int, last_batch: LastBatch) -> list[Any]:
+        plan = SeededOrder(None, 0, Cut(1, rank, world_size), last_batch, 0, items=batches(33))
         found = epoch_of(plan)
         assert len(found) == len(plan)
         return found
 
-    for tail in ("pad", "drop", "uneven"):
-        ranks = [steps(rank, tail) for rank in range(world_size)]
+    for last_batch in ("pad", "discard", "keep"):
+        ranks = [steps(rank, last_batch) for rank in range(world_size)]
         dealt = [batch for step in itertools.zip_longest(*ranks) for batch in step if batch]
         missing = -len(every) % world_size
-        if tail == "pad":
+        if last_batch == "pad":
             assert dealt == every + every[:missing]
-        elif tail == "drop":
+        elif last_batch == "discard":
             assert dealt == every[: len(every) // world_size * world_size]
         else:
             assert dealt == every
@@ -359,11 +361,12 @@ def test_a_step_with_nothing_to_load_is_named(step, text) -> None:
 def test_what_an_epoch_leaves_over_comes_first_in_the_next(kind, world_size) -> None:
     plans = [
         plan_of(kind, 10, batch_size=4 // world_size, rank=rank, world_size=world_size,
-                tail="rollover")
+                last_batch="rollover")
         for rank in range(world_size)
     ]  # fmt: skip
     orders = [
-        epoch_of(plan_of(kind, 10, batch_size=10, tail="uneven"), epoch)[0] for epoch in range(4)
+        epoch_of(plan_of(kind, 10, batch_size=10, last_batch="keep"), epoch)[0]
+        for epoch in range(4)
     ]
     seen, lengths = [], []
     for epoch in range(4):
@@ -378,7 +381,7 @@ def test_what_an_epoch_leaves_over_comes_first_in_the_next(kind, world_size) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_that_is_left_early_takes_nothing_over(kind) -> None:
-    plan = plan_of(kind, 10, batch_size=4, tail="rollover")
+    plan = plan_of(kind, 10, batch_size=4, last_batch="rollover")
     epoch_of(plan, 0)
     plan.commit(2)
     first = epoch_of(plan, 1)
@@ -391,7 +394,7 @@ def test_an_epoch_that_is_left_early_takes_nothing_over(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_whose_end_nobody_asked_for_is_complete(kind) -> None:
-    plan = plan_of(kind, 10, batch_size=4, tail="rollover")
+    plan = plan_of(kind, 10, batch_size=4, last_batch="rollover")
     plan.epoch = 0
     steps = iter(plan)
     for _ in range(2):

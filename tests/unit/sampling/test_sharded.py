@@ -28,14 +28,14 @@ def ranks(
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_ranks_share_one_order(batch_size, tail, world_size) -> None:
-    (order,) = [list(one) for one in ranks(1, tail="uneven")]
+def test_the_ranks_share_one_order(batch_size, last_batch, world_size) -> None:
+    (order,) = [list(one) for one in ranks(1, last_batch="keep")]
     count = batch_size * world_size
-    parts = [list(one) for one in ranks(world_size, batch_size=batch_size, tail=tail)]
+    parts = [list(one) for one in ranks(world_size, batch_size=batch_size, last_batch=last_batch)]
     assert [len(part) for part in parts] == [
-        len(one) for one in ranks(world_size, batch_size=batch_size, tail=tail)
+        len(one) for one in ranks(world_size, batch_size=batch_size, last_batch=last_batch)
     ]
     runs = [
         index
@@ -49,9 +49,9 @@ def test_the_ranks_share_one_order(batch_size, tail, world_size) -> None:
         for index in run
     ]  # fmt: skip
     missing = -len(order) % count
-    if tail == "pad":
+    if last_batch == "pad":
         assert runs == order + order[:missing]
-    elif tail == "drop":
+    elif last_batch == "discard":
         assert runs == order[: len(order) // count * count]
     else:
         assert runs == order
@@ -83,7 +83,7 @@ def test_a_batch_samplers_batches_stay_whole() -> None:
         [[0, 1, 2], [6, 7, 8]],
         [[3, 4, 5], [9]],
     ]
-    assert [len(one) for one in ranks(3, make, tail="uneven")] == [2, 1, 1]
+    assert [len(one) for one in ranks(3, make, last_batch="keep")] == [2, 1, 1]
 
 
 def test_each_iteration_is_an_epoch_and_set_epoch_names_it() -> None:
@@ -98,7 +98,8 @@ def test_each_iteration_is_an_epoch_and_set_epoch_names_it() -> None:
 @pytest.mark.parametrize("wrap", [lambda own: own, lambda own: BatchSampler(own, 2, False)])
 def test_a_sampler_that_counts_epochs_is_told_the_epoch(wrap) -> None:
     one, other = (
-        ShardedSampler(wrap(SplitSampler(20)), rank=0, world_size=2, tail="drop") for _ in range(2)
+        ShardedSampler(wrap(SplitSampler(20)), rank=0, world_size=2, last_batch="discard")
+        for _ in range(2)
     )
     orders = [list(one) for _ in range(3)]
     for epoch in (2, 2, 0, 1):
@@ -126,7 +127,7 @@ def test_the_process_keeps_its_own_streams_and_they_do_not_matter() -> None:
     [
         ({"batch_size": 0}, ValueError),
         ({"batch_size": True}, TypeError),
-        ({"tail": "rollover"}, ValueError),
+        ({"last_batch": "rollover"}, ValueError),
         ({"seed": -1}, ValueError),
         ({"rank": 0}, ValueError),
         ({"rank": 2, "world_size": 2}, ValueError),
@@ -149,3 +150,8 @@ def test_wrong_arguments_are_told(options, error) -> None:
 def test_a_part_of_a_rank_is_not_cut_again(sampler) -> None:
     with pytest.raises(ValueError, match="Sampler yields only one rank's share of the samples"):
         ShardedSampler(sampler, rank=0, world_size=2)
+
+
+def test_the_old_name_of_last_batch_raises_and_says_the_new_one() -> None:
+    with pytest.raises(TypeError, match=r"last_batch= takes .*'keep' \(was 'uneven'\)"):
+        ShardedSampler(range(4), rank=0, world_size=2, tail="uneven")

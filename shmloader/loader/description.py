@@ -1,0 +1,88 @@
+"""What ``repr()`` of a loader shows: the dataset, and the arguments that are not the default."""
+
+import contextlib
+import inspect
+import reprlib
+from collections.abc import Callable
+from fractions import Fraction
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate, default_convert
+
+# Shown in this order, first and in any case.
+_ALWAYS = ("batch_size", "num_workers")
+
+# Which of them the user gave cannot be told from the attributes: torch makes samplers of its own.
+ORDER_ARGUMENTS = ("shuffle", "sampler", "batch_sampler")
+
+# Values that show what they are.
+_PLAIN = (bool, int, float, str, Fraction)
+
+_shortener = reprlib.Repr()
+_shortener.maxother = _shortener.maxstring = 60
+
+
+def describe_loader(loader: Any, init: Callable[..., None], order: tuple[str, ...]) -> str:
+    """Return the loader as a call of its constructor, as its attributes are now.
+
+    Args:
+        loader: The loader. Its constructor may have raised, so attributes may be missing.
+        init: The constructor whose arguments are shown.
+        order: Those of :data:`ORDER_ARGUMENTS` that the user gave.
+    """
+    parameters = dict(inspect.signature(init).parameters)
+    first = ("self", "dataset", *_ALWAYS)
+    names = [*_ALWAYS, *(name for name in parameters if name not in first)]
+    shown = [_describe_dataset(getattr(loader, "dataset", None))]
+    for name in names:
+        default = parameters[name].default
+        value = getattr(loader, name, default)
+        if name in ORDER_ARGUMENTS:
+            is_shown = name in order
+            value = True if name == "shuffle" else value
+        else:
+            is_shown = name in _ALWAYS or not _is_default(loader, name, value, default)
+        if is_shown:
+            shown.append(f"{name}={_describe_value(loader, name, value)}")
+    return f"{type(loader).__name__}({', '.join(shown)})"
+
+
+def _is_default(loader: Any, name: str, value: Any, default: Any) -> bool:
+    """Return whether an attribute is what the constructor makes of the argument's default."""
+    match name:
+        case "collate_fn":
+            usual = (None, default_collate, default_convert, getattr(loader, "batchify_fn", None))
+            return any(value is one for one in usual)
+        case "prefetch_factor":
+            return value in (None, 2)  # torch's default if there are workers
+        case "drop_last":
+            return not value or getattr(loader, "last_batch", None) == "discard"
+        case "rank" | "world_size":
+            return getattr(loader, "world_size", 1) in (None, 1)
+        case _:
+            return value is None if default is None else bool(value == default)
+
+
+def _describe_dataset(dataset: object) -> str:
+    length = None
+    with contextlib.suppress(Exception):  # it may have no length, or not know it yet
+        length = len(dataset)  # type: ignore[arg-type]
+    name = type(dataset).__name__
+    return f"<{name}>" if length is None else f"<{name} of length {length}>"
+
+
+def _describe_value(loader: Any, name: str, value: object) -> str:
+    if name == "num_workers" and getattr(loader, "_adapter", None) is not None:
+        return f"'auto' ({value} now)"
+    if value is None or isinstance(value, _PLAIN):
+        return _shortener.repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_describe_value(loader, '', one) for one in value)}]"
+    if isinstance(value, torch.device):
+        return repr(str(value))
+    if isinstance(value, BaseContext):
+        return repr(value.get_start_method())
+    own = getattr(value, "__qualname__", None)
+    return own if isinstance(own, str) else f"<{type(value).__name__}>"
