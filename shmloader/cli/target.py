@@ -30,18 +30,10 @@ _TORCH_NAMES = (
     "persistent_workers",
     "in_order",
 )
-_OUR_NAMES = (
-    "shm_size",
-    "worker_restarts",
-    "device",
-    "device_transform",
-    "device_prefetch",
-    "on_error",
-    "max_failures",
-    "last_batch",
-    "thread_pool",
-    "seed",
-    "snapshot_every_n_steps",
+_OUR_NAMES = tuple(
+    name
+    for name in inspect.signature(DataLoader).parameters
+    if name not in inspect.signature(torch.utils.data.DataLoader).parameters
 )
 
 _ABSENT = object()

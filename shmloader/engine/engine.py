@@ -288,19 +288,19 @@ class Engine(EngineBase):
             try:
                 indices = self._draw()
             except StopIteration:
-                self.in_transit = False
-                self._raise_end()
+                break
             except BaseException as error:
                 self._note_sampler_error(error)
                 raise
             ticket = scheduler.offer_inline(indices)
             answer = self._pool.send(ticket, scheduler.epoch)
             if type(answer) is StreamEnd:
-                self.in_transit = False
-                self._raise_end()
+                break
             ticket.answer = answer
             if self._watch is None or not self._note_samples(self._watch, ticket):
                 return self._hand_over(ticket)
+        self.in_transit = False
+        self._raise_end()
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
         """Set whether the user's thread is to wake us when it brings a ticket or takes a batch.

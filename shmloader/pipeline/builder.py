@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from shmloader.device.backend import parse_device
-from shmloader.loader.arguments import check_max_failures
+from shmloader.loader.arguments import check_max_failures, parse_max_failures
 from shmloader.pipeline.config import (
     Aggregate,
     Executor,
@@ -81,7 +81,7 @@ class PipelineBuilder:
         executor: Executor | None = None,
         output_order: OutputOrder = "completion",
         name: str | None = None,
-        max_failures: int | Fraction | None = None,
+        max_failures: float | Fraction | None = None,
     ) -> Self:
         """Add a stage that calls ``op`` with each item.
 
@@ -108,11 +108,12 @@ class PipelineBuilder:
             output_order: "completion" passes results on as they are ready, "input" in the order of
                 the items.
             name: The stage's name in errors; by default the op's own name.
-            max_failures: How many calls may fail in an epoch: an int, or a ``fractions.Fraction``
-                of all calls, which is judged from the 100th call on and at the stage's end. Failed
-                items are left out, counted and listed (:attr:`Pipeline.failures`). If more calls
-                fail, or all of them, ``TooManyFailures`` is raised. By default, the limit that
-                ``build`` sets for all stages together.
+            max_failures: How many calls may fail in an epoch: an int, or a share of all calls. A
+                share is a float or a ``fractions.Fraction``, above 0 and at most 1, and is judged
+                from the 100th call on and at the stage's end. Failed items are left out, counted
+                and listed (:attr:`Pipeline.failures`). If more calls fail, or all of them,
+                ``TooManyFailures`` is raised. By default, the limit that ``build`` sets for all
+                stages together.
 
         Raises:
             TypeError, ValueError: For wrong arguments.
@@ -126,7 +127,8 @@ class PipelineBuilder:
             raise ValueError(
                 f"output_order should be 'completion' or 'input', but got {output_order!r}"
             )
-        check_max_failures(max_failures, "skip")
+        limit = parse_max_failures(max_failures)
+        check_max_failures(limit, "skip")
         kind = kind_of(op)
         runs_on = RunsOn.of(kind, executor)
         if runs_on is RunsOn.PROCESSES and self._has_device:
@@ -142,7 +144,7 @@ class PipelineBuilder:
                 runs_on,
                 whole_number(concurrency, "concurrency", minimum=1),
                 output_order == "input",
-                max_failures,
+                limit,
                 executor if isinstance(executor, concurrent.futures.Executor) else None,
             )
         )
@@ -230,7 +232,7 @@ class PipelineBuilder:
         self,
         *,
         num_threads: int | None = None,
-        max_failures: int | Fraction | None = None,
+        max_failures: float | Fraction | None = None,
         timeout: float | None = None,
     ) -> Pipeline:
         """Return the pipeline. It is not started.
@@ -251,7 +253,8 @@ class PipelineBuilder:
             raise ValueError("the pipeline has no source: call add_source")
         if self._buffer_size is None:
             raise ValueError("the pipeline has no sink: call add_sink after the last stage")
-        check_max_failures(max_failures, "skip")
+        limit = parse_max_failures(max_failures)
+        check_max_failures(limit, "skip")
         if timeout is not None:
             check_timeout(timeout)
         if num_threads is None:
@@ -262,7 +265,7 @@ class PipelineBuilder:
                 tuple(self._stages),
                 self._buffer_size,
                 whole_number(num_threads, "num_threads", minimum=1),
-                max_failures,
+                limit,
                 timeout,
             )
         )

@@ -357,12 +357,13 @@ def test_a_setting_is_measured_only_as_long_as_needed(rates, best, spans) -> Non
 def test_a_loader_like_another_has_its_arguments() -> None:
     dataset = list(range(40))
     first = shmloader.DataLoader(
-        dataset, 8, True, num_workers=2, seed=3, on_error="skip", prefetch_factor=3, drop_last=True
-    )
+        dataset, 8, True, num_workers=2, seed=3, on_error="skip", prefetch_factor=3, drop_last=True,
+        fetch_concurrency=2,
+    )  # fmt: skip
     made = like(first, num_workers=1)
     assert isinstance(made, shmloader.DataLoader)
     assert (made.num_workers, made.prefetch_factor, made.seed, made.on_error) == (1, 3, 3, "skip")
-    assert (made.batch_size, made.drop_last) == (8, True)
+    assert (made.batch_size, made.drop_last, made.fetch_concurrency) == (8, True, 2)
     assert isinstance(made.sampler, torch.utils.data.RandomSampler)
     torchs = like(first, of_torch=True)
     assert type(torchs) is torch.utils.data.DataLoader

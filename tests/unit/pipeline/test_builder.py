@@ -123,7 +123,8 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_source().pipe(op, output_order="any"), ValueError, ["output_order", "'any'"]),
         (lambda: with_source().pipe(op, name=3), TypeError, ["name", "=3"]),
         (lambda: with_source().pipe(op, max_failures=-1), ValueError, ["max_failures", "=-1"]),
-        (lambda: with_source().pipe(op, max_failures=0.1), TypeError, ["Fraction(1, 100)"]),
+        (lambda: with_source().pipe(op, max_failures=1.5), ValueError, ["at most 1", "=1.5"]),
+        (lambda: with_source().pipe(op, max_failures="1"), TypeError, ["max_failures='1'"]),
         (
             lambda: with_source().pipe(op, max_failures=Fraction(3, 2)),
             ValueError,
@@ -137,7 +138,7 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_sink().build(num_threads=0), ValueError, ["num_threads", "=0"]),
         (lambda: with_sink().build(timeout="1"), TypeError, ["timeout", "'1'"]),
         (lambda: with_sink().build(timeout=-1), ValueError, ["timeout", "=-1"]),
-        (lambda: with_sink().build(max_failures=0.5), TypeError, ["max_failures"]),
+        (lambda: with_sink().build(max_failures=0.0), ValueError, ["max_failures", "above 0"]),
     ],
 )
 def test_a_mistake_is_told_at_once(build, error, words):
@@ -151,3 +152,9 @@ def test_building_starts_nothing():
     pipeline = with_source().pipe(op).pipe(coro).pipe(op, executor="process").add_sink().build()
     assert isinstance(pipeline, Pipeline)
     pipeline.stop()
+
+
+def test_a_float_is_a_share_of_the_calls() -> None:
+    pipeline = with_source().pipe(op, max_failures=0.1).add_sink().build(max_failures=0.25)
+    assert pipeline._config.stages[0].max_failures == Fraction(1, 10)
+    assert pipeline._config.max_failures == Fraction(1, 4)
