@@ -1,6 +1,7 @@
 """Checks of the arguments that torch's loader does not have, and the reasons for their defaults.
 
-Torch's own arguments are checked by torch's constructor.
+Torch's own arguments are checked by torch's constructor. The module is long because all texts about
+wrong arguments stand in it, one function for each argument.
 """
 
 import contextlib

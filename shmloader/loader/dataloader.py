@@ -1,4 +1,7 @@
-"""``shmloader.DataLoader``: torch's loader, with our iterators behind it."""
+"""``shmloader.DataLoader``: torch's loader, with our iterators behind it.
+
+The module is long because half of it documents and lists the arguments.
+"""
 
 import contextlib
 import itertools

@@ -14,6 +14,9 @@ mapping all its pages at once. So a process maps only as much of a slot as its b
 little more.
 
 Only this module and :mod:`shmloader.memory.segment` make the operating system's memory calls.
+
+The module is long because it also answers whether this system has what slots need, and how large a
+slot may be.
 """
 
 import contextlib

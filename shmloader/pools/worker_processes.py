@@ -10,6 +10,9 @@ Guarantees:
       and leaves no descriptor. Called again, or in a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods.
+
+The module is long because sending, receiving, waking and ending share one selector and one list of
+workers.
 """
 
 import contextlib

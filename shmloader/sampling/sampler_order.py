@@ -1,4 +1,7 @@
-"""The order of a loader without a seed: what its samplers yield, drawn as torch draws it."""
+"""The order of a loader without a seed: what its samplers yield, drawn as torch draws it.
+
+``SamplerOrder`` is the order; ``ResumableSampler`` draws one epoch of it and can be resumed.
+"""
 
 import collections
 import contextlib
