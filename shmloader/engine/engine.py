@@ -300,7 +300,7 @@ class Engine(EngineBase):
             if self._watch is None or not self._note_samples(self._watch, ticket):
                 return self._hand_over(ticket)
         self.in_transit = False
-        self._raise_end()
+        return self._raise_end()
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
         """Set whether the user's thread is to wake us when it brings a ticket or takes a batch.
