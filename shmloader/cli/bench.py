@@ -2,7 +2,8 @@
 
 import argparse
 import itertools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shmloader.cli.measure import Progress, Run
@@ -21,23 +22,45 @@ def bench(options: argparse.Namespace) -> None:
     """
     make = find(options.target)
     loader = make_loader(make, options.target)
-    other = like(loader, of_torch=True) if options.vs else None
-    if other is not None and not isinstance(loader, DataLoader):
+    if options.vs is None:
+        stats, interrupted = _run("bench", loader, options)
+        print(stats)
+    elif isinstance(loader, DataLoader):
+        interrupted = _compare(make, loader, options)
+    else:
         raise UsageError(f"--vs: {options.target}() already returns a loader of torch's")
-    interrupted: KeyboardInterrupt | None = None
-    measured: list[LoaderStats] = []
-    for name, each in (("bench" if other is None else "shmloader", loader), ("torch", other)):
-        if each is None or interrupted is not None:
-            continue
-        stats, interrupted = _run(name, each, options)
-        measured.append(stats)
-        if name != "torch":
-            print(stats)
-    if len(measured) > 1:
-        print()
-        _print_ratios(*measured)
     if interrupted is not None:
         raise interrupted
+
+
+def _compare(
+    make: Callable[..., Any], loader: DataLoader[Any], options: argparse.Namespace
+) -> KeyboardInterrupt | None:
+    """Run the loader and torch's in turns, each time a new one, and print both.
+
+    Within a round, the two see the same state of the machine; which one comes first alternates.
+    """
+    measured: dict[str, list[LoaderStats]] = {"shmloader": [], "torch": []}
+    interrupted = None
+    for number in range(options.rounds):
+        names = list(measured) if number % 2 == 0 else list(reversed(measured))
+        ours = loader if number == 0 else make_loader(make, options.target)
+        for name in names:
+            of_torch = name == "torch"
+            each = like(ours, of_torch=True) if of_torch else ours
+            stats, interrupted = _run(f"{name}, round {number + 1}", each, options)
+            if interrupted is not None:
+                break
+            measured[name].append(stats)
+        if interrupted is not None:
+            break
+    for stats in measured["shmloader"][-1:]:
+        print(stats)
+    rounds = list(zip(measured["shmloader"], measured["torch"], strict=False))
+    if rounds:
+        print()
+        _print_rounds(rounds)
+    return interrupted
 
 
 def _run(
@@ -58,19 +81,35 @@ def _run(
     return stats, interrupted
 
 
-def _print_ratios(ours: LoaderStats, torchs: LoaderStats) -> None:
-    def rate(stats: LoaderStats) -> float:
-        # The first batch of each epoch counts as start-up, which has a row of its own.
-        steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
-        return (stats.batches - stats.epochs) / steady_s
+def _rate(stats: LoaderStats) -> float:
+    # The first batch of each epoch counts as start-up, which has a row of its own.
+    steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
+    return (stats.batches - stats.epochs) / steady_s
 
-    rows: list[tuple[str, float, float, Callable[[float], str]]] = [
-        ("batches/s", rate(ours), rate(torchs), "{:,.1f}".format),
-        ("waited", ours.wait.total_s, torchs.wait.total_s, seconds),
-        ("start-up", ours.wait.startup_s, torchs.wait.startup_s, seconds),
-        ("share waited", ours.wait.share, torchs.wait.share, "{:.0%}".format),
-    ]
-    print(f"  {'':<14}{'shmloader':>12}{'torch':>12}{'ratio':>10}")
-    for name, one, other, write in rows:
-        ratio = f"{one / other:.2f}" if other else "–"
-        print(f"  {name:<14}{write(one):>12}{write(other):>12}{ratio:>10}")
+
+_ROWS: list[tuple[str, Callable[[LoaderStats], float], Callable[[float], str], str]] = [
+    ("batches/s", _rate, "{:,.1f}".format, "higher is better"),
+    ("waited", lambda stats: stats.wait.total_s, seconds, "lower is better"),
+    ("start-up", lambda stats: stats.wait.startup_s, seconds, "lower is better"),
+    ("share waited", lambda stats: stats.wait.share, "{:.0%}".format, "lower is better"),
+]
+
+
+def _print_rounds(rounds: Sequence[tuple[LoaderStats, LoaderStats]]) -> None:
+    """Print medians over the rounds, with their ranges, and the ratio of ours to torch's."""
+    count = len(rounds)
+    plural = "" if count == 1 else "s"
+    print(f"  median (range) of {count} round{plural} in turns, in one process")
+    print(f"  {'':<13}{'shmloader':>26}{'torch':>26}{'shmloader / torch':>22}")
+    for name, read, write, better in _ROWS:
+        ours, torchs = ([read(stats) for stats in column] for column in zip(*rounds, strict=True))
+        ratios = [one / other for one, other in zip(ours, torchs, strict=True) if other]
+        cells = [_median(ours, write), _median(torchs, write), _median(ratios, "{:.2f}".format)]
+        print(f"  {name:<13}{cells[0]:>26}{cells[1]:>26}{cells[2]:>22}  {better}")
+
+
+def _median(values: Sequence[float], write: Callable[[float], str]) -> str:
+    if not values:
+        return "–"
+    text = write(statistics.median(values))
+    return text if len(values) == 1 else f"{text} ({write(min(values))}–{write(max(values))})"

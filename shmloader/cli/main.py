@@ -10,11 +10,15 @@ import argparse
 import io
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
+from shmloader import __version__
 from shmloader.cli.bench import bench
 from shmloader.cli.doctor import doctor
 from shmloader.cli.report import report
@@ -47,6 +51,9 @@ def _number(minimum: float, kind: Callable[[str], float], name: str) -> Callable
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(prog="shmloader", description="Find out where the time of a data loader goes.")
+    version = f"shmloader {__version__}, torch {torch.__version__}, "
+    version += f"Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     count = _number(1, int, "a whole number")
     duration = _number(0, float, "a number")
@@ -66,8 +73,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--batches", type=count, default=200, help="number of batches to take (%(default)s)"
     )
-    vs_help = "run torch's loader on the same dataset, too, and print the ratios"
+    vs_help = "run torch's loader on the same dataset in turns, and print medians and ratios"
     command.add_argument("--vs", choices=["torch"], help=vs_help)
+    rounds_help = "number of turns of each loader with --vs (%(default)s)"
+    command.add_argument("--rounds", type=count, default=5, help=rounds_help)
     command.set_defaults(run=bench)
 
     tune_help = "find the best num_workers and prefetch_factor"
@@ -84,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("trace", type=Path, help="a file that loader.trace() has written")
     output_help = "the page (default: the name of the trace with .html)"
     command.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
-    command.add_argument("--png", action="store_true", help="draw a picture beside the page, too")
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into FILE, too")
     command.set_defaults(run=report)
     return parser
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmloader.cli.measure import Progress, Run
-from shmloader.cli.report.picture import find_matplotlib
-from shmloader.cli.target import UsageError, find, like, make_loader, takes_settings
+from shmloader.cli.report.picture import new_figure
+from shmloader.cli.target import find, like, make_loader, takes_settings
 from shmloader.insight.snapshot import LoaderStats
 from shmloader.insight.text import size
 from shmloader.memory.limits import control_groups, free_memory
@@ -270,11 +270,7 @@ def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
     Raises:
         UsageError: If it cannot be drawn, or not be written there.
     """
-    figure = find_matplotlib("--plot")(figsize=(7, 4.2), dpi=150, layout="constrained")
-    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise UsageError(f"--plot: {path.name!r} has no suffix of a picture, such as .png or .svg")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot: there is no directory {str(path.parent)!r}")
+    figure = new_figure("--plot", path, figsize=(7, 4.2), dpi=150, layout="constrained")
 
     def plot(known: dict[Setting, Speed], best: Setting) -> None:
         axes = figure.add_subplot()

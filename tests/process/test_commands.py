@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import shmloader
+from shmloader.cli import bench as benching
 from shmloader.cli import measure as measuring
 from shmloader.cli import tune as tuning
 from shmloader.cli.main import main
@@ -202,12 +204,52 @@ def test_a_terminal_without_these_letters_gets_others(monkeypatch) -> None:
     assert b"3 batches, 12 samples" in written.getvalue()
 
 
-def test_bench_against_torch_prints_ratios(capsys) -> None:
-    assert run("bench", "loaders_of_mine:make", "--batches", "8", "--vs", "torch") == 0
+def test_bench_against_torch_takes_turns_and_prints_medians(capsys, monkeypatch) -> None:
+    runs = []
+    run_one = benching._run
+
+    def note(name, loader, options):
+        runs.append((name, type(loader)))
+        return run_one(name, loader, options)
+
+    monkeypatch.setattr(benching, "_run", note)
+    arguments = ("--batches", "8", "--vs", "torch", "--rounds", "3")
+    assert run("bench", "loaders_of_mine:make", *arguments) == 0
+    ours, torchs = shmloader.DataLoader, torch.utils.data.DataLoader
+    assert [kind for _, kind in runs] == [ours, torchs, torchs, ours, ours, torchs]
+    assert runs[3][0] == "shmloader, round 2"
     said = capsys.readouterr().out
-    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
-    ours, torchs, ratio = (float(text) for text in rows["batches/s"][1:])
-    assert ratio == pytest.approx(ours / torchs, abs=0.02)
+    assert "median (range) of 3 rounds in turns" in said
+    assert "8 batches, 32 samples" in said, "one round's table"
+    (line,) = (line for line in said.splitlines() if line.strip().startswith("batches/s"))
+    numbers = [float(text.replace(",", "")) for text in re.findall(r"[\d.,]*\d", line)]
+    for median, least, most in (numbers[:3], numbers[3:6], numbers[6:]):
+        assert least <= median <= most
+    assert line.endswith("higher is better")
+    (line,) = (line for line in said.splitlines() if line.strip().startswith("start-up"))
+    assert line.endswith("lower is better")
+
+
+def test_one_round_has_no_range() -> None:
+    assert benching._median([2.0], "{:.2f}".format) == "2.00"
+    assert benching._median([3.0, 1.0, 2.0], "{:.0f}".format) == "2 (1–3)"
+    assert benching._median([], str) == "–"
+
+
+def test_after_ctrl_c_bench_prints_the_rounds_that_are_complete(capsys) -> None:
+    arguments = ("--batches", "16", "--vs", "torch")
+    assert run("bench", "loaders_of_mine:make_interrupted", *arguments) == 130
+    said = capsys.readouterr().out
+    assert "interrupted after 10 of 16 batches" in said
+    assert "median" not in said
+
+
+def test_the_version_is_told(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"shmloader {shmloader.__version__}, torch {torch.__version__}, Python ")
 
 
 def test_after_ctrl_c_bench_tells_what_was_measured(capsys) -> None:

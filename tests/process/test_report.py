@@ -223,12 +223,13 @@ def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
 def test_a_picture_of_the_same(tmp_path, capsys) -> None:
     with switched_on():
         trace = record(tmp_path / "run.json", is_bound=True, pin_memory=True)
-    assert main(["report", str(trace), "-o", str(tmp_path / "page.html"), "--png"]) == 0
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    page, picture = str(tmp_path / "page.html"), str(tmp_path / "picture.png")
+    assert main(["report", str(trace), "-o", page, "--png", picture]) == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     changed = json.loads(trace.read_text())
     changed["otherData"]["verdict"] = "$no mathematics$ $\\frac$"
     trace.write_text(json.dumps(changed))
-    assert main(["report", str(trace), "-o", str(tmp_path / "page.html"), "--png"]) == 0
+    assert main(["report", str(trace), "-o", page, "--png", picture]) == 0
 
 
 @pytest.mark.parametrize(
@@ -255,13 +256,19 @@ def test_what_is_no_trace_is_told_in_one_line(tmp_path, capsys, content, text) -
 
 
 @pytest.mark.parametrize(
-    ("output", "text"),
-    [("run.json", "run.json is the trace"), ("page.png", "page.png is where the picture goes")],
+    ("output", "picture", "text"),
+    [
+        ("run.json", "page.png", "run.json is the trace"),
+        ("page.png", "page.png", "page.png is the page or the trace"),
+        ("page.html", "page.mp3", "--png: 'page.mp3' has no suffix of a picture"),
+        ("page.html", "no/page.png", "--png: there is no directory"),
+    ],
 )
-def test_nothing_is_written_over_by_something_else(tmp_path, capsys, output, text) -> None:
+def test_nothing_is_written_over_or_elsewhere(tmp_path, capsys, output, picture, text) -> None:
     trace = record(tmp_path / "run.json", is_bound=False)
     before = trace.read_bytes()
-    assert main(["report", str(trace), "--png", "-o", str(tmp_path / output)]) == 2
+    arguments = ["--png", str(tmp_path / picture), "-o", str(tmp_path / output)]
+    assert main(["report", str(trace), *arguments]) == 2
     assert text in capsys.readouterr().err
     assert trace.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.cli.report.data import TracedBatch, TracedRun, read_trace
-from shmloader.cli.report.picture import find_matplotlib, write_picture
+from shmloader.cli.report.picture import new_figure, write_picture
 from shmloader.cli.target import UsageError
 from shmloader.insight.measurements import STAGES
 
@@ -29,23 +29,23 @@ def report(options: argparse.Namespace) -> None:
     Raises:
         UsageError: If the trace cannot be read, or the page cannot be written.
     """
-    if options.png:
-        find_matplotlib("--png")
+    picture = options.png
+    if picture is not None:
+        new_figure("--png", picture)
     page = options.output or options.trace.with_suffix(".html")
-    picture = page.with_suffix(".png")
     if page.absolute() == options.trace.absolute():
         raise UsageError(f"{page} is the trace: name another file for the page (-o)")
-    if options.png and page.absolute() == picture.absolute():
-        raise UsageError(f"{page} is where the picture goes: name a page.html (-o)")
+    if picture is not None and picture.absolute() in {page.absolute(), options.trace.absolute()}:
+        raise UsageError(f"{picture} is the page or the trace: name another file (--png)")
     run = read_trace(options.trace)
     try:
         _write_page(run, page)
         print(f"page: {page}")
-        if options.png:
+        if picture is not None:
             write_picture(run, picture)
             print(f"picture: {picture}")
     except OSError as error:
-        raise UsageError(f"cannot write {page}: {error.strerror}") from error
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 def _write_page(run: TracedRun, path: Path) -> None:

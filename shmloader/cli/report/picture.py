@@ -28,31 +28,41 @@ _CONSUMER = {"wait": "consumer waits in iter(), next()", "use": "consumer works"
 _MOST_BARS = 400
 
 
-def find_matplotlib(argument: str) -> Any:
-    """Import and return matplotlib's ``Figure``.
+def new_figure(argument: str, path: Path, **options: Any) -> Any:
+    """Return a new figure of matplotlib that can be drawn into a file.
 
     Args:
-        argument: The argument that needs it.
+        argument: The argument of the command line that names the file.
+        path: The file.
+        options: Arguments of ``matplotlib.figure.Figure``.
 
     Raises:
-        UsageError: If it is not installed.
+        UsageError: If matplotlib is not installed, or no picture can be written there.
     """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise UsageError(f"{argument} needs matplotlib: pip install 'shmloader[report]'") from error
-    return Figure
+    figure = Figure(**options)
+    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise UsageError(
+            f"{argument}: {path.name!r} has no suffix of a picture, such as .png or .svg"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"{argument}: there is no directory {str(path.parent)!r}")
+    return figure
 
 
 def write_picture(run: TracedRun, path: Path) -> None:
     """Draw a run.
 
     Raises:
-        UsageError: If matplotlib is not installed.
+        UsageError: If matplotlib is not installed, or the file is not one of a picture.
         OSError: If the picture cannot be written.
     """
     rows = len({batch.worker for batch in run.batches}) + 2
-    figure = find_matplotlib("--png")(figsize=(11, 10 + 0.25 * rows), dpi=120, layout="constrained")
+    size = (11, 10 + 0.25 * rows)
+    figure = new_figure("--png", path, figsize=size, dpi=120, layout="constrained")
     heights = [1.2 + 0.35 * rows, 3.5, 2, 2.2]
     has_workers = any(batch.worker is not None for batch in run.batches)
     if not has_workers:  # one batch is never ahead of another
