@@ -41,5 +41,15 @@ class ClosedLoaderError(ShmloaderError, RuntimeError):
     """The loader was used after ``close()``, a worker's death, or too many failed samples."""
 
 
+#: Texts of :class:`ClosedLoaderError` where the user has closed something.
+LOADER_CLOSED = (
+    "the loader is closed: close() was called, or its with block has ended. Create a new loader."
+)
+ITERATOR_CLOSED = (
+    "the iterator is closed: close() was called on it or on its loader. Begin a new epoch with "
+    "iter(loader), or create a new loader if that is closed as well."
+)
+
+
 class InternalError(ShmloaderError, RuntimeError):
     """An invariant of shmloader was broken: a bug in shmloader."""

@@ -9,7 +9,7 @@ from shmloader.device.exchange import Raised, Ready, Request, Result, Results, U
 from shmloader.device.stage import Stage
 from shmloader.device.thread import EngineThread, ThreadOwner
 from shmloader.engine.base import Delivery, EngineBase
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.interruptions import is_interruption
 
 # After a shorter training step, next() is called again before the engine's thread, woken in a
@@ -87,7 +87,7 @@ class StagedEngine:
         thread = self.owner.thread
         if thread is None:
             self._engine.check_open()
-            raise ClosedLoaderError("the iterator is closed")
+            raise ClosedLoaderError(ITERATOR_CLOSED)
         self._check_process()  # a forked child has a copy of what is ready here
         is_away = time.monotonic_ns() - self._left_ns > _STEP_NS
         self._wake = self._engine.wake_soon if is_away else self._engine.wake
@@ -164,7 +164,7 @@ class StagedEngine:
             # Checked after each wait: the thread that closes may have done so meanwhile.
             if thread.is_stopping:
                 self._engine.check_open()
-                raise ClosedLoaderError("the iterator is closed")
+                raise ClosedLoaderError(ITERATOR_CLOSED)
             self._check_process()
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:

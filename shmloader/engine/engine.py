@@ -34,6 +34,7 @@ from shmloader.engine.wording import (
     describe_ticket,
 )
 from shmloader.errors import (
+    ITERATOR_CLOSED,
     ClosedLoaderError,
     InternalError,
     LoaderTimeoutError,
@@ -658,7 +659,10 @@ class Engine(EngineBase):
         if self._pool.is_inherited:
             raise ClosedLoaderError("the iterator belongs to the process that made it")
         if self._is_closed:
-            raise ClosedLoaderError(f"the iterator is closed{self._closed_because}")
+            because = self._closed_because
+            raise ClosedLoaderError(
+                f"the iterator is closed{because}" if because else ITERATOR_CLOSED
+            )
 
     def close(self) -> None:
         """End the workers and free all memory. May be called again, and from any thread."""

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import (
 )
 
 from shmloader.batch.timer import bytes_of
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.loader.config import LoaderParts
 from shmloader.memory.slot import why_unsupported
@@ -93,7 +93,7 @@ class TorchIterator(_BaseDataLoaderIter):
             ClosedLoaderError: After ``close()``.
         """
         if self.is_closed:
-            raise ClosedLoaderError("the iterator is closed")
+            raise ClosedLoaderError(ITERATOR_CLOSED)
         record, began_ns = self._record, time.monotonic_ns()
         try:
             batch = super().__next__()

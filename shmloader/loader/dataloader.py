@@ -21,7 +21,7 @@ from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.device.backend import parse_device
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
@@ -337,7 +337,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         # The iterator takes what its epoch begins with from the loader, so one thread at a time.
         with self._begin_lock.held():
             if self._is_closed:
-                raise ClosedLoaderError("the loader is closed")
+                raise ClosedLoaderError(LOADER_CLOSED)
             if getattr(self._iterator, "is_closed", False):
                 # Its workers died or were ended; the next epoch gets new ones.
                 self._iterator = None
@@ -380,7 +380,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         self._open_iterators.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator.close()
-            raise ClosedLoaderError("the loader is closed")
+            raise ClosedLoaderError(LOADER_CLOSED)
         return iterator
 
     def check_worker_number_rationality(self) -> None:

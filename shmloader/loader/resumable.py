@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
@@ -322,7 +322,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         self._check_has_state()
         if self._is_closed:
-            raise ClosedLoaderError("the loader is closed")
+            raise ClosedLoaderError(LOADER_CLOSED)
         loaded = copy.deepcopy(check_state(state, self._facts()))
         self._check_streams(loaded)
         self._present_plan.load_state_dict(loaded)

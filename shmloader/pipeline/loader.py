@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from shmloader.engine.failures import FailureList
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.pipeline.builder import PipelineBuilder
 from shmloader.pipeline.config import Executor, OutputOrder, Source, kind_of
 from shmloader.pipeline.failures import FailedItem
@@ -105,7 +105,7 @@ class PipelineDataLoader:
             RuntimeError: If the source is an iterator, and an earlier epoch has used it.
         """
         if self._is_closed:
-            raise ClosedLoaderError("the loader is closed")
+            raise ClosedLoaderError(LOADER_CLOSED)
         self._pipeline.start()
         return self._pipeline.get_iterator()
 

@@ -114,6 +114,27 @@ def test_close_may_be_called_again_and_ends_everything() -> None:
     assert [numbers(batch) for batch in kept] == [[0], [0], [1]]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "seed": 0}])
+def test_what_is_closed_says_so_and_what_to_do(options) -> None:
+    loader = DataLoader(Calls(int, 8), **options)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(ClosedLoaderError) as caught:
+        next(iterator)
+    assert str(caught.value) == (
+        "the iterator is closed: close() was called on it or on its loader. Begin a new epoch with "
+        "iter(loader), or create a new loader if that is closed as well."
+    )
+    for use in (iter, lambda loader: loader.load_state_dict(loader.state_dict())):
+        with pytest.raises(ClosedLoaderError) as caught:
+            use(loader)
+        assert str(caught.value) == (
+            "the loader is closed: close() was called, or its with block has ended. Create a new "
+            "loader."
+        )
+
+
 def test_with_closes_the_loader_also_when_the_block_raises() -> None:
     started: list[Any] = []
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from shmloader.errors import LOADER_CLOSED
 from tests.process.support import Done, run_program, wait_for_end
 
 pytestmark = pytest.mark.timeout(90)
@@ -176,7 +177,7 @@ def test_a_loader_that_is_closed_meanwhile_begins_no_epoch(tmp_path, method) -> 
         print(error)
     """
     done = run(tmp_path, "Data.loader.close()", main=main, method=method)
-    assert done.out.splitlines()[-1] == "the loader is closed", done.err
+    assert done.out.splitlines()[-1] == LOADER_CLOSED, done.err
     done.assert_quiet()
 
 
