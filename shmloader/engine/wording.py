@@ -55,8 +55,12 @@ def describe_end(death: Death) -> str:
 def describe_indices(indices: object) -> str:
     """Summarize a batch's indices: "indices 64 to 127"."""
     indices = without_position(indices)
+    if indices is None:
+        return "the next sample"  # of an iterable dataset
     if not isinstance(indices, list | tuple):
         return f"index {reprlib.repr(indices)}"
+    if indices and all(index is None for index in indices):
+        return "the next sample" if len(indices) == 1 else f"the next {len(indices)} samples"
     if len(indices) > 1 and all(isinstance(index, int) for index in indices):
         first = indices[0]
         if list(indices) == list(range(first, first + len(indices))):

@@ -23,6 +23,10 @@ from shmloader.pools.status_page import AtWork, Phase
 @pytest.mark.parametrize(
     ("indices", "text"),
     [
+        (None, "the next sample"),
+        ([None], "the next sample"),
+        ([None] * 32, "the next 32 samples"),
+        ([None, 3], "indices None, 3"),
         ([2624, 2625, 2626], "indices 2624 to 2626"),
         ((5, 6), "indices 5 to 6"),
         ([-1, 0, 1], "indices -1 to 1"),
@@ -35,7 +39,6 @@ from shmloader.pools.status_page import AtWork, Phase
         (["a", ("b", 1)], "indices 'a', ('b', 1)"),
         (17, "index 17"),
         ("key", "index 'key'"),
-        (None, "index None"),
     ],
 )
 def test_indices_are_told_in_a_few_words(indices, text):
