@@ -6,7 +6,7 @@ several times faster than an object of a class. One message is one ``SOCK_SEQPAC
 it arrives whole or not at all (I3).
 
 Anything long (a list of many indices, the pickled body of a batch of Python objects, a traceback)
-lies in the task's slot, and the message tells where: :class:`Spilled`.
+lies in the task's slot, and the message says where: :class:`Spilled`.
 """
 
 import pickle

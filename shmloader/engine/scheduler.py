@@ -126,11 +126,11 @@ class Scheduler:
             restart_limit: The most workers restarted in an epoch.
             first_worker: The worker that gets the first ticket of the first epoch.
             ended: For each worker, whether its stream has already ended in that epoch.
-            is_dynamic: See the attribute. Not for iterable datasets, whose streams end.
+            is_dynamic: Whether tickets are dispatched dynamically. Not for iterable datasets.
             has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
                 in flight when an epoch is left, its workers do not die, and its batches have no
                 slots.
-            present: How many workers run at first, with dynamic dispatch; None: all.
+            present: How many workers run at first, with dynamic dispatch; None for all.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic

@@ -30,7 +30,7 @@ from shmloader.memory.limits import (
 )
 from shmloader.memory.slot import Slot
 
-#: Never taken for slots, since others may touch memory between our check and our write. The page
+#: Never taken for slots, since others may touch memory between check and write. The page
 #: tables of 8 GiB of slots in one process take as much, and so do the smallest steps of 64 workers.
 RESERVE_BYTES = 16 << 20
 

@@ -35,7 +35,7 @@ class PickledReader:
 
 
 class Batch:
-    """A batch.
+    """The answer with a ticket's batch.
 
     Attributes:
         content: The reader of the batch's layout, if it lies in a slot; else the batch itself.
@@ -156,7 +156,7 @@ Answer = Batch | Failure | Empty
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The worker died before it answered.
+    """Says that the worker died before it answered.
 
     Attributes:
         pid: The worker's process id.
@@ -180,7 +180,7 @@ class UnreadableLayout:
     """Stands for the reader of a layout that this process cannot read.
 
     Attributes:
-        error: Why it cannot be read. All batches with this layout fail with it.
+        error: The error that says why. All batches with this layout fail with it.
     """
 
     error: RemoteError

@@ -121,7 +121,7 @@ class InlinePool:
 
     @property
     def processes(self) -> list[Any]:
-        """No processes."""
+        """An empty list: the worker is a thread."""
         return []
 
     def pid(self, worker_id: int) -> None:

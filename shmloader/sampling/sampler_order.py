@@ -104,7 +104,7 @@ class SamplerOrder:
         set_epoch_of(self.index_sampler, epoch)
 
     def take_named_epoch(self) -> None:
-        """Return None: a sampler whose epoch others have set draws that epoch by itself."""
+        """Return None: a sampler whose epoch other code has set draws that epoch by itself."""
 
     def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
         """Set the epoch that is drawn next; see :meth:`SeededOrder.begin`."""

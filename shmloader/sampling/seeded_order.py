@@ -142,7 +142,7 @@ class SeededOrder(Sampler[list[Any]]):
 
     @property
     def _counting(self) -> Iterable[Any] | None:
-        """The sampler whose epoch others may set."""
+        """The sampler whose epoch other code may set."""
         return self.own_sampler if self._items is None else self._items
 
     @property
@@ -230,11 +230,11 @@ class SeededOrder(Sampler[list[Any]]):
         return drawing
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
-        """Forget an epoch that others have set in the sampler, since the loader's was set later."""
+        """Forget an epoch that other code set in the sampler, since the loader's was set later."""
         self.take_named_epoch()
 
     def take_named_epoch(self) -> int | None:
-        """Return the epoch that others have set in the sampler since the last call, if any.
+        """Return the epoch that other code has set in the sampler since the last call, if any.
 
         An epoch that is one more than the last known one does not count, since samplers may count
         epochs by themselves.
