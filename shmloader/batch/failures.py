@@ -96,7 +96,7 @@ class RemoteError:
         """Raise the exception in this process, with ``note`` added (PEP 678).
 
         Raises:
-            Exception: Of the same class if that can be built from a text, otherwise RuntimeError.
+            Exception: One of the same class if it can be built from a text, otherwise RuntimeError.
                 Its text begins as torch's does.
         """
         try:

@@ -126,7 +126,7 @@ def describe_coroutines(source: str) -> str:
     """Return the text of the error for samples that nothing awaits.
 
     Args:
-        source: What the samples come from.
+        source: The object that the samples come from, in words.
     """
     return (
         f"{source} gives coroutines for samples, since __getitem__ is an async def: give "

@@ -299,7 +299,7 @@ class ReceivedPayload:
     """A payload in a worker.
 
     Attributes:
-        by_value: As for :class:`Payload`; set by :meth:`load`.
+        by_value: Whether cloudpickle was used; set by :meth:`load`.
     """
 
     def __init__(self, handle: bytes, descriptors: list[int]) -> None:

@@ -22,12 +22,12 @@ class StagedEngine:
 
     Args:
         engine: The engine, whose workers are running.
-        stage: What is done to each batch.
+        stage: Processes each batch.
         window: Tickets that are drawn at an epoch's start.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
 
     Attributes:
-        owner: What must be ended. Refers neither to this object nor to the sampler.
+        owner: Ends engine, stage and thread. Refers neither to this object nor to the sampler.
         in_transit: See :attr:`EngineBase.in_transit`.
         told: See :attr:`EngineBase.told`.
         delivery: See :attr:`EngineBase.delivery`.

@@ -52,7 +52,7 @@ class Ticket:
         slot_id: The slot its batch goes to, or UNASSIGNED until then.
         indices: The index batch that the sampler yielded.
         offered_ns: When it was offered, by the engine's clock.
-        answer: What came back; None until then. The scheduler does not look at it.
+        answer: The answer; None until it comes. The scheduler does not look at it.
         is_dropped: Whether nothing will be delivered, since the worker's stream or the epoch ended.
         is_kept: Whether its worker still holds memory of the slot, which must not be refilled.
         kill_count: How many workers died while they loaded it.

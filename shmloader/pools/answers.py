@@ -116,10 +116,10 @@ class Failure:
 
     Attributes:
         error: Rebuilds the exception.
-        is_kept: As for a batch.
-        report: As for a batch.
-        snapshot: As for a batch.
-        fingerprint: As for a batch.
+        is_kept: Whether the worker still holds memory of the slot.
+        report: How many of the batch's samples failed, and how; None if bad samples are raised.
+        snapshot: State of the worker's dataset after the batch, if one came with it.
+        fingerprint: Fingerprint of the batch, if one was taken.
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
@@ -136,9 +136,9 @@ class Empty:
     """A batch without good samples: all of them failed and are left out.
 
     Attributes:
-        is_kept: As for a batch.
-        report: As for a batch.
-        snapshot: As for a batch.
+        is_kept: Whether the worker still holds memory of the slot.
+        report: How many of the batch's samples failed, and how; None if bad samples are raised.
+        snapshot: State of the worker's dataset after the batch, if one came with it.
     """
 
     report: SampleReport | None

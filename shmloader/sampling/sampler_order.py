@@ -47,7 +47,7 @@ class SamplerOrder:
             dataset.
         is_iterable: Whether the dataset is iterable; its workers keep the position.
         batch_size: The loader's batch size; None with a batch sampler.
-        last_batch: What becomes of the last batch: "keep", "discard" or "rollover".
+        last_batch: How the last batch is handled: "keep", "discard" or "rollover".
         seed: The seed of an iterable dataset's samples; None if there is none.
 
     Attributes:

@@ -87,7 +87,7 @@ class SeededOrder(Sampler[list[Any]]):
         num_shards: Batches in a step that is a list; 0 if a step is a single batch or whatever the
             batch sampler yields.
         cut: The rank's share of the global order, in samples, or in batches where these are dealt.
-        last_batch: What becomes of the last global step.
+        last_batch: How the last global step is handled.
         seed: Seed of the order, together with the epoch.
         length: Length of the dataset, whose indices are the order, or an object with that length,
             which may grow.
@@ -266,7 +266,7 @@ class SeededOrder(Sampler[list[Any]]):
 
         Args:
             position: Number of steps that the user is done with.
-            carried: What the epoch before had left over.
+            carried: The items that the previous epoch left over.
         """
         if self._items is not None:
             return  # checked when the user's sampler is drawn
