@@ -127,7 +127,7 @@ __all__ = [
     "share",
 ]
 
-# Where users import our classes from; ``repr`` and ``help`` show it, and pickles say it.
+# Users import these classes from here, so ``repr``, ``help`` and pickles name this module.
 for _value in (
     CachedBatches,
     DataLoader,

@@ -1,4 +1,4 @@
-"""``python -m shmloader``; the script ``shmloader`` is the same."""
+"""Runs the command line for ``python -m shmloader``, as the script ``shmloader`` does."""
 
 import sys
 

@@ -15,7 +15,7 @@ from types import CodeType, FrameType, TracebackType
 def is_interruption(error: BaseException) -> bool:
     """Whether an exception was not raised by the code that it came out of.
 
-    This holds for every exception that is no ``Exception`` (``KeyboardInterrupt``, ``SystemExit``),
+    True for every exception that is not an ``Exception`` (``KeyboardInterrupt``, ``SystemExit``),
     and for those of a signal handler or a trace function. Python passes these functions the frame
     that they interrupt. So the traceback has a function that was called with its caller's frame, or
     the code of an installed handler, if the handler has deleted that argument.
@@ -34,7 +34,7 @@ def is_interruption(error: BaseException) -> bool:
     while traceback is not None:
         frame = traceback.tb_frame
         if caller is not None:
-            # Only now, since most exceptions that we check have no such frame.
+            # Only now, since most exceptions that are checked have no such frame.
             handlers = _codes_of_handlers() if handlers is None else handlers
             if frame.f_code in handlers or _was_given(frame, caller):
                 return True

@@ -6,7 +6,7 @@ several times faster than an object of a class. One message is one ``SOCK_SEQPAC
 it arrives whole or not at all (I3).
 
 Anything long (a list of many indices, the pickled body of a batch of Python objects, a traceback)
-lies in the task's slot, and the message tells where: :class:`Spilled`.
+lies in the task's slot, and the message says where: :class:`Spilled`.
 """
 
 import pickle
@@ -99,9 +99,9 @@ class BatchDone(NamedTuple):
     """Worker → main: the batch lies in its slot.
 
     Attributes:
-        seq: As in the task.
-        epoch: As in the task.
-        slot_id: As in the task.
+        seq: Number of the batch in its epoch.
+        epoch: Number of the epoch within the iterator.
+        slot_id: The task's slot.
         layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; None if it
             is that of this worker's last batch. It is pickled by itself, because it may hold keys
             that only the worker can unpickle.
@@ -133,16 +133,16 @@ class BatchFailed(NamedTuple):
     """Worker → main: making the batch raised.
 
     Attributes:
-        seq: As in the task.
-        epoch: As in the task.
-        slot_id: As in the task.
+        seq: Number of the batch in its epoch.
+        epoch: Number of the epoch within the iterator.
+        slot_id: The task's slot.
         error: A pickled ``RemoteError``.
-        kept: As for :class:`BatchDone`.
+        kept: Whether the slot must never be filled again; see :class:`BatchDone`.
         touched_bytes: How many bytes of the slot were written, for the batch, the error or the
             report.
-        report: As for :class:`BatchDone`.
-        snapshot: As for :class:`BatchDone`.
-        fingerprint: As for :class:`BatchDone`; None also if reading the samples failed.
+        report: A pickled ``SampleReport``, if failed samples are counted.
+        snapshot: A pickled state of the dataset, if one was due; see :class:`BatchDone`.
+        fingerprint: The batch's fingerprint; None also if reading the samples failed.
         is_final: Whether the dataset could not be resumed. The error then takes the place of no
             batch, and no batch follows.
     """
@@ -174,11 +174,11 @@ class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
     Attributes:
-        seq: As in the task.
-        epoch: As in the task.
-        slot_id: As in the task.
-        kept: As for :class:`BatchDone`.
-        touched_bytes: As for :class:`BatchFailed`.
+        seq: Number of the batch in its epoch.
+        epoch: Number of the epoch within the iterator.
+        slot_id: The task's slot.
+        kept: Whether the slot must never be filled again; see :class:`BatchDone`.
+        touched_bytes: How many bytes of the slot were written.
         beginning: A pickled :class:`~shmloader.batch.iterable_state.Beginning` of the next epoch,
             if workers are persistent.
     """
@@ -204,7 +204,7 @@ class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`. All earlier tasks are answered.
 
     Attributes:
-        epoch: As in the message that it answers.
+        epoch: Number of the epoch, from the message that this answers.
         beginning: A pickled :class:`~shmloader.batch.iterable_state.Beginning` of the epoch, or its
             last piece.
     """

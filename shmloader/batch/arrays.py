@@ -1,4 +1,4 @@
-"""Datasets that are nothing but arrays: their batches are gathered, without loading samples.
+"""Gathers batches of datasets that consist only of arrays, without loading samples.
 
 Only torch's and numpy's own classes count, unchanged: a subclass may do anything in
 ``__getitem__``. Runs where batches are made: in a worker process, a worker thread, or the main
@@ -202,7 +202,7 @@ def _mapping_of(indices: Sequence[Any], length: int) -> Any:
 
 
 class AnyIndexFetcher:
-    """Gives a fetcher its indices as lists.
+    """Passes indices to a fetcher as lists.
 
     Attributes:
         plain: The fetcher.
@@ -220,7 +220,7 @@ class ArrayFetcher:
     """Gathers batches of arrays, and leaves other batches to another fetcher.
 
     It gathers if all indices are integers from 0 up to the length. Others (negative or missing
-    ones) have the result that torch gives.
+    ones) have the result that torch yields.
 
     Args:
         find_gatherer: Returns what gathers the next batch; None if nothing can.
@@ -290,9 +290,9 @@ def fetcher_of_arrays(
     Args:
         dataset: The worker's dataset, after ``worker_init_fn``.
         writer: Writer of the slot, into which batches are gathered.
-        plain: As for :class:`ArrayFetcher`.
-        note: As for :class:`ArrayFetcher`.
-        may_shard: As for :class:`ArrayFetcher`.
+        plain: The fetcher that loads sample by sample.
+        note: Called for each gathered batch with the number of its samples.
+        may_shard: Whether the indices may be a list of index lists, one for each shard.
     """
     columns = find_columns(dataset)
     if columns is None:
@@ -334,7 +334,7 @@ class ArraysHere:
         self._known = [], [], None
 
     def find_gatherer(self) -> RowGatherer | None:
-        """Return what gathers from the dataset as it is now; None if it is not only arrays.
+        """Return a gatherer for the dataset's present arrays; None if it is not only arrays.
 
         None also under a mode of torch's, such as another default device, which affects collate.
         """

@@ -11,17 +11,18 @@ Runs wherever samples are loaded: in a worker process, in a worker thread, or in
       order, in which begin() seeds
       loads one sample after the other, ─────▶ which helpers also do: get(index),
                                                in the sample's context
-      waits for the last
-    results, in the order of the indices
+      waits for the last sample
+      returns the results, in the order
+      of the indices
 
 The dataset's first sample decides: if ``dataset[index]`` returns a coroutine, samples are awaited
-together, on one event loop that is kept for the dataset; otherwise threads share them.
+together, on one event loop that is kept for the dataset. Otherwise, threads share them.
 
 Guarantees:
-    * At most k samples are loaded at once, and all are done when ``load`` returns. An exception on
-      the worker's own thread that is no ``Exception``, such as Ctrl-C, is raised at once, without
-      waiting for other samples.
-    * Once a sample has failed, no further one is begun, unless the caller wants all.
+    * At most k samples are loaded at once, and all are done when ``load`` returns. If the worker's
+      own thread gets an exception that is not an ``Exception``, such as a KeyboardInterrupt, that
+      is raised at once, without waiting for other samples.
+    * After a sample has failed, no further one is begun, unless the caller wants all.
     * A helper that waits refers only to the queue.
 """
 
@@ -145,7 +146,7 @@ class ConcurrentFetcher:
     """Loads several samples at once. One thread at a time uses it.
 
     Args:
-        concurrency: Most samples at once.
+        concurrency: The largest number of samples that are loaded at once.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -170,7 +171,7 @@ class ConcurrentFetcher:
             get: Returns the sample of an index, or a coroutine for it. Called from several threads.
             indices: Indices of the samples.
             begin: Called for each sample, in order, in the sample's context.
-            wants_all: Whether the others are loaded if one fails.
+            wants_all: Whether the other samples are loaded if one fails.
 
         Returns:
             The samples' results, in order. Without ``wants_all``, samples that were not begun when
@@ -197,7 +198,7 @@ class ConcurrentFetcher:
         return results
 
     def _load_first(self, get: Get, result: SampleResult, *, wants_all: bool) -> None:
-        """Load the dataset's first sample, which tells whether samples are coroutines."""
+        """Load the dataset's first sample, which shows whether samples are coroutines."""
         alone = _Batch(get, [result], wants_all=wants_all)
         alone.work()
         if result.error is None:
@@ -218,7 +219,7 @@ class ConcurrentFetcher:
             batch.work()
             batch.over.wait()
         except BaseException:
-            batch.drop()  # a Ctrl-C
+            batch.drop()  # such as after a KeyboardInterrupt
             raise
 
     # Event loop --------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class ConcurrentFetcher:
         try:
             loop.run_until_complete(work)
         finally:
-            left = asyncio.all_tasks(loop)  # after a Ctrl-C
+            left = asyncio.all_tasks(loop)  # only after a KeyboardInterrupt or the like
             for task in left:
                 task.cancel()
             if left:

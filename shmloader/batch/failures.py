@@ -1,4 +1,4 @@
-"""Exceptions and failed samples on their way from a worker to the main process.
+"""Carries exceptions and failed samples from a worker to the main process.
 
 Only plain values cross, so that neither a key nor an exception class of the user's can make an
 answer unreadable. Failed samples are noted where they are loaded
@@ -30,11 +30,11 @@ _TRACEBACK_CHARACTERS = 4000
 _INDEX_BYTES = 4 * 1024
 _INDEX_CHARACTERS = 200
 
-# The same where only a short message can be sent.
+# The limits of traceback and key where only a short message can be sent.
 _SHORT_TRACEBACK_CHARACTERS = 500
 _SHORT_BYTES = 512
 
-# Raised in the main process, these would end a loop or a generator. An exception that is no
+# Raised in the main process, these would end a loop or a generator. An exception that is not an
 # ``Exception`` would end a task, the loader, or the program.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration)
 
@@ -96,7 +96,7 @@ class RemoteError:
         """Raise the exception in this process, with ``note`` added (PEP 678).
 
         Raises:
-            Exception: Of the same class if that can be built from a text, otherwise RuntimeError.
+            Exception: One of the same class if it can be built from a text, otherwise RuntimeError.
                 Its text begins as torch's does.
         """
         try:

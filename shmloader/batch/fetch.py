@@ -16,8 +16,8 @@ from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded
 
-#: What is done about a sample that fails. A function gets the sample's index and the exception,
-#: and returns another sample.
+#: How a sample that fails is handled. A function gets the sample's index and the exception, and
+#: returns another sample.
 OnError = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
 
 # Stands for a sample that failed and was not replaced.
@@ -40,8 +40,8 @@ class FetchConfig(NamedTuple):
         may_shard: Whether a ticket's index may be a list of index lists, one for each shard, which
             makes a list of batches.
         seed: Seed of the samples' own random number generators; None if they have none.
-        snapshot_every: After how many batches of a worker a stateful dataset's state is saved;
-            0 for never.
+        snapshot_every: A stateful dataset's state is saved after every so many batches of a
+            worker; 0 means never.
         is_persistent: Whether workers persist for further epochs.
         concurrency: How many samples of a batch are loaded at once in a worker; None if the
             worker's own thread loads one after the other.
@@ -63,7 +63,7 @@ class FetchConfig(NamedTuple):
         return self.concurrency is None
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
-        """Return what loads several samples at once, or None. The caller closes it."""
+        """Return a new fetcher that the caller closes, or None without ``concurrency``."""
         return None if self.concurrency is None else ConcurrentFetcher(self.concurrency)
 
     def make_fetcher(
@@ -79,8 +79,9 @@ class FetchConfig(NamedTuple):
         Args:
             dataset: The dataset.
             collate_fn: Makes a batch of samples.
-            on_error: Other than "raise", it makes a :class:`TolerantFetcher`. Not for an iterable
-                dataset: an iterator that has raised yields nothing more.
+            on_error: How bad samples are handled; any value but "raise" makes a
+                :class:`TolerantFetcher`. Ignored for an iterable dataset, since an iterator that
+                has raised yields nothing more.
             where: Where this runs, for the texts of errors.
             sample_loader: Loads several samples at once; None loads one after the other.
         """
@@ -97,14 +98,14 @@ class FetchConfig(NamedTuple):
 
 
 def one_by_one(dataset: Any) -> Callable[[Any], Any]:
-    """Return a function that loads one sample of a map-style dataset by the method that it has."""
+    """Return a function that loads a sample by ``__getitem__``, or ``__getitems__`` without it."""
     if _gives_lists_alone(dataset):
         return functools.partial(_get_by_list, dataset)
     return functools.partial(operator.getitem, dataset)
 
 
 def _gives_lists_alone(dataset: Any) -> bool:
-    """Whether a dataset has only ``__getitems__``; torch's base class has a raising other one."""
+    """Whether a dataset has only ``__getitems__``; torch's base ``__getitem__`` only raises."""
     own = getattr(type(dataset), "__getitem__", None)
     return own in (None, Dataset.__getitem__) and bool(probe(dataset, "__getitems__"))
 
@@ -118,8 +119,9 @@ class SampleLoader:
     """Loads several samples of a dataset at once, in order.
 
     Args:
-        concurrent_fetcher: Loads them.
-        begin: Seeds a sample's generators, in its context; None if it has none of its own.
+        concurrent_fetcher: Loads the samples.
+        begin: Seeds a sample's generators, in the sample's context; None if samples have none of
+            their own.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class _ConcurrentSamples:
 
 
 class ShardFetcher(_MapDatasetFetcher):
-    """torch's fetcher, which makes a list of batches of a list of index lists."""
+    """A torch fetcher that also makes a list of batches from a list of index lists."""
 
     def fetch(self, possibly_batched_index: Any) -> Any:
         """Return the batch, or the shards' batches."""
@@ -260,7 +262,7 @@ class TolerantFetcher:
         except Exception as error:
             if _is_from_outside(error):
                 raise
-            # Loading them one by one tells which sample it was.
+            # Loading them one by one shows which sample failed.
         else:
             self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
             return samples
@@ -307,10 +309,10 @@ class TolerantFetcher:
 
 
 def _is_from_outside(error: Exception) -> bool:
-    """Whether an exception is meant for the program, such as one of a signal handler.
+    """Whether an exception comes from outside the dataset, such as from a signal handler.
 
-    In a worker process none is: a handler there is the dataset's own, such as an alarm that ends a
-    slow sample.
+    Always False in a worker process: a signal handler there is the dataset's own, such as an alarm
+    that ends a slow sample.
     """
     return get_worker_info() is None and is_interruption(error)
 
@@ -340,7 +342,8 @@ def _copy(sample: Any) -> Any:
 def map_style_stop(error: StopIteration) -> RuntimeError:
     """Return the RuntimeError that replaces a StopIteration of a map-style dataset.
 
-    torch's loader takes it for the end of the epoch, and silently drops the other batches.
+    torch's loader takes a StopIteration for the end of the epoch, and silently drops the other
+    batches.
     """
     stop = RuntimeError(
         "a map-style dataset (or its collate_fn) raised StopIteration, which would silently end "

@@ -138,7 +138,7 @@ class _Walk:
 
 
 def _parts_of(sample: object) -> Iterable[object] | None:
-    """Return some elements of a container, or the attributes of an object; None of a leaf."""
+    """Return some elements of a container, or the attributes of an object; None for a leaf."""
     kind = type(sample)
     if kind in _LEAF_TYPES or issubclass(kind, torch.Tensor):
         return None

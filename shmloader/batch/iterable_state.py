@@ -1,9 +1,10 @@
-"""Checkpoints of datasets: takes one within an epoch, and resumes a dataset from it.
+"""Saves the state of a dataset within an epoch, and resumes the dataset from it.
 
 Runs where the dataset is: in a worker, or in-process. The state of an iterable dataset is that of
-its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``; otherwise that of the
-dataset, if the dataset has both; otherwise there is none. A dataset's state is loaded before
-``iter(dataset)``, an iterator's after it. A dataset that is its own iterator counts as an iterator.
+its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``. Otherwise it is that
+of the dataset, if the dataset has both methods. Otherwise there is none. A dataset's state is
+loaded before ``iter(dataset)``, an iterator's after it. A dataset that is its own iterator counts
+as an iterator.
 
 A stream is resumed exactly if its samples depend only on its own state and on the process's global
 random generators. These are set to their states at the stream's beginning, so that an order that is
@@ -32,8 +33,8 @@ class Saved(NamedTuple):
         of: Whether ``state`` is the iterator's or the dataset's.
         is_short: Whether torch's fetcher has reached the stream's end, and made a short last batch.
         state: What ``state_dict()`` returned.
-        position: How many samples the stream has given in the epoch, if samples have random number
-            generators of their own.
+        position: How many samples the stream has yielded in the epoch, if samples have random
+            number generators of their own.
     """
 
     of: Literal["iterator", "dataset"]
@@ -52,15 +53,15 @@ class IterableCheckpoint(NamedTuple):
         given: Batches that were delivered in this epoch, or exceptions in their place.
         snapshot: Newest state of the dataset, a pickled :class:`Saved`; None means the stream's
             beginning.
-        at: After how many batches the snapshot was taken.
+        at: The number of batches after which the snapshot was taken.
         has_ended: Whether the stream has ended. Then the next epoch begins with the snapshot and
             with ``rng``.
         rng: States of the global random generators at the stream's beginning; None means those that
             a worker's base seed and ``worker_init_fn`` leave, or, in-process, the present ones.
-        rng_at: In-process, where other code uses these generators, too: numbers of batches, and the
-            states before them. These are the first batch, since an order may be drawn in
-            ``iter(dataset)`` or with the first sample, and the batch at which the epoch was
-            resumed.
+        rng_at: Numbers of batches, each with the generators' states before the batch. Used only
+            in-process, where other code uses the generators, too. The batches are the first one,
+            since an order may be drawn in ``iter(dataset)`` or with the first sample, and the one
+            at which the epoch was resumed.
         check: Checksum over the fingerprints of the batches since the snapshot.
         failed: Numbers, from the stream's beginning, of the batches since the snapshot that
             raised.
@@ -77,7 +78,7 @@ class IterableCheckpoint(NamedTuple):
 
     @property
     def skip(self) -> int:
-        """How many batches were delivered since the snapshot."""
+        """The number of batches that were delivered since the snapshot."""
         return self.given - self.at
 
     def gave(
@@ -92,7 +93,7 @@ class IterableCheckpoint(NamedTuple):
         Args:
             snapshot: The state after the batch, if one was taken.
             fingerprint: The batch's fingerprint; None if its samples could not be read.
-            has_failed: Whether an exception came in its place.
+            has_failed: Whether an exception came in the batch's place.
         """
         given = self.given + 1
         if snapshot is not None:
@@ -154,7 +155,7 @@ def save(fetcher: Any) -> Saved | None:
 
 
 def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
-    """Return the iterator of torch's fetcher, its dataset, and how many seeded samples it gave."""
+    """Return a torch fetcher's iterator, its dataset, and the number of seeded samples so far."""
     iterator = fetcher.dataset_iter
     if isinstance(iterator, SeededIterator):
         return iterator.source, iterator.dataset, iterator.position
@@ -266,7 +267,7 @@ def dump_here(saved: Saved, *, by_value: bool) -> bytes:
 
     Args:
         saved: The state.
-        by_value: Whether the dataset came by cloudpickle, which its state may need, too.
+        by_value: Whether the dataset was pickled by cloudpickle, which its state may need, too.
 
     Raises:
         Exception: What pickling the user's state raises.

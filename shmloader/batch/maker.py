@@ -1,8 +1,8 @@
-"""How a batch is made, in a worker process, in a worker thread and in the main process alike.
+"""Makes batches: in a worker process, in a worker thread, or in the main process.
 
 A batch maker holds the parts of a loader that make batches: the dataset, torch's fetcher or one of
 ours, the collate function, the samples' random number generators, the policy for bad samples, and a
-timer. The caller puts the batch where it belongs: into a slot, into a queue, or to the user.
+timer. The caller puts the batch into a slot or a queue, or returns it to the user.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ class BatchMaker:
         collate_fn: Makes a batch of samples.
         on_error: How bad samples are handled.
         where: Where this runs, in words, for the texts of failures.
-        timer: See the attribute.
-        rng: See the attribute.
+        timer: The timer that measures the work.
+        rng: The samples' random number generators; None without a seed.
         concurrent_fetcher: Loads several samples at once; None loads one after the other.
         keeps_global: Whether the process's global generators, which a sample's seed sets, are put
-            back after each batch: in the main process, where they are the user's.
+            back after each batch. True in the main process, where the user uses them, too.
         begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
             :meth:`SampleRng.wrap`.
-        watch_samples: Called with the dataset, whose generators are set by then; the fetcher loads
-            from what it returns.
+        watch_samples: Wraps the dataset, after ``rng`` has wrapped it; the fetcher loads samples
+            from the result.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ def describe_coroutines(source: str) -> str:
     """Return the text of the error for samples that nothing awaits.
 
     Args:
-        source: What the samples come from.
+        source: The object that the samples come from, in words.
     """
     return (
         f"{source} gives coroutines for samples, since __getitem__ is an async def: give "
@@ -144,7 +144,7 @@ def _refusing_coroutines(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
         first = samples[0] if isinstance(samples, list) and samples else samples
         if not inspect.iscoroutine(first):
             return collate_fn(samples)
-        # Before: collate may change the list.
+        # Copied now, since collate_fn may change the list.
         own = list(samples) if isinstance(samples, list) else [samples]
         batch, error = None, None
         try:

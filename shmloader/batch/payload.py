@@ -145,7 +145,7 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
 
 
 def main_is_importable() -> bool:
-    """Whether a fresh interpreter can import ``__main__``; not that of a notebook or of ``-c``."""
+    """Whether a fresh interpreter can import ``__main__``: False in a notebook or with ``-c``."""
     main = sys.modules.get("__main__")
     if getattr(main, "__spec__", None) is not None:
         return True
@@ -173,7 +173,7 @@ def unimportable_main_hidden() -> Iterator[None]:
 
 
 class Payload:
-    """What all workers of a pool get, pickled in shared memory. The pool owns it.
+    """The objects that all workers of a pool get, pickled in shared memory. The pool owns it.
 
     Standard pickle is tried first: it refers to functions and classes by name. cloudpickle is used
     for what that cannot pickle (lambdas, closures), and if ``__main__`` is not a file.
@@ -225,7 +225,7 @@ class Payload:
         return file.getbuffer(), parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become the payload of a worker that multiprocessing starts with this as an argument."""
+        """Pickle as the payload of a worker that multiprocessing starts with this argument."""
         return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
 
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
@@ -299,7 +299,7 @@ class ReceivedPayload:
     """A payload in a worker.
 
     Attributes:
-        by_value: As for :class:`Payload`; set by :meth:`load`.
+        by_value: Whether cloudpickle was used; set by :meth:`load`.
     """
 
     def __init__(self, handle: bytes, descriptors: list[int]) -> None:

@@ -101,10 +101,10 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """Return what the samples of a rank depend on in place of ``seed``, 128 bits.
+    """Return the seed of 128 bits that replaces ``seed`` for the samples of one rank.
 
-    For loaders whose positions are those in a rank's own share of the samples. Kept for ever, as
-    the digests are.
+    For loaders whose positions are those in a rank's own share of the samples. The result never
+    changes between versions, like the digests.
     """
     digest = hashlib.blake2b(b"%d,%d" % (seed, rank), digest_size=16, person=b"shmloader rank")
     return int.from_bytes(digest.digest(), "little")
@@ -130,7 +130,7 @@ class _Current:
     """The sample that is being loaded, or the batch that is being collated.
 
     Attributes:
-        digest: What its generator is seeded with.
+        digest: The digest that seeds its generator.
         rng: The generator; None until it is asked for.
     """
 
@@ -369,14 +369,14 @@ class SeededIterator:
 
     @property
     def position(self) -> int:
-        """How many samples the dataset has given in the epoch."""
+        """The number of samples that the dataset has yielded in the epoch."""
         return self._rng.position
 
     def resume(self, position: int, state: Any) -> None:
         """Continue after earlier samples.
 
         Args:
-            position: How many samples were given before.
+            position: How many samples were yielded before.
             state: The argument of the source's ``load_state_dict``; None if it is not called.
         """
         self._rng.position = position

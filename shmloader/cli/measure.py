@@ -55,7 +55,7 @@ class Run:
             self._loader._iterator = None  # torch's persistent workers
 
     def batches(self) -> Generator[float]:
-        """Take batches without an end. Yields the seconds from one to the next.
+        """Take batches endlessly. Yields the seconds from each batch to the next.
 
         Ends only if the loader cannot be iterated again, such as a generator.
 

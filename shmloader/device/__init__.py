@@ -1,4 +1,4 @@
-"""What happens to a batch between the engine and the user: pinning, or copying to a device.
+"""Processes batches between the engine and the user: pins them, or copies them to a device.
 
 Modules: ``stage`` (what a stage is), ``pin`` and ``device`` (the stages), ``thread`` (the thread
 that runs the engine and a stage), ``staged_engine`` (its results, on the user's thread),

@@ -2,7 +2,7 @@
 
 A copy is asynchronous: it reads the slot after the call has returned. So each batch's views of its
 slot are held here until the event after its copy; when they are dropped, the lease dies, and the
-slot may be filled again. The user never gets a view of such a slot, because nothing would tell us
+slot may be filled again. The user never gets a view of such a slot, because nothing would show
 when a copy of the user's own is done. So arrays, and objects of unknown types, are copied to
 ordinary memory first.
 

@@ -20,7 +20,7 @@ import torch
 
 from shmloader.interruptions import Suppressed
 
-# The same numbers in <cuda.h> and <hip/hip_runtime_api.h>.
+# These numbers are the same in <cuda.h> and <hip/hip_runtime_api.h>.
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for all devices
 _CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, hipStreamCaptureModeGlobal: a thread's first
 _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, hipErrorHostMemoryNotRegistered
@@ -44,11 +44,11 @@ class Driver(abc.ABC):
         self._exchange_mode = exchange_mode
 
     def register(self, address: int, nbytes: int) -> str:
-        """Page-lock memory for all devices. Returns why not, or an empty string."""
+        """Page-lock memory for all devices. Returns why that failed, or an empty string."""
         return self._describe(self._register(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> str:
-        """Undo :meth:`register`. Returns why not, or an empty string, also if there was none."""
+        """Undo :meth:`register`, if it was done. Returns why that failed, or an empty string."""
         return self._describe(self._unregister(address), allowed=_NOT_REGISTERED)
 
     def has_context(self) -> bool:
@@ -63,7 +63,7 @@ class Driver(abc.ABC):
         return mode.value
 
     def restore_capture(self, mode: int) -> None:
-        """Give the calling thread back the mode that :meth:`relax_capture` returned."""
+        """Restore the calling thread's mode, which :meth:`relax_capture` returned."""
         self._describe(self._exchange_mode(ctypes.byref(ctypes.c_int(mode))))
 
     def _describe(self, error: int, allowed: int = 0) -> str:

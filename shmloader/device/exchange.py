@@ -1,4 +1,4 @@
-"""What the user's thread and the engine's thread pass to each other.
+"""The objects that the user's thread and the engine's thread pass to each other.
 
 Uses none of Python's own locks, because the garbage collector may end an iterator anywhere: on
 either thread, even inside of these lines.

@@ -1,4 +1,4 @@
-"""A stage: what is done to each batch between the engine and the user, on a thread of its own."""
+"""A stage processes each batch between the engine and the user, on a thread of its own."""
 
 import abc
 from typing import Any

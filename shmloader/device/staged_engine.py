@@ -22,16 +22,16 @@ class StagedEngine:
 
     Args:
         engine: The engine, whose workers are running.
-        stage: What is done to each batch.
+        stage: Processes each batch.
         window: Tickets that are drawn at an epoch's start.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
 
     Attributes:
-        owner: What must be ended. Refers neither to this object nor to the sampler.
+        owner: Ends engine, stage and thread. Refers neither to this object nor to the sampler.
         in_transit: See :attr:`EngineBase.in_transit`.
         told: See :attr:`EngineBase.told`.
         delivery: See :attr:`EngineBase.delivery`.
-        staged: See :class:`Ready`; of the batch that was returned last.
+        staged: :attr:`Ready.staged` of the batch that was returned last.
     """
 
     def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
@@ -158,7 +158,7 @@ class StagedEngine:
             del error
 
     def _wait_for_result(self, thread: EngineThread, deadline: float | None) -> Result:
-        """Wait for the first of the thread's results, and leave it with them."""
+        """Wait for the first of the thread's results, and leave it in the queue."""
         results = thread.results
         while (result := results.first) is None:
             # Checked after each wait: the thread that closes may have done so meanwhile.

@@ -41,7 +41,7 @@ class _Stop(BaseException):
 
 
 def _explained(error: StopIteration) -> RuntimeError:
-    """Return what is raised instead: StopIteration itself would silently end the epoch."""
+    """Return an error in place of a StopIteration, which would silently end the epoch."""
     explained = RuntimeError("a batch's device_transform or pin_memory raised StopIteration")
     explained.__cause__ = error
     return explained
@@ -158,7 +158,7 @@ class EngineThread(BackgroundThread):
         self._engine.attach(self.inbox, self._pause, self._call_in_user_thread, may_deliver)
 
     def _pause(self) -> None:
-        """Stand still or end if asked to. Called between two steps, when no lock is held."""
+        """Pause or end if asked to. Called between two steps, when no lock is held."""
         if self.is_stopping:
             raise _Stop
         self.pause()

@@ -31,11 +31,11 @@ reach all parts as one frozen :class:`~shmloader.loader.config.LoaderConfig`.
 
 A batch costs two small messages and one copy.
 
-**Who decides and who acts.** The scheduler decides. It is told what has happened (a ticket was
-offered, a worker has answered, a worker is lost), and it changes the tickets, slots and worker
-records. It knows no process, thread or clock. The engine asks it what to do and has its pool do it:
-send a task, start or stop a worker, unmap a slot. The pool reports what happened. Only the thread
-that is inside ``next_batch`` changes the scheduler.
+**Decisions and actions.** The scheduler decides. The engine reports what has happened (a ticket was
+offered, a worker has answered, a worker is lost), and the scheduler changes the tickets, slots and
+worker records. It knows no process, thread or clock. The engine asks it what to do and has its pool
+do it: send a task, start or stop a worker, unmap a slot. The pool reports what happened. Only the
+thread that is inside ``next_batch`` changes the scheduler.
 
 **The life of a worker**::
 
@@ -125,7 +125,7 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``adapting``             How many workers ``num_workers="auto"`` should have (pure).
 ``failures``             Bad samples: counted, listed, limited.
 ``iterable_checkpoints`` Checkpoints of the workers' datasets as of the last delivered batch.
-``streams``              The same as of the last answer (pure).
+``streams``              Checkpoints of the workers' datasets as of the last answer (pure).
 ``stream_here``          The checkpoint of a dataset in the main process (``num_workers=0``).
 ``lateness``             Asks late workers what they are doing, for a timeout's error.
 ``wording``              Texts of errors and log messages.

@@ -35,7 +35,7 @@ class _Trial:
 
 
 class Adapter:
-    """Decides by the times that the consumer sees. Used on the consumer's thread.
+    """Chooses the worker count from the times that the consumer sees, and on its thread.
 
     Attributes:
         count: How many workers there should be.
@@ -43,7 +43,7 @@ class Adapter:
 
     Args:
         count: The number of workers at first.
-        most: See the attribute.
+        most: The most workers there may be.
     """
 
     def __init__(self, count: int, most: int) -> None:

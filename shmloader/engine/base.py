@@ -1,4 +1,4 @@
-"""The engine as its caller sees it: where tickets come from, what a call promises, how it ends."""
+"""Defines the engine for its callers: where tickets come from, what a call promises, its end."""
 
 import abc
 import time
@@ -15,7 +15,7 @@ from shmloader.interruptions import is_interruption
 
 
 def _do_nothing() -> None:
-    """Stands for a pause where the engine has no thread of its own."""
+    """Do nothing: the pause of an engine without a thread of its own."""
 
 
 def _do_it(function: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class EngineBase(abc.ABC):
             not reached the next, so that an exception from outside would lose it. Stays true after
             ``next_batch`` has returned, while the batch is on its way to the user.
         told: The ``id`` of the exception that the last call of ``next_batch`` raised on purpose,
-            after which the next call goes on with the next batch. 0 if there was none.
+            after which the next call continues with the next batch. 0 if there was none.
         delivery: Describes what the last call of ``next_batch`` returned, or raised in place of a
             batch; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
@@ -126,9 +126,9 @@ class EngineBase(abc.ABC):
             inbox: Yields index batches, instead of the iterator given to :meth:`start`.
             pause: Called between two steps, where no lock is held. May raise.
             have_done: Runs a function on the user's thread.
-            may_deliver: Returns whether ``next_batch`` may return a batch now. If not, it goes on
-                to send tickets and to take answers, and asks again after each :meth:`wake`. For
-                ``is_dynamic`` only. None: it always may.
+            may_deliver: Returns whether ``next_batch`` may return a batch now. If not, it keeps
+                sending tickets and taking answers, and asks again after each :meth:`wake`. For
+                ``is_dynamic`` only. None means that it always may.
         """
         self._inbox, self._draw = inbox, inbox.__next__
         self._pause, self._have_done = pause, have_done
@@ -154,7 +154,7 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def wake_soon(self) -> None:
-        """Do the same, but preferably after ``next()`` has returned. From the user's thread."""
+        """Do as :meth:`wake`, but preferably after ``next()``. Called from the user's thread."""
 
     @abc.abstractmethod
     def hurry(self) -> None:
@@ -192,7 +192,7 @@ class EngineBase(abc.ABC):
             raise
 
     def loses(self, error: BaseException) -> bool:
-        """Return whether going on after an exception would lose a batch or a ticket.
+        """Return whether continuing after an exception would lose a batch or a ticket.
 
         The exception may come from ``next_batch`` or from the code after it. Nothing is lost if the
         engine only waited, or raised the exception on purpose.
@@ -275,7 +275,7 @@ class EngineBase(abc.ABC):
         if is_interruption(error):
             self.give_up(error, in_sampler=True)
         else:
-            # The sampler's own error, after which it may go on.
+            # The sampler's own error, after which it may continue.
             self.told = id(error)
             self.delivery = None  # the error comes in place of the batch
 
@@ -335,7 +335,7 @@ class EngineBase(abc.ABC):
 
         Args:
             error: The error to raise.
-            why: The reason that later calls report; None: the error.
+            why: The reason that later calls report; None for the error.
         """
         self._closed_because = f" since: {error if why is None else why}"
         self.close()

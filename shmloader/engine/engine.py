@@ -1,8 +1,8 @@
 """Acts on what the scheduler decides: has its pool make batches, and delivers them.
 
 An engine runs on the thread that calls ``next_batch``, and only during that call: the user's
-thread, or one of :mod:`shmloader.device.thread`. While that thread does other things, workers go on
-with the tasks that they have, and their answers wait in the pool.
+thread, or one of :mod:`shmloader.device.thread`. While that thread does other things, workers work
+on the tasks that they have, and their answers wait in the pool.
 
 The module is long because one object performs every action of the scheduler and receives every
 report of the pool. What can be separated has a module of its own: slots (``slot_batches``), the
@@ -84,7 +84,7 @@ class Engine(EngineBase):
         is_dynamic: Whether tickets are dispatched dynamically; see :class:`Scheduler`.
         is_seeded: Whether each sample has random number generators of its own.
         watch: Notes bad samples; None if their errors are raised.
-        present: How many workers run at first; :meth:`want_workers` changes that. None: all.
+        present: How many workers run at first, None for all; :meth:`want_workers` changes that.
             For dynamic dispatch only.
     """
 
@@ -108,7 +108,7 @@ class Engine(EngineBase):
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
         self._has_queue = pool.has_queue
-        # The same pool, for calls that only a pool with slots (and so without a queue) has.
+        # ``pool`` again, typed for calls that only a pool with slots (and so without a queue) has.
         self._slot_pool = cast("SlotPool", pool)
         self.counts = pool.counts
         # The worker count that another thread has set; None once the scheduler knows it.
@@ -304,10 +304,10 @@ class Engine(EngineBase):
         return self._raise_end()
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
-        """Set whether the user's thread is to wake us when it brings a ticket or takes a batch.
+        """Set whether the user's thread wakes this one when it brings a ticket or takes a batch.
 
         Returns:
-            Whether to wait. False if a ticket or free place has come since we last looked, which
+            Whether to wait. False if a ticket or free place has come since the last look, which
             woke no thread.
         """
         if not self.is_dynamic:
@@ -535,7 +535,7 @@ class Engine(EngineBase):
 
     @property
     def present_workers(self) -> int:
-        """The number of workers that get tasks. Any thread may ask."""
+        """The number of workers that get tasks. May be read from any thread."""
         return self._scheduler.workers.present_count
 
     def want_workers(self, count: int) -> None:
@@ -590,7 +590,7 @@ class Engine(EngineBase):
         return self._scheduler.workers[worker_id].last_layout
 
     def last_layouts(self) -> Iterable[object]:
-        """Return the same for all workers."""
+        """Return the last layouts of all workers."""
         return [worker.last_layout for worker in self._scheduler.workers]
 
     def layout_sent(self, worker_id: int, layout: object) -> None:

@@ -134,7 +134,7 @@ class FailureWatch:
     Args:
         listed: The loader's list of failures.
         max_failures: The loader's argument.
-        keep_size: See the attribute.
+        keep_size: Whether a batch must not be left out.
         replaces: Whether the user's ``on_error`` function replaces bad samples.
     """
 

@@ -1,15 +1,16 @@
-"""Where the streams of an iterable dataset are: one in each worker, or one in this process.
+"""Keeps the checkpoints of an iterable dataset's streams: one per worker, or one in-process.
 
 A map-style dataset that has a state of its own is treated alike: there is one checkpoint for each
 worker.
 
-Twice for each epoch with workers: as far as their answers came (:mod:`shmloader.engine.streams`),
-from which a worker is replaced; and as far as the user was given their batches, from which the
-loader is saved. The latter is noted on the user's thread, from the deliveries.
+An epoch with workers has two sets of checkpoints. One follows the workers' answers
+(:mod:`shmloader.engine.streams`); a worker's replacement resumes from it. The other follows the
+batches that the user has received; the loader is saved from it. The user's thread updates the
+second one from the deliveries.
 
-In order, batches are handed over on a walk round the workers that passes over those whose streams
-have ended, however fast each of them is. So the checkpoints of the streams, and whose turn it is,
-say how an epoch goes on.
+With ``in_order``, batches are handed over round-robin over the workers, skipping those whose
+streams have ended, however fast each worker is. So the checkpoints and the number of the next
+worker determine how an epoch continues.
 """
 
 from collections.abc import Iterable
@@ -28,14 +29,14 @@ from shmloader.sampling.rng import kept, set_global_rng_state
 
 
 class StreamNote(NamedTuple):
-    """A worker's stream has given a batch, which was handed over; or it has ended before one.
+    """Says that a worker's stream has yielded a batch, or that it has ended.
 
     Attributes:
         worker_id: The worker.
         snapshot: The dataset's state after the batch, if one came with it.
-        fingerprint: The batch's, if one was taken.
+        fingerprint: The batch's fingerprint, if one was taken.
         has_failed: Whether an exception came in the batch's place.
-        next_epoch: Of a stream that has ended: what its next epoch begins with.
+        next_epoch: What the stream's next epoch begins with, if the stream has ended; else None.
     """
 
     worker_id: int
@@ -45,7 +46,7 @@ class StreamNote(NamedTuple):
     next_epoch: Beginning | None = None
 
     def applied_to(self, checkpoint: IterableCheckpoint) -> IterableCheckpoint:
-        """Where the worker's dataset is after this."""
+        """Return the checkpoint of the worker's dataset after this note."""
         if self.next_epoch is not None:
             return checkpoint.ended(self.next_epoch)
         return checkpoint.gave(self.snapshot, self.fingerprint, has_failed=self.has_failed)
@@ -55,15 +56,16 @@ class IterableCheckpoints:
     """The checkpoints of all workers' streams.
 
     Attributes:
-        checkpoints: By worker number.
-        next_worker: Whose turn it is; it may have ended.
-        base_seed: What the workers were seeded from when they started; None in-process.
+        checkpoints: The checkpoints, by worker number.
+        next_worker: The worker whose batch comes next; its stream may have ended.
+        base_seed: The seed from which the workers were seeded when they started; None in-process.
 
     Args:
-        checkpoints: See there.
-        next_worker: See there.
-        base_seed: See there.
-        worker_count: 0 where the one stream is in this process.
+        checkpoints: The initial checkpoints, by worker number.
+        next_worker: The worker whose batch comes first.
+        base_seed: The workers' base seed; None in-process.
+        worker_count: Number of workers, 0 if the only stream is in this process; None means the
+            number of checkpoints.
     """
 
     def __init__(
@@ -80,17 +82,17 @@ class IterableCheckpoints:
 
     @classmethod
     def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
-        """All at their beginnings."""
+        """Return checkpoints of streams that have not begun."""
         return cls([IterableCheckpoint()] * worker_count, base_seed=base_seed)
 
     def copy(self) -> "IterableCheckpoints":
-        """The same, to be noted in by itself."""
+        """Return an independent copy."""
         return IterableCheckpoints(
             self.checkpoints, self.next_worker, self.base_seed, self._worker_count
         )
 
     def note(self, notes: Iterable[StreamNote]) -> None:
-        """Take note of what was handed over, in its order."""
+        """Update the checkpoints by notes, in the order in which batches were handed over."""
         checkpoints = list(self.checkpoints)
         for note in notes:
             worker_id = note.worker_id
@@ -100,18 +102,18 @@ class IterableCheckpoints:
         self.checkpoints = tuple(checkpoints)
 
     def mark(self) -> tuple[tuple[IterableCheckpoint, ...], int]:
-        """What :meth:`go_back` takes."""
+        """Return the current position, for :meth:`go_back`."""
         return self.checkpoints, self.next_worker
 
     def go_back(self, mark: tuple[tuple[IterableCheckpoint, ...], int]) -> None:
-        """Take back what was noted since: it did not reach the user."""
+        """Undo what was noted since the mark, which did not reach the user."""
         self.checkpoints, self.next_worker = mark
 
     def next_epoch(self, *, is_iterable: bool = True) -> "IterableCheckpoints":
-        """The next epoch's beginning: datasets go on from where they were at the end of this one.
+        """Return the next epoch's first checkpoints: each dataset continues from this one's end.
 
-        Only those of persistent workers were saved there. A map-style dataset has no end of its
-        own.
+        Only persistent workers save their datasets at an epoch's end; others start afresh. A
+        map-style dataset does not end, so its newest state is used.
         """
         checkpoints = [
             checkpoint.begun_anew() if is_iterable else IterableCheckpoint(0, checkpoint.snapshot)
@@ -120,10 +122,10 @@ class IterableCheckpoints:
         return IterableCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
 
     def dump(self) -> dict[str, Any]:
-        """All that it takes to go on, as a dict of its own at each call.
+        """Return all that is needed to resume, as a new dict.
 
-        Plain numbers, bools, texts and lists, but for ``state``: what the user's ``state_dict()``
-        gave.
+        It holds plain numbers, bools, texts and lists, except for ``state``, which is what the
+        user's ``state_dict()`` returned.
 
         Raises:
             Exception: What unpickling the user's state raises.
@@ -142,11 +144,11 @@ class IterableCheckpoints:
 
     @classmethod
     def load(cls, state: object, worker_count: int) -> "IterableCheckpoints":
-        """Read what :meth:`dump` gave; nothing of it is kept.
+        """Return checkpoints from what :meth:`dump` returned, without references to it.
 
         Args:
-            state: What it gave.
-            worker_count: Workers of the loader that is to go on; 0 in-process.
+            state: What :meth:`dump` returned.
+            worker_count: Number of workers of the loader that is to resume; 0 in-process.
 
         Raises:
             ValueError: If it was saved with another number of workers, or is not of that form.
@@ -188,7 +190,7 @@ def dump_checkpoint(checkpoint: IterableCheckpoint, saved: Saved | None) -> dict
 
     Args:
         checkpoint: The checkpoint.
-        saved: Its snapshot, if it has one.
+        saved: The checkpoint's unpickled snapshot, or None if it has none.
     """
     stream: dict[str, Any] = {"given": checkpoint.given, "has_ended": checkpoint.has_ended}
     if saved is not None:
@@ -235,7 +237,7 @@ def _load_checkpoint(stream: Any) -> IterableCheckpoint:
     for each in (rng, *(each for _, each in rng_at)):
         if each is not None:
             with kept():
-                set_global_rng_state(each)  # whether it can be
+                set_global_rng_state(each)  # raises if the state is damaged
     snapshot = None if saved is None else dump_for_workers(saved)
     return IterableCheckpoint(
         given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed)

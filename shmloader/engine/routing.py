@@ -1,9 +1,9 @@
-"""Which worker gets the next ticket. Pure.
+"""Chooses the worker that gets the next ticket. Pure.
 
 :class:`Router` follows torch's two rules. It is used where a batch's content depends on its worker:
-on the worker's random number generators, or on its stream of an iterable dataset. In order, ticket
-i goes to worker i mod n, and workers whose streams have ended are skipped. In any order, it goes to
-the next worker in turn that has less than its share of the window.
+on the worker's random number generators, or on its stream of an iterable dataset. With
+``in_order``, ticket i goes to worker i mod n, and workers whose streams have ended are skipped.
+Without it, the ticket goes to the next worker in turn that has less than its share of the window.
 
 With dynamic dispatch a ticket waits until a worker has room for it (:func:`pick_idle`). A worker
 has room for one task: a second would be stuck behind a slow one while others are idle. While

@@ -52,7 +52,7 @@ class Ticket:
         slot_id: The slot its batch goes to, or UNASSIGNED until then.
         indices: The index batch that the sampler yielded.
         offered_ns: When it was offered, by the engine's clock.
-        answer: What came back; None until then. The scheduler does not look at it.
+        answer: The answer; None until it comes. The scheduler does not look at it.
         is_dropped: Whether nothing will be delivered, since the worker's stream or the epoch ended.
         is_kept: Whether its worker still holds memory of the slot, which must not be refilled.
         kill_count: How many workers died while they loaded it.
@@ -126,11 +126,11 @@ class Scheduler:
             restart_limit: The most workers restarted in an epoch.
             first_worker: The worker that gets the first ticket of the first epoch.
             ended: For each worker, whether its stream has already ended in that epoch.
-            is_dynamic: See the attribute. Not for iterable datasets, whose streams end.
+            is_dynamic: Whether tickets are dispatched dynamically. Not for iterable datasets.
             has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
                 in flight when an epoch is left, its workers do not die, and its batches have no
                 slots.
-            present: How many workers run at first, with dynamic dispatch; None: all.
+            present: How many workers run at first, with dynamic dispatch; None for all.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic

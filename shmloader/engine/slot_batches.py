@@ -1,4 +1,4 @@
-"""Builds batches out of slots, and says which slots are free again. Runs on the engine's thread."""
+"""Builds batches from slots, and frees the slots afterwards. Runs on the engine's thread."""
 
 from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import FREE, LENT, RETIRED
@@ -10,7 +10,7 @@ from shmloader.pools.answers import Batch
 
 
 class SlotBatches:
-    """The slots of a pool, from an answer to the end of the batch's lease.
+    """Handles a pool's slots from a worker's answer to the end of the batch's lease.
 
     Args:
         pool: The pool whose batches come in slots.
@@ -24,7 +24,7 @@ class SlotBatches:
             scheduler.slots.on_free = pool.poison
 
     def tidy(self) -> None:
-        """Give memory that slots do not need back to the kernel, if it is time for that."""
+        """Return memory that slots do not need to the kernel, if the pool says that it is time."""
         if self._pool.wants_tidying:
             self._collect_returns()
             self._pool.tidy(self._scheduler.slots.free_ids)
@@ -65,12 +65,12 @@ class SlotBatches:
             self.settle(ticket, is_kept=answer.is_kept)
             raise
         if change:
-            # Whatever writes there may go on to do so.
+            # What wrote to the slot may still be writing.
             self.settle(ticket, is_kept=True)
             raise InternalError(describe_change(ticket, self._pool.pid(ticket.worker_id), change))
 
     def settle(self, ticket: Ticket, *, is_kept: bool) -> None:
-        """Free a ticket's slot, of which nothing is lent; retire it if its worker looks at it."""
+        """Free a ticket's slot, which is not lent; retire it if its worker still refers to it."""
         self._scheduler.delivered(ticket, RETIRED if is_kept else FREE)
         if is_kept:
             self.drop_retired()

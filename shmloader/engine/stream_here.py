@@ -1,4 +1,4 @@
-"""Where the dataset of a loader without workers is."""
+"""Tracks how far the dataset of a loader without workers has come."""
 
 import copy
 from collections.abc import Callable
@@ -20,10 +20,11 @@ from shmloader.sampling.sampler_checkpoint import has_own_state
 
 
 class DatasetHere:
-    """The state of a map-style dataset in this process.
+    """Tracks the state of a map-style dataset in this process.
 
-    It is asked for when the loader's is, and before each batch: while that is read, or if reading
-    it is interrupted, the dataset is past what was delivered.
+    The dataset's ``state_dict()`` is called when the loader's state is asked for, and before each
+    batch. The state before the batch is used while the batch is being read, or if reading it was
+    interrupted, since the dataset is then past what was delivered.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -33,7 +34,7 @@ class DatasetHere:
         self._before: Saved | None = None
 
     def begin_batch(self) -> None:
-        """The next batch is about to be read."""
+        """Note that the next batch is about to be read."""
         self._before = _state_or_none(self._state)
         self._is_reading = True
 
@@ -56,7 +57,7 @@ class DatasetHere:
         self._given = given
 
     def end(self) -> None:
-        """The epoch has ended."""
+        """Do nothing: a map-style dataset's state does not depend on the epoch's end."""
 
     def dump(self) -> dict[str, Any]:
         """See :meth:`StreamHere.dump`."""
@@ -65,21 +66,22 @@ class DatasetHere:
 
 
 class StreamHere:
-    """The checkpoint of an iterable dataset in this process.
+    """Keeps the checkpoint of an iterable dataset in this process.
 
-    A state of its own is asked for when the loader's is. While a batch is being read, and after
-    that was interrupted, the dataset is past what was delivered: then the state at the beginning
-    counts, and what was delivered since is to be read again.
+    The ``state_dict()`` of the dataset or its iterator is called when the loader's state is asked
+    for. While a batch is being read, or after reading it was interrupted, the dataset is past what
+    was delivered. Then the state at the beginning is saved instead, and a resumed loader re-reads
+    what was delivered since.
 
-    Used on the thread that loads. Holds what has a state, not the loader, nor an iterator that
-    cannot be saved.
+    Used on the thread that loads. Refers to the objects that have a state, but not to the loader,
+    nor to an iterator that cannot be saved.
 
     Args:
-        fetcher: torch's, of the dataset, which was iterated.
-        checkpoint: Where it goes on.
+        fetcher: torch's fetcher of the dataset, after it has called ``iter(dataset)``.
+        checkpoint: Where the dataset is resumed.
         rng: States of the process's global generators at ``iter(dataset)``; None if samples do
             not depend on them.
-        asks: Whether the dataset, or its iterator, is asked for a state of its own.
+        asks: Whether ``state_dict()`` of the dataset or its iterator is called.
     """
 
     def __init__(
@@ -98,18 +100,18 @@ class StreamHere:
         self._sources = _Sources(iterator, dataset, fetcher.ended)
         self._draws = rng is not None
         self._asks = asks
-        # Whether the states before the next batch are to be noted: before the first one, since an
-        # order may be drawn with it, and where the epoch was resumed.
+        # Whether to note the generators' states before the next batch. They are noted before the
+        # first one, since an order may be drawn with it, and where the epoch was resumed.
         self._notes_rng = checkpoint.rng is None and not checkpoint.given
         self._is_reading = False
         # The checkpoint before the newest batch.
         self._before = checkpoint
-        # What is read again goes on from here.
+        # The dataset's state from which batches are read again.
         self._start: Saved | None = None
         if checkpoint.snapshot is not None:
             self._start = read(checkpoint.snapshot)
         elif not checkpoint.given:
-            # Not needed unless the reading of a batch fails.
+            # Needed only if reading a batch fails.
             self._start = _state_or_none(self._state)
         self._checkpoint = checkpoint._replace(
             snapshot=None, rng=rng if checkpoint.rng is None else checkpoint.rng
@@ -119,7 +121,7 @@ class StreamHere:
         return copy.deepcopy(save(self._sources)) if self._asks else None
 
     def begin_batch(self) -> None:
-        """The next batch is about to be read."""
+        """Note that the next batch is about to be read."""
         if self._notes_rng:
             self._checkpoint = self._with_rng()
             self._notes_rng = False
@@ -136,16 +138,16 @@ class StreamHere:
         return checkpoint._replace(rng_at=(*checkpoint.rng_at, (checkpoint.given, now)))
 
     def note_rng(self) -> None:
-        """The process's generators are others than those that earlier batches left behind."""
+        """Note that the process's generators are not in the states that earlier batches left."""
         self._notes_rng = True
 
     def gave(self, fingerprint: int | None, *, has_failed: bool, is_short: bool) -> None:
-        """A batch was delivered, or raised.
+        """Note that a batch was delivered, or raised.
 
         Args:
-            fingerprint: Of the batch, if one was taken.
-            has_failed: Whether it raised.
-            is_short: Whether torch's fetcher has seen the stream's end with it.
+            fingerprint: The batch's fingerprint, if one was taken.
+            has_failed: Whether an exception was raised in the batch's place.
+            is_short: Whether torch's fetcher reached the stream's end with this batch.
         """
         self._before = self._checkpoint
         self._checkpoint = self._checkpoint.gave(None, fingerprint, has_failed=has_failed)
@@ -153,21 +155,21 @@ class StreamHere:
         self._is_reading = False
 
     def mark(self) -> int:
-        """What :meth:`go_back` takes."""
+        """Return the number of batches so far, for :meth:`go_back`."""
         return self._checkpoint.given
 
     def go_back(self, given: int) -> None:
-        """Take back what was noted since the mark, one batch at most: it was not delivered."""
+        """Undo what was noted since the mark: at most one batch, which was not delivered."""
         if self._checkpoint.given != given:
             self._is_reading = True
             self._checkpoint = self._before
 
     def end(self) -> None:
-        """The epoch has ended."""
+        """Note that the epoch has ended."""
         self._checkpoint = self._checkpoint._replace(has_ended=True)
 
     def dump(self) -> dict[str, Any]:
-        """As :meth:`IterableCheckpoints.dump`.
+        """Return what :meth:`IterableCheckpoints.dump` returns.
 
         Raises:
             Exception: What the user's ``state_dict()`` raises, or copying its state.
@@ -182,7 +184,7 @@ class StreamHere:
         saved = None if self._is_reading else self._state()
         if saved is None:
             return _dumped(checkpoint, self._start)
-        # What draws its order again does so from the states before its first batch.
+        # A dataset that draws its order again does so from the states before its first batch.
         rng_at = tuple(each for each in checkpoint.rng_at if each[0] == 0)
         return _dumped(
             IterableCheckpoint(
@@ -193,7 +195,7 @@ class StreamHere:
 
 
 def _state_or_none(ask: Callable[[], Saved | None]) -> Saved | None:
-    """A dataset's own state, where a user may never ask for the loader's."""
+    """Return a dataset's state, or None if it raises: the user may never ask for the state."""
     try:
         return ask()
     except Exception as error:
@@ -203,7 +205,7 @@ def _state_or_none(ask: Callable[[], Saved | None]) -> Saved | None:
 
 
 class _Sources:
-    """What :func:`save` looks at of a fetcher."""
+    """The attributes of a fetcher that :func:`save` reads."""
 
     def __init__(self, dataset_iter: Any, dataset: Any, ended: bool) -> None:
         self.dataset_iter = dataset_iter

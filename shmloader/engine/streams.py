@@ -1,8 +1,8 @@
-"""How far the workers' streams of an iterable dataset have come, as their answers tell. Pure.
+"""Tracks, from the workers' answers, how far their streams of an iterable dataset have come. Pure.
 
-A delivery tells of a stream's batch when that is handed over, and of a stream's end when all that
-comes before it in the order is handed over: so what the user's thread notes is the same however
-fast the workers are.
+A delivery reports a stream's batch when the batch is handed over. It reports a stream's end once
+everything that precedes the end in the order has been handed over. So what the user's thread notes
+does not depend on how fast the workers are.
 """
 
 import operator
@@ -22,13 +22,14 @@ class StreamBook:
     """The checkpoints of all streams, on the engine's thread.
 
     Attributes:
-        beginnings: The streams' checkpoints at the beginning of the epoch, or where it went on.
+        beginnings: The streams' checkpoints at the beginning of the epoch, or where it was
+            resumed.
 
     Args:
-        start: The same, for the first epoch.
-        in_order: Whether batches are handed over by ``seq``.
-        is_iterable: Whether these are streams; else what stays from epoch to epoch is the state
-            of a map-style dataset.
+        start: The ``beginnings`` of the first epoch.
+        in_order: Whether batches are handed over in the order of ``seq``.
+        is_iterable: Whether the dataset is iterable; otherwise the checkpoints hold the states of
+            a map-style dataset, which carry over from epoch to epoch.
     """
 
     def __init__(
@@ -38,29 +39,29 @@ class StreamBook:
         self._checkpoints = list(start.checkpoints)
         self._in_order = in_order
         self._is_iterable = is_iterable
-        # Answers that are not handed over yet, for each worker.
+        # For each worker, how many answers are not handed over yet.
         self._waiting = [0] * len(self._checkpoints)
-        # Ends that no delivery has told yet.
+        # Ends that no delivery has reported yet.
         self._ends: list[_End] = []
         self._is_left = False
         self._parts: dict[int, bytearray] = {}
 
     def checkpoint(self, worker_id: int) -> IterableCheckpoint:
-        """Return the checkpoint from which the worker that replaces this one goes on."""
+        """Return the checkpoint from which a replacement of this worker resumes."""
         return self._checkpoints[worker_id]
 
     def answered(self, note: StreamNote) -> None:
-        """A batch has come, or an exception in its place."""
+        """Note that a batch, or an exception in its place, has come from a worker."""
         worker_id = note.worker_id
         self._checkpoints[worker_id] = note.applied_to(self._checkpoints[worker_id])
         self._waiting[worker_id] += 1
 
     def ended(self, worker_id: int, seq: int, next_epoch: Beginning) -> None:
-        """A stream has nothing for ticket ``seq``, nor for any later one.
+        """Note that a stream has no batch for ticket ``seq`` or any later one.
 
         Args:
             worker_id: The stream's worker.
-            seq: The ticket.
+            seq: The ticket's number.
             next_epoch: What the worker's next epoch begins with.
         """
         if not self._is_left:
@@ -69,7 +70,7 @@ class StreamBook:
             self._ends.append(_End(seq, note))
 
     def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
-        """What the delivery of a ticket says: the ends before it, and the ticket's own batch."""
+        """Return the notes for a ticket's delivery: the ends before it, then its own batch."""
         self._waiting[note.worker_id] -= 1
         if not self._ends:
             return [note]
@@ -83,36 +84,36 @@ class StreamBook:
         return not self._waiting[end.note.worker_id]
 
     def take_ends(self) -> list[StreamNote]:
-        """At the epoch's end: the ends that no delivery has told."""
+        """Return the ends that no delivery has reported. Called at the epoch's end."""
         ends, self._ends = self._ends, []
         return _in_order(ends)
 
     # Between epochs ----------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The epoch is given up: a worker that is new now begins the next one."""
+        """Note that the epoch is abandoned: a worker that starts from now on begins the next."""
         self._is_left = True
         if self._is_iterable:
             self._checkpoints = [checkpoint.begun_anew() for checkpoint in self._checkpoints]
         self._parts.clear()
 
     def note_part(self, worker_id: int, data: bytes) -> None:
-        """A piece of what an epoch begins with has come."""
+        """Store a piece of a worker's :class:`Beginning`; :meth:`entered` gets the last piece."""
         self._parts.setdefault(worker_id, bytearray()).extend(data)
 
     def entered(self, worker_id: int, data: bytes | None) -> None:
-        """A worker is ready for the next epoch.
+        """Note that a worker is ready for the next epoch.
 
         Args:
             worker_id: The worker.
-            data: The :class:`Beginning` of that epoch, written down, or the last piece of it.
+            data: The pickled :class:`Beginning` of that epoch, or the last piece of it.
         """
         parts = self._parts.pop(worker_id, b"")
         beginning = Beginning.loads(data if data is None else bytes(parts) + data)
         self._checkpoints[worker_id] = IterableCheckpoint(0, beginning.snapshot, rng=beginning.rng)
 
     def lost(self, worker_id: int) -> None:
-        """A worker is dead: forget the pieces that it sent."""
+        """Discard the pieces that a worker sent before it died."""
         self._parts.pop(worker_id, None)
 
     def start_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""Texts of errors and log messages: where a ticket is, what a worker does, how it ended.
+"""Builds errors' and log messages' texts: where a ticket is, what a worker does, how it ended.
 
 Where torch has a text, ours begins with it, since people search for it.
 """

@@ -36,7 +36,7 @@ class WorkerState(enum.Enum):
     DEAD = "dead, and not restarted"
 
 
-# By these names a member is found in 10 ns; by its class it takes 100 ns in Python 3.11.
+# Looking a member up by these names takes 10 ns, and by its class 100 ns, in Python 3.11.
 STARTING, READY, LEAVING, GONE, LOST, DEAD = WorkerState
 
 _ALLOWED = {
@@ -62,7 +62,7 @@ _ALLOWED = {
 
 @dataclass(slots=True)
 class Worker:
-    """One worker. Only the scheduler changes the record.
+    """The record of one worker. Only the scheduler changes it.
 
     Attributes:
         worker_id: Its number, from 0.
@@ -75,7 +75,7 @@ class Worker:
         last_layout: The layout of its last batch, which it does not repeat; None before the first.
         last_answer_ns: When it last answered, by the engine's clock; 0 before its first answer.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
-        is_death_untold: Whether it is DEAD and no ticket of its own tells the user.
+        is_death_untold: Whether it is DEAD and no ticket of its own reports that to the user.
     """
 
     worker_id: int
@@ -126,7 +126,7 @@ class WorkerTable(list[Worker]):
 
     @property
     def present_count(self) -> int:
-        """How many workers are present. Any thread may ask."""
+        """The number of present workers. May be read from any thread."""
         counts = self._counts
         return len(self) - counts[GONE] - counts[LEAVING]
 

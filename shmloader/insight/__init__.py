@@ -1,4 +1,4 @@
-"""Where the time goes: the times of each batch, statistics of them, and the verdict.
+"""Measures where the time goes: the times of each batch, statistics of them, and the verdict.
 
 Modules: ``measurements`` (a batch's times, an engine's counts, the usage of workers),
 ``histogram`` (percentiles in fixed memory), ``record`` (the sums, on the consumer's thread),

@@ -1,4 +1,4 @@
-"""What is measured: a batch's times, an engine's counts, and what workers use.
+"""Defines what is measured: a batch's times, an engine's counts, and what workers use.
 
 The times of a batch; all clocks are ``time.monotonic_ns()``, one for all processes::
 
@@ -52,7 +52,7 @@ class BatchTimes(NamedTuple):
         offered_ns: When its indices were drawn.
         sent_ns: When it had a slot and a worker, and its task was sent.
         work: What the worker measured: the fields of :class:`WorkTimes`.
-        looked_ns: Since when the engine had been looking for answers when it saw this one. The
+        looked_ns: When the engine began to look for answers, before it saw this one. The
             time from the end of the work to this is no delay, since no batch was asked for.
         seen_ns: When the engine saw the answer.
         handed_ns: When the batch was next in order and asked for.

@@ -66,7 +66,7 @@ class Record:
         trace: Receives every batch while a trace is being recorded; None otherwise.
         first_ns: When the epoch began.
         last_ns: When ``iter()`` or ``next()`` returned last.
-        iter_ns: Time until the iterator was there.
+        iter_ns: Time until the iterator was made.
         startup_ns: ``iter_ns`` and the wait for the first batch.
         failures: Batches that raised, and once the epoch is over also samples that failed.
     """

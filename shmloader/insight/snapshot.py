@@ -64,7 +64,7 @@ class WorkerStats:
         collate_s: The part of ``busy_s`` in ``collate_fn``.
         cpu_s: CPU seconds that it has used, including its start.
         stalled_s: Seconds in which it could have run but no core was free; None where the system
-            does not tell.
+            does not report it.
         pss_bytes: Its memory in bytes, with its share of the shared pages: measured now while it
             lives, otherwise when it was last measured. None for a thread, or if it ended too soon.
     """
@@ -171,7 +171,7 @@ class LoaderStats:
         wait: How long the consumer waited.
         stages: Where batches spent their time.
         load_p50_s: Median seconds that a worker took for a batch; right to 7 %.
-        load_p99_s: 99th percentile of the same.
+        load_p99_s: 99th percentile of these seconds.
         workers: The statistics of each worker.
         slots: The use of shared memory.
         restarts: Number of workers that were replaced.

@@ -36,9 +36,9 @@ class Traced(NamedTuple):
         asked_ns: When it was called.
         taken_ns: When it returned.
         times: The times of the batch; None if the consumer's thread loaded it, or none came.
-        stage: As in :meth:`~shmloader.insight.record.Record.note_batch`.
+        stage: Name of the stage after the engine, and when that began and ended; or None.
         here: Times of a batch that the consumer's thread loaded, and the stage after collate.
-        lane: As in :class:`~shmloader.insight.record.Record`.
+        lane: Number of the iterator among those at work at the same time.
         name: Name of what was called.
     """
 

@@ -1,4 +1,4 @@
-"""What limits the speed, and what to change: rules over the statistics. Pure.
+"""Says what limits the speed and what to change, by rules over the statistics. Pure.
 
 The rules are tried in order, and the first that holds makes the verdict. First comes what may end
 the run (memory), then whether there is anything to gain at all, then the causes of waiting, from

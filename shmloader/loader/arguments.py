@@ -36,7 +36,7 @@ LOOP_HOLDS = 2
 
 #: Batches that may be lent to the user, uncopied, at the same time. Two more than a plain loop
 #: holds leave some for a prefetcher of the user's own. Batches kept beyond the limit are copied
-#: out, so the limit decides how much shared memory may be used, never whether the loader goes on.
+#: out, so the limit decides how much shared memory may be used, never whether the loader continues.
 LEND_LIMIT = LOOP_HOLDS + 2
 
 #: Batches that may be ready on the device before the user asks: the one that the GPU will need
@@ -83,9 +83,9 @@ def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
 
 
 def check_num_workers(num_workers: object) -> None:
-    """Check that ``num_workers`` is no text but "auto".
+    """Check that ``num_workers`` is not a text other than "auto".
 
-    What is no text is left to torch, which takes any number and refuses the rest in its words.
+    Other types are left to torch, which accepts any number and rejects the rest in its words.
 
     Raises:
         TypeError: If it is another text; torch's constructor raises a TypeError, too.
@@ -145,7 +145,7 @@ def check_seed(seed: object, dataset: object, *, has_generator: bool) -> int | N
 
 
 def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
-    """Return how a loader without a seed comes to depend on the number of the epoch."""
+    """Say how to make a loader without a seed depend on the number of the epoch."""
     if is_data_pipe(dataset):  # cannot be combined with a seed
         return "A data pipe has to be told the epoch itself."
     return f"Give seed={' in place of generator=' if has_generator else ''}."

@@ -1,7 +1,7 @@
 """torch's own iterators, for what ours cannot load: data pipes, and systems without memfd or pidfd.
 
-They load as torch does, with torch's own workers. Added is what the loader around them promises:
-statistics, as far as they can be seen from outside, and an end by ``close()``.
+They load as torch does, with torch's own workers. This module adds what the loader promises:
+statistics, as far as they can be seen from outside, and ``close()``.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def torch_iterator(loader: Any, plan: EpochPlan, parts: LoaderParts) -> TorchIte
 
 
 def samples_of(batch: Any, batch_size: int | None) -> int:
-    """Return the number of samples of a batch that was not made here, as far as can be told.
+    """Return the number of samples of a batch that was not made here, as far as it can be seen.
 
     Args:
         batch: The batch.

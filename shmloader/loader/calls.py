@@ -1,14 +1,14 @@
 """Calls of ``next()``, each of which counts its batch at its very end, or not at all.
 
 A signal handler may raise between any two instructions. If a batch or a ticket was in transit at
-that point, going on would silently leave it out. So the iterator is closed, and the count is taken
+that point, continuing would silently leave it out. So the iterator is closed, and the count taken
 back: the loader's state is that of the last batch that ``next()`` returned. If nothing was in
-transit, the exception is raised and the next call goes on.
+transit, the exception is raised and the next call continues.
 
 Guarantees:
     * Counting the batch is the last thing that ``next()`` does before it returns.
     * An interrupted iterator delivers everything that is left, or raises ``ClosedLoaderError``.
-    * If two threads call ``next()`` at once, the second raises RuntimeError and the first goes on.
+    * If two threads call ``next()`` at once, the second raises RuntimeError; the first continues.
 """
 
 import abc
@@ -105,12 +105,12 @@ class CountingIterator(_BaseDataLoaderIter):
 
     @abc.abstractmethod
     def _loses(self, error: BaseException) -> bool:
-        """Return whether going on after an exception would leave out a batch."""
+        """Return whether continuing after an exception would leave out a batch."""
 
     @abc.abstractmethod
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
-        """Note an exception after which the iterator may go on."""
+        """Note an exception after which the iterator may continue."""
 
     @abc.abstractmethod
     def _give_up(self, error: BaseException, mark: Any) -> None:
-        """Close, since an exception came from outside, and take back what was counted."""
+        """Close, since an exception came from outside, and undo what was counted."""

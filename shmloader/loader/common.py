@@ -1,4 +1,4 @@
-"""Functions that all iterators share: begin as torch does, seed, transform."""
+"""Functions that all iterators share: they initialize as torch does, seed, and transform."""
 
 import contextlib
 import warnings
@@ -16,10 +16,10 @@ from shmloader.shared.counting import describe_many, estimate_objects
 
 
 def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
-    """Do what torch's base class does for a new iterator: it reads the loader, and draws a seed.
+    """Initialize an iterator by torch's base class, which reads the loader and draws a seed.
 
-    The seed of an epoch that goes on was drawn where the epoch began. So torch's global generator
-    is put back: a user who has restored it finds it as it was.
+    The seed of a resumed epoch was drawn when the epoch began. So torch's global generator is put
+    back afterwards: a user may have restored its state, which must not change.
     """
     before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
     _BaseDataLoaderIter.__init__(iterator, loader)
@@ -38,8 +38,8 @@ def seed_of_workers(config: LoaderConfig, plan: EpochPlan, drawn: float) -> floa
 def next_batch(iterator: Any, by_torch: Callable[[], Any]) -> Any:
     """Return the iterator's next batch.
 
-    torch's ``__next__`` is called only where it does more than that, since it takes longer: it
-    warns of an iterable dataset that is longer than its length, and records for the profiler.
+    torch's ``__next__`` takes longer, so it is called only where it does more: it warns of an
+    iterable dataset that is longer than its length, and records for the profiler.
 
     Args:
         iterator: The iterator.
@@ -65,7 +65,7 @@ def warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
 
 
 def no_transform(batch: object) -> object:
-    """Return the batch as it is."""
+    """Return the batch unchanged."""
     return batch
 
 
@@ -84,7 +84,7 @@ def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 
 
 def transform_here(config: LoaderConfig) -> Callable[[Any], Any]:
-    """Return what is done to a batch on the CPU, on the user's thread."""
+    """Return the function that transforms a batch on the CPU, on the user's thread."""
     transform = config.device_transform
     if not config.has_steps or transform is None:
         return _guarded(transform)

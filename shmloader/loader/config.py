@@ -32,7 +32,7 @@ class LoaderConfig:
         fetch: How a batch is fetched and collated; sent to the workers.
         dataset: The dataset.
         collate_fn: Makes a batch of samples.
-        on_error: What to do about a sample that fails.
+        on_error: How a sample that fails is handled.
         max_failures: How many samples may fail in an epoch; None for any number.
         saves_dataset: Whether states of the loader contain states of the dataset.
         num_workers: Number of workers to begin with.

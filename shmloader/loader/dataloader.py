@@ -92,7 +92,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             sample's position in the order, and not on which worker loads what, or when.
             ``shuffle=True`` orders by the seed in place of torch's global generator. A ``sampler``
             or ``batch_sampler`` is drawn with generators of ``random``, ``numpy.random`` and torch
-            that depend on the seed, and is told the epoch if it has ``set_epoch``. These
+            that depend on the seed; its ``set_epoch``, if any, is called with the epoch. These
             generators are set anew before each sample and before each collate, and
             :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
             fetched one by one, even if the dataset has ``__getitems__``. With
@@ -157,8 +157,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             anew, past the samples that were already delivered.
         on_error: What happens to a sample for which a map-style dataset raises an ``Exception``.
             "raise": the batch raises it. "skip": the batch is delivered without the sample, or not
-            at all if no sample is left. A function ``(index, exception) -> sample``: called in the
-            worker, it returns a sample to take its place; what it raises, the batch raises. With a
+            at all if no sample is left. A function ``(index, exception) -> sample``, called in the
+            worker, returns a sample to take its place; the batch raises what it raises. With a
             ``DistributedSampler`` of several replicas, "skip" puts a copy of the batch's first
             good sample in place of a bad one, so that ranks stay equal, and a batch without any
             good sample raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is
@@ -286,7 +286,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Return the dataset, the batch size, the workers, and what is not the default."""
         return describe_loader(self, DataLoader.__init__, self._order_given)
 
-    # What ShardedDataLoader has otherwise ----------------------------------------------------
+    # What ShardedDataLoader overrides --------------------------------------------------------
 
     #: Which of ``shuffle``, ``sampler`` and ``batch_sampler`` the user gave.
     _order_given: tuple[str, ...] = ()
@@ -386,7 +386,7 @@ class DataLoader(MeasuredLoader[_T_co]):
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.
 
-        Threads may be many, and "auto" has found out that these help.
+        Does not warn of threads, which may be many, or with "auto", which measures what helps.
         """
         if not self.thread_pool and self._adapter is None:
             super().check_worker_number_rationality()
@@ -465,7 +465,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
             for iterator in list(self._open_iterators):
                 stack.callback(iterator.close)
-        # Last: as garbage, it could not raise what interrupts its end.
+        # Last: an exception in an iterator that is freed as garbage would not be raised.
         self._iterator = None
 
     def __enter__(self) -> Self:

@@ -14,10 +14,10 @@ from torch.utils.data import default_collate, default_convert
 # Shown in this order, first and in any case.
 _ALWAYS = ("batch_size", "num_workers")
 
-# Which of them the user gave cannot be told from the attributes: torch makes samplers of its own.
+# The attributes do not show which of these the user gave: torch makes samplers of its own.
 ORDER_ARGUMENTS = ("shuffle", "sampler", "batch_sampler")
 
-# Values that show what they are.
+# Types whose values are shown by their repr.
 _PLAIN = (bool, int, float, str, Fraction)
 
 _shortener = reprlib.Repr()

@@ -41,7 +41,7 @@ from shmloader.sampling.rng import global_rng_state, kept, with_global_rng_state
 
 
 class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
-    """Batches that the consumer's thread makes, when it asks for them.
+    """Makes batches on the consumer's thread, when they are asked for.
 
     ``seed=`` sets the process's random number generators for each sample; they are put back after
     each batch.
@@ -54,11 +54,12 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         self._resumed = IterableCheckpoint() if resumed is None else resumed.checkpoints[0]
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
-        """Return nothing: batches are pinned, and moved to a device, on the consumer's thread."""
+        """Return no stage: batches are pinned and moved to a device on the consumer's thread."""
         config = self._config
         self._step = "build"
         self._transform = transform_here(config)
-        # None of these may hold the iterator, which would be garbage for the collector then.
+        # None of these may refer to the iterator: in a reference cycle, only the garbage collector
+        # could free it.
         if config.has_device or config.has_steps:
             self._step = "device"
             self._transform = _after(functools.partial(_move, config), self._transform)
@@ -98,7 +99,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         )
 
     def _ender(self) -> Callable[[], object]:
-        # Not the pool's close: the pool has the dataset, which may hold the loader.
+        # Not the pool's close: the pool refers to the dataset, which may refer to the loader.
         fetcher = self._concurrent_fetcher
         return _do_nothing if fetcher is None else fetcher.close
 
@@ -127,7 +128,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
 
 
 class LocalMaker:
-    """Makes batches in the main process, and knows how far the dataset has come.
+    """Makes batches in the main process, and tracks how far the dataset has come.
 
     Attributes:
         streams: The checkpoint of the dataset; None if states of the loader contain none.
@@ -199,7 +200,7 @@ class LocalMaker:
         saved: Saved | None,
         rng: dict[str, Any] | None,
     ) -> None:
-        """Prepare an iterable dataset to go on from a checkpoint."""
+        """Prepare to resume an iterable dataset from a checkpoint."""
         # Set until the first batch after resuming is made.
         self._resumed: IterableCheckpoint | None = None
         if checkpoint.rng is not None or checkpoint.skip:
@@ -258,7 +259,7 @@ class LocalMaker:
         """Re-read and discard what was delivered since the snapshot; return the generators' states.
 
         Raises:
-            ResumeError: If that is not possible.
+            ResumeError: If the batches cannot be read again, or differ.
         """
         try:
             with _as_before(rng), self._maker.loading(indices) as plain:
@@ -295,7 +296,7 @@ def _after(step: Callable[[Any], Any], transform: Callable[[Any], Any]) -> Calla
 
 
 def _move(config: LoaderConfig, batch: Any) -> Any:
-    """Move a batch to the device, or the batches of a step each to its own."""
+    """Move a batch to the device, or each batch of a step to its own device."""
     if config.has_steps:
         return [_to_device(*part) for part in zip(batch, config.devices, strict=False)]
     return _to_device(batch, config.devices[0])
@@ -306,4 +307,4 @@ def _to_device(batch: Any, device: torch.device | None) -> Any:
 
 
 def _do_nothing() -> None:
-    """Stands for closing threads where no threads help to load samples."""
+    """Close nothing, where no threads help to load samples."""

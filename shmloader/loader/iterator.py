@@ -43,7 +43,7 @@ from shmloader.sampling.plan import EpochPlan
 def _device_stage(
     config: LoaderConfig, destination: Destination | None
 ) -> tuple[Stage | None, PageLocker | None]:
-    """Return what copies batches to the devices, and what page-locks their slots for it."""
+    """Return the stage that copies batches to the devices, and its locker of slots' pages."""
     if destination is None:
         return None, None
     locks, backends = destination.locks, destination.backends
@@ -134,7 +134,7 @@ class EngineIterator(CountingIterator):
             self._streams = self._parts.streams = begun.copy()
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
-        """Return what pins batches or copies them to a device, on a thread of its own.
+        """Return the stage that pins batches or copies them to a device, on its own thread.
 
         Also decides what :meth:`_next_data` does to each batch on the consumer's thread.
         """

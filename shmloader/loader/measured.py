@@ -1,4 +1,4 @@
-"""The part of a loader that tells where the time goes, and batches that take no time to load."""
+"""The part of a loader that reports where the time goes, and batches that take no time to load."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record the way of each batch inside the block, and write it to a file at the end.
+        """Record the path of each batch inside the block, and write it to a file at the end.
 
         The file opens in ui.perfetto.dev, and ``shmloader report`` makes a page of it. It has the
         batches of all iterators of this loader that were delivered inside the block, and the
@@ -89,8 +89,8 @@ class MeasuredLoader(ResumableLoader[_T_co]):
 class CachedBatches(Generic[_T]):
     """Yields the first batches of a loader again and again, endlessly.
 
-    Train on it for a while: the speed is the one that a loader which takes no time would give, and
-    so the most that a faster loader could gain. Your loop has to end by itself:
+    Train on it for a while: the speed is that of a loader that takes no time, and so the most that
+    a faster loader could gain. Your loop has to end by itself:
     ``for step, batch in zip(range(1_000), CachedBatches(loader, 8))``.
 
     The same objects are yielded each time, so a change made in place stays.

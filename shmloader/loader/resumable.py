@@ -178,12 +178,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Name the next epoch; without this call, each ``iter()`` begins the next number, from 0.
 
-        With a ``seed``, order and random numbers are those of that epoch. A sampler or batch
-        sampler that has ``set_epoch`` is told the number: with a seed at each epoch, otherwise
+        With a ``seed``, order and random numbers are those of that epoch. The ``set_epoch`` of a
+        sampler or batch sampler is called with the number: at each epoch with a seed, otherwise
         now. A loaded state of that epoch is kept, and one of another epoch is discarded.
 
         With a ``seed``, calling ``set_epoch`` of the sampler itself names the next epoch as well,
-        if the sampler has an attribute ``epoch`` with the number that it was told.
+        if the sampler has an attribute ``epoch`` with that number.
 
         Without a seed or such a sampler, nothing depends on the number: a warning says so, once.
         """

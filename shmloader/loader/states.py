@@ -29,14 +29,14 @@ _FACTS = {
     "seed": "seed",
 }
 
-# What earlier states call it.
+# Earlier names of the values of ``last_batch`` in states.
 _LAST_BATCHES = {"drop": "discard"}
 
 _OTHERS = {"epoch", "position", "origin", "persistent"}
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with a version, and a checksum that tells damage when it is loaded."""
+    """Return the state with a version, and a checksum that shows damage when it is loaded."""
     state = {"version": VERSION, **state}
     return {**state, "checksum": _checksum(state)}
 

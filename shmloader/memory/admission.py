@@ -30,7 +30,7 @@ from shmloader.memory.limits import (
 )
 from shmloader.memory.slot import Slot
 
-#: Never taken for slots, since others may touch memory between our check and our write. The page
+#: Never taken for slots, since others may touch memory between check and write. The page
 #: tables of 8 GiB of slots in one process take as much, and so do the smallest steps of 64 workers.
 RESERVE_BYTES = 16 << 20
 
@@ -52,7 +52,7 @@ class MemoryConfig:
         prefetch_factor: Batches in flight for each worker.
         loop_holds: Batches lent at once in a plain loop. More may be lent if there is memory.
         batch_count: Batches of an epoch; None unless that is known for sure.
-        free_at_start: What was free before the iterator touched anything.
+        free_at_start: The memory that was free before the iterator touched any.
         root: Directory that holds ``proc`` and ``sys``.
         window: Batches in flight where that is not a multiple of the workers; else None.
         share_count: Number of slots among which ``shm_size`` is divided; None without it.
@@ -118,8 +118,8 @@ class MemoryAdmission:
         """Whether memory is too short for slots to keep their pages while they wait for a batch.
 
         Args:
-            present_bytes: What all slots have now.
-            slot_bytes: What each may come to need. Each worker needs as much again for samples.
+            present_bytes: Bytes that all slots have now.
+            slot_bytes: Bytes that each may come to need. Each worker needs as many for samples.
         """
         config = self._config
         more = (config.slot_count + config.worker_count) * slot_bytes - present_bytes

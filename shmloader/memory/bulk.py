@@ -1,6 +1,6 @@
 """The large buffers of a pickle that is sent to other processes, kept out of the pickle.
 
-The pickler is the one for batches (:mod:`shmloader.memory.encoder`): it gives a body and
+The pickler is the one for batches (:mod:`shmloader.memory.encoder`): it yields a body and
 :class:`OutOfBand`. The buffers are written to a segment one after the other, and become views of
 it where the pickle is loaded.
 

@@ -1,4 +1,4 @@
-"""The layout of any picklable batch, and how the main process builds the batch from it.
+"""Defines the layout of any picklable batch, and builds the batch from it in the main process.
 
 Pickle protocol 5 walks through the batch. Tensors and arrays leave the pickle as out-of-band
 buffers and lie in the slot; the body keeps the structure and refers to the buffers in order. The

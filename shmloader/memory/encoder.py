@@ -186,7 +186,7 @@ def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
-    """Return the reduction of an array, such that the user gets what torch's loader gives.
+    """Return the reduction of an array, such that the user gets what torch's loader yields.
 
     torch's loader pickles in-band, with an older protocol: arrays become writable, of native byte
     order, and C-ordered unless they are Fortran-contiguous. NotImplemented if pickle does the same

@@ -53,7 +53,7 @@ class FlatLayout(NamedTuple):
     Attributes:
         container: One of ``BARE``, ``LIST`` and ``DICT``.
         keys: The dict's keys, in order; else empty.
-        groups: The fields. With several shards, the fields of one shard after those of another.
+        groups: The fields. With several shards, those of the first shard come first, and so on.
         shards: Number of batches in a step that is a list of batches; 0 for a single batch.
     """
 

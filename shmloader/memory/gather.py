@@ -60,7 +60,7 @@ class _Source(NamedTuple):
 
     Attributes:
         tensor: Its rows, as integers of the same size where there are such.
-        array: The same, where numpy can take rows without copying the whole; else None.
+        array: The rows as an array, where numpy can take rows without copying the whole; else None.
         mapping: The column's mapping.
         row_bytes: Length of a row.
     """

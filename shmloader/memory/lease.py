@@ -1,4 +1,4 @@
-"""Leases: they tell when the user has dropped the last view of a lent slot.
+"""Leases, which show when the user has dropped the last view of a lent slot.
 
 A lease is a ctypes array over the slot. torch and numpy keep it alive for as long as any
 storage or array made from it lives: slices, ``.numpy()``, ``.detach()``, DLPack capsules and
@@ -74,7 +74,7 @@ class LeaseBook:
         Args:
             slot_id: Number of the slot.
             slot: The slot.
-            is_clean: False if its worker may go on using the slot after the user has dropped it.
+            is_clean: False if its worker may still use the slot after the user has dropped it.
 
         Returns:
             The lease. The caller must not keep a reference to it.
@@ -102,7 +102,7 @@ class LeaseBook:
 
 @functools.cache
 def is_debugging() -> bool:
-    """Whether the checks are on. Read once, in the main process, which tells its workers."""
+    """Whether the checks are on. Read once, in the main process, which passes it to its workers."""
     return os.environ.get("SHMLOADER_DEBUG", "") not in ("", "0")
 
 

@@ -1,4 +1,4 @@
-"""Limits of memory: how much this process may still take, and how many were killed for it.
+"""Reads memory limits: how much this process may still take, and how many processes were killed.
 
 Reads files of ``/proc`` and of the control groups, and this process's resource limits. A file that
 is missing, unreadable or not as expected sets no limit.

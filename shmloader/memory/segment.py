@@ -39,8 +39,8 @@ _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)
 # that is larger than memory, though hardly any of it will be written to.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
-# Length of the random number at a segment's start, which tells it from any other file that the
-# descriptor number of a handle may refer to.
+# Length of the random number at a segment's start. It distinguishes the segment from any other file
+# to which the descriptor number of a handle may refer.
 _TOKEN_BYTES = 16
 
 # Bytes that are written between two checks that there is memory. A check takes some 100 µs.

@@ -316,7 +316,7 @@ class Slot:
 
     def forget_descriptor(self) -> None:
         """Close the descriptor. The mapping stays, and cannot be changed any more."""
-        # Forgotten first: if an interruption made us close it twice, the number might belong to
+        # Forgotten first: if an interruption led to a second close, the number might belong to
         # another file by then.
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -455,7 +455,7 @@ class Slot:
         try:
             self.mapping.close()
         except BufferError:
-            # A view is alive. The mapping object goes with it, since we drop our reference.
+            # A view is alive. The mapping object goes with it, since this drops the reference.
             del self.mapping
         except AttributeError:
             pass

@@ -82,7 +82,7 @@ class SlotWriter:
 
     @property
     def may_allocate(self) -> bool:
-        """Whether this thread may have memory: not one of the user's, which outlives the task."""
+        """Whether this thread may have memory: not a user's thread, which may outlive the task."""
         return self.is_offered and threading.get_ident() == self._thread
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ pipeline stops; an event loop on a thread; a ``concurrent.futures.Executor`` of 
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
 ``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),
 ``runtime`` (owns executors and the epoch), ``epoch`` (a flow with its lock and its consumer),
-``flow`` (pure), ``failures`` (which are allowed, and what is said of them), ``executors`` (threads,
+``flow`` (pure), ``failures`` (which ones are allowed, and their texts), ``executors`` (threads,
 and a user's executor), ``loop`` and ``processes`` (the other executors), ``device_future`` (batches
 on a device).
 """

@@ -1,4 +1,4 @@
-"""What a pipeline consists of, as the builder has checked it. Nothing runs here.
+"""The configuration of a pipeline, as the builder has checked it. Nothing runs here.
 
 An *op* is the function of a stage. Its kind says how it is called, and so what can run it.
 """
@@ -178,8 +178,8 @@ class PipelineConfig:
         stages: The stages, in order.
         buffer_size: Results that may wait for the consumer.
         num_threads: Threads that the stages share.
-        max_failures: The limit of all stages together that have none of their own; None: the first
-            failure is raised.
+        max_failures: The limit of all stages together that have none of their own. With None, the
+            first failure is raised.
         timeout_s: Longest wait of the consumer in seconds; None waits without a limit.
     """
 

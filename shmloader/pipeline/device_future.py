@@ -1,4 +1,4 @@
-"""Batches on a device, on their way from the thread that enqueued their work to the one using them.
+"""Passes batches on a device from the thread that enqueued their work to the one that uses them.
 
 Work on a device is asynchronous: a copy, or what an op computes, may still be under way when its
 thread continues, and each thread has current streams of its own. So the result of a stage on a
@@ -42,7 +42,7 @@ class DeviceFuture:
 
 
 def opened(item: object) -> object:
-    """Return the batch of a future, or any other item as it is."""
+    """Return the batch of a future, or any other item unchanged."""
     return item.open() if type(item) is DeviceFuture else item
 
 

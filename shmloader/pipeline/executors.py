@@ -12,7 +12,7 @@ Guarantees:
       neither the caller nor the interpreter alive.
     * An idle thread holds nothing but the queue, so it keeps no pipeline alive.
     * An unfinished generator is closed on one of the threads when the executor ends.
-    * At the interpreter's exit, threads are asked to stand still, and waited for at most ``EXIT_S``
+    * At the interpreter's exit, threads are asked to pause, and are waited for at most ``EXIT_S``
       seconds.
 """
 

@@ -1,4 +1,4 @@
-"""Calls of ops that failed: what is raised, and what is left out, counted and listed."""
+"""Handles failed calls of ops: raises an error, or leaves the item out, counts and lists it."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from shmloader.pipeline.flow import NOTHING
 
 _log = logging.getLogger("shmloader")
 
-# Raised as they are, these would end something of the consumer's: a loop, a task, the program.
+# Raised unchanged, these would end something of the consumer's: a loop, a task, the program.
 _CONTROL_FLOW = (
     StopIteration,
     StopAsyncIteration,
@@ -160,7 +160,7 @@ class StageFailureCounter:
 
 
 def explained(error: BaseException, stage: str, item: object) -> BaseException:
-    """Return what the consumer is to raise for an op's exception: the same, with a note.
+    """Return the exception that the consumer raises for an op's: the same if possible, with a note.
 
     Args:
         error: The exception.

@@ -1,4 +1,4 @@
-"""Where each item is, and which jobs may start. Pure: no thread, no clock, no user code.
+"""Tracks where each item is, and which jobs may start. Pure: no thread, no clock, no user code.
 
 Guarantees:
     * A queue holds at most its capacity, and a stage at most its own: items in work, and results
@@ -225,7 +225,7 @@ class PipeStage:
 
 
 class AggregateStage:
-    """A stage that makes lists of items. It has no jobs, but else looks like a :class:`PipeStage`.
+    """A stage that makes lists of items. It has the interface of a :class:`PipeStage`, but no jobs.
 
     Args:
         size: Items of a list.
@@ -306,7 +306,7 @@ class Flow:
         ready: Jobs that may start or resume. The caller takes them away after each call.
 
     Args:
-        stages: See above. The last one's queue is the sink.
+        stages: The source and all others, in order. The last one's queue is the sink.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:

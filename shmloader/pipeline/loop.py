@@ -23,7 +23,7 @@ _CANCEL_S = 0.3
 
 
 class _LoopThread(BackgroundThread):
-    """The loop's thread. Stands still between two callbacks of the loop."""
+    """The loop's thread. It can pause between two callbacks of the loop."""
 
     parks_for_forks = False
     exit_s = EXIT_S
@@ -34,7 +34,7 @@ class _LoopThread(BackgroundThread):
         self._is_stopped = False
 
     def wake(self) -> None:
-        """Have the thread stand still. Called from the thread that asks for it."""
+        """Make the thread pause. Called from the thread that asks for it."""
         self.call(self.pause)
 
     def call(self, function: Callable[[], object]) -> None:

@@ -108,7 +108,7 @@ class _Tickets(Inbox):
 
 
 def _do_nothing() -> None:
-    """Stand in for a request for tickets, which come by themselves."""
+    """Do nothing when the engine requests a ticket: tickets come by themselves."""
 
 
 class _Thread(BackgroundThread):
@@ -137,7 +137,7 @@ class _Thread(BackgroundThread):
         self.wake()
 
     def pause_or_stop(self) -> None:
-        """Stand still or end if asked to. Called between two steps, when no lock is held."""
+        """Pause or end if asked to. Called between two steps, when no lock is held."""
         if self._is_stopping:
             raise _Stop
         self.pause()
@@ -181,7 +181,7 @@ class _Thread(BackgroundThread):
             self._tickets.tasks.append(task)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail all tasks: the engine is closed, because a worker died or it cannot go on."""
+        """Fail all tasks: the engine is closed, because a worker died or it cannot continue."""
         lost = [*self._tickets.sent.values(), *self._tickets.tasks]
         self._tickets.sent.clear()
         self._tickets.tasks.clear()

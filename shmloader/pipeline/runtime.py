@@ -1,4 +1,4 @@
-"""What runs for a pipeline: its executors, and the present epoch.
+"""Owns what runs for a pipeline: its executors, and the present epoch.
 
 Executors are made when the pipeline starts, and persist from one epoch to the next. If an epoch was
 left before its end, threads may still be in its ops: they are left behind, and the next epoch gets
@@ -68,7 +68,7 @@ class _DeviceExecutor(ThreadExecutor):
 
 
 class PipelineRuntime:
-    """All that must be ended when a pipeline is stopped, or garbage. Does not hold the pipeline.
+    """Owns all that must end when a pipeline is stopped or garbage. Does not refer to the pipeline.
 
     Attributes:
         epoch: The present epoch, over or not; None before the first.
@@ -225,7 +225,7 @@ class PipelineRuntime:
         return processes
 
     def _locker_after(self, index: int) -> PageLocker | None:
-        """Return what page-locks the slots of a stage, if the next one copies them to a device."""
+        """Return the page locks for a stage's slots, if the next stage copies them to a device."""
         for following in self._config.stages[index + 1 : index + 2]:
             if isinstance(following, Pipe) and following.runs_on is RunsOn.DEVICE:
                 return self._destination(index + 1, following).locks

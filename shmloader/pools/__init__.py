@@ -1,4 +1,4 @@
-"""Pools make the batches. This page says everything that the engine asks of one.
+"""Pools make the batches. This docstring states everything that the engine asks of one.
 
 The scheduler decides, the engine has its pool act, and the pool reports what happened. A pool knows
 nothing of order, epochs that come later, restarts or users.
@@ -7,8 +7,8 @@ nothing of order, epochs that come later, restarts or users.
 pool                workers                                     batches arrive
 ==================  ==========================================  ===================================
 ``ProcessPool``     processes that this process started         in slots of shared memory
-``ThreadPool``      threads of this process                     as they are
-``InlinePool``      the thread that asks for a batch            as they are
+``ThreadPool``      threads of this process                     as ordinary objects
+``InlinePool``      the thread that asks for a batch            as ordinary objects
 ==================  ==========================================  ===================================
 
 Every pool keeps these rules:
@@ -20,8 +20,8 @@ Every pool keeps these rules:
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
   thread. Between two calls, what happens waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
-  ``Failure``. What a signal handler raises is no answer, and leaves the call. A KeyboardInterrupt
-  that arrives while the pool only waits (``is_waiting``) loses nothing.
+  ``Failure``. An exception of a signal handler is not an answer: it propagates from the call. A
+  KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
 * Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
   :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
   worker.
@@ -60,11 +60,11 @@ class SentTicket(Protocol):
 
     @property
     def worker_id(self) -> int:
-        """The worker that gets the task. A pool with a queue does not ask."""
+        """The worker that gets the task. Not read by a pool with a queue."""
 
     @property
     def slot_id(self) -> int:
-        """The slot that the batch is written to. A pool without slots does not ask."""
+        """The slot that the batch is written to. Not read by a pool without slots."""
 
     @property
     def is_slot_new(self) -> bool:
@@ -72,24 +72,24 @@ class SentTicket(Protocol):
 
 
 class Events(Protocol):
-    """Receives a pool's reports, and answers what a pool needs to know for them: the engine."""
+    """The engine, as a pool sees it: receives reports, and says which layouts workers have sent."""
 
     def last_layout(self, worker_id: int) -> object:
         """Return the layout that a worker sent last, or None. A restarted worker has sent none."""
 
     def last_layouts(self) -> Iterable[object]:
-        """Return the same for all workers."""
+        """Return the last layouts of all workers."""
 
     def layout_sent(self, worker_id: int, layout: object) -> None:
-        """From now on, a worker's batches have this layout."""
+        """Note the layout that a worker's batches have from now on."""
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
-        """A task is done or has failed."""
+        """Note that a task is done or has failed."""
 
     def stream_ended(
         self, seq: int, epoch: int, worker_id: int, beginning: Beginning, *, is_kept: bool
     ) -> None:
-        """A worker's iterable dataset is exhausted: it has no batch for this task or a later one.
+        """Note that a worker's iterable dataset has no batch for this task or a later one.
 
         Args:
             seq: Number of the task.
@@ -100,20 +100,20 @@ class Events(Protocol):
         """
 
     def state_part(self, worker_id: int, data: bytes) -> None:
-        """One piece of the state that a worker's next epoch begins with."""
+        """Note one piece of the state that a worker's next epoch begins with."""
 
     def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
-        """The state of a worker's dataset did not fit into a slot of ``most_bytes``."""
+        """Note that the state of a worker's dataset did not fit into a slot of ``most_bytes``."""
 
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        """A worker has finished the epoch before. ``beginning`` is the last piece of its state."""
+        """Note that a worker has finished the previous epoch, with its state's last piece."""
 
     def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
-        """A worker died and has been reaped. ``was_at`` says what it was doing."""
+        """Note that a worker died and was reaped. ``was_at`` says what it was doing."""
 
 
 class Pool(Protocol):
-    """Workers, numbered from 0. Their batches come as they are, unless it is a :class:`SlotPool`.
+    """Workers, numbered from 0. Only in a :class:`SlotPool` do their batches come in slots.
 
     Attributes:
         counts: Counters of slots and workers. Any thread may read them.
@@ -148,8 +148,8 @@ class Pool(Protocol):
         """Send a ticket's task to a worker.
 
         Returns:
-            None; or the answer, if it is known at once: the user's indices could not be pickled,
-            or the pool is inline.
+            The answer, if the pool is inline or the user's indices could not be pickled; otherwise
+            None.
 
         Raises:
             OSError: If no descriptor or address space is left for the slot.
@@ -199,7 +199,7 @@ class Pool(Protocol):
         """Make the present or the next :meth:`wait` return. Called from any thread."""
 
     def wake_soon(self) -> None:
-        """Do the same, but a little later where that is cheaper. Called from one thread."""
+        """Do as :meth:`wake`, but a little later where that is cheaper. Called from one thread."""
 
     def hurry(self) -> None:
         """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
@@ -208,10 +208,10 @@ class Pool(Protocol):
 
     @property
     def processes(self) -> list[Any]:
-        """The worker processes by number; empty where workers are no processes."""
+        """The worker processes by number; empty if workers are not processes."""
 
     def pid(self, worker_id: int) -> int | None:
-        """Return the process id of a worker, or None where it is no process."""
+        """Return the process id of a worker, or None if it is not a process."""
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died, without its stack."""
@@ -255,7 +255,7 @@ class SlotPool(Pool, Protocol):
         """
 
     def lend(self, slot_id: int, answer: Batch) -> object:
-        """Return the batch as views of its slot. :meth:`take_returns` tells of their end."""
+        """Return the batch as views of its slot. :meth:`take_returns` reports their end."""
 
     def copy_out(self, slot_id: int, answer: Batch) -> object:
         """Return the batch in memory of its own.

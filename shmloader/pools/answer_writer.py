@@ -1,4 +1,4 @@
-"""Writes what a worker answers: into the message if it is short, otherwise into the slot.
+"""Writes a worker's answers: into the message if they are short, otherwise into the slot.
 
 All of it runs in the worker, on its main thread, between two calls of ``SlotWriter.open``. Only a
 batch that does not fit into its slot fails. An error or report that does not fit is shortened, and
@@ -22,7 +22,7 @@ class AnswerWriter:
     """Writes the answers of one worker.
 
     Attributes:
-        by_value: Whether the dataset came by cloudpickle; its batches may then need that, too.
+        by_value: Whether the dataset was pickled by cloudpickle; its batches may need that, too.
         offers: Whether the user's code may have memory of the slot.
 
     Args:
@@ -62,7 +62,7 @@ class AnswerWriter:
         sent: bytes | Spilled | None = None
         if data != self._last_layout:
             sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self._writer.put(data))
-        # Only now: a layout that could not be written is not known to the main process.
+        # Set only now, since the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
         return sent
 

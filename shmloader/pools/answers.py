@@ -35,7 +35,7 @@ class PickledReader:
 
 
 class Batch:
-    """A batch.
+    """The answer with a ticket's batch.
 
     Attributes:
         content: The reader of the batch's layout, if it lies in a slot; else the batch itself.
@@ -116,10 +116,10 @@ class Failure:
 
     Attributes:
         error: Rebuilds the exception.
-        is_kept: As for a batch.
-        report: As for a batch.
-        snapshot: As for a batch.
-        fingerprint: As for a batch.
+        is_kept: Whether the worker still holds memory of the slot.
+        report: How many of the batch's samples failed, and how; None if bad samples are raised.
+        snapshot: State of the worker's dataset after the batch, if one came with it.
+        fingerprint: Fingerprint of the batch, if one was taken.
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
@@ -136,9 +136,9 @@ class Empty:
     """A batch without good samples: all of them failed and are left out.
 
     Attributes:
-        is_kept: As for a batch.
-        report: As for a batch.
-        snapshot: As for a batch.
+        is_kept: Whether the worker still holds memory of the slot.
+        report: How many of the batch's samples failed, and how; None if bad samples are raised.
+        snapshot: State of the worker's dataset after the batch, if one came with it.
     """
 
     report: SampleReport | None
@@ -156,7 +156,7 @@ Answer = Batch | Failure | Empty
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The worker died before it answered.
+    """Says that the worker died before it answered.
 
     Attributes:
         pid: The worker's process id.
@@ -180,7 +180,7 @@ class UnreadableLayout:
     """Stands for the reader of a layout that this process cannot read.
 
     Attributes:
-        error: Why it cannot be read. All batches with this layout fail with it.
+        error: The error that says why. All batches with this layout fail with it.
     """
 
     error: RemoteError

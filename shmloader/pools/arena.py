@@ -1,6 +1,6 @@
 """The slots' memory in the main process: made when first needed, lent, trimmed, unmapped.
 
-The scheduler keeps the slots' states (:mod:`shmloader.engine.slots`); this module has their memory.
+The scheduler keeps the slots' states (:mod:`shmloader.engine.slots`); this module owns the memory.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.lease import LeaseBook, poison
 from shmloader.memory.slot import FIRST_BYTES, Slot, has_excess
 
-# After this many batches, slots that hold too much are looked for. What the batches before then
-# needed counts for this share at each later look.
+# The number of batches between two searches for slots that hold too much, and the factor by which
+# each search reduces the weight of what earlier batches needed.
 TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
@@ -112,7 +112,7 @@ class Arena:
         self.batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
-        """Note how much of a slot a failed batch touched, which tells nothing about others."""
+        """Note how much of a slot a failed batch touched, which says nothing about others."""
         before = self._touched.get(slot_id, 0)
         if touched_bytes <= before:
             return

@@ -1,6 +1,6 @@
-"""What runs in a worker process.
+"""The program of a worker process.
 
-One loop: receive a message, make the batch that it asks for, answer. A worker shares nothing with
+It loops: it receives a message, makes the batch, and answers. A worker shares nothing with
 its siblings, and waits only for its own socket. It ends when that socket is closed or shut down,
 and at once when the main process dies.
 """
@@ -73,7 +73,7 @@ _DESCRIPTOR_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a worker gets when it starts.
+    """The values that a worker gets when it starts.
 
     Attributes:
         worker_id: Number of the worker, from 0.

@@ -44,7 +44,7 @@ def preload(context: BaseContext) -> bool:
     Returns:
         Whether the server has imported that, or will import it when it starts.
     """
-    # Only these private attributes tell what the user has asked for, which stays.
+    # Only these private attributes show which modules the user has asked for; those are kept.
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     wanted = list(getattr(server, "_preload_modules", ["__main__"]))
     if not _is_running(getattr(server, "_forkserver_pid", None)):

@@ -14,8 +14,8 @@ from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.waker import receive_soon
 
 # For a user without privileges, Linux limits the descriptors that are on their way between all
-# processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event tells
-# when a further one may be sent: the time between two tries, and the longest wait.
+# processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event reports
+# when a further one may be sent, so sending is tried again after this time, up to this limit.
 _RETRY_S = 0.001
 _RETRY_LIMIT_S = 10.0
 
@@ -67,7 +67,7 @@ class WorkerHandle:
                 return False
             if error.errno not in _PEER_IS_GONE:
                 raise
-            # The worker is dying, which its pidfd will tell.
+            # The worker is dying, which its pidfd will report.
         self._refused_at = None
         return True
 
@@ -106,7 +106,7 @@ class WorkerHandle:
         except OSError as error:  # also a BlockingIOError, or a TimeoutError of a signal handler
             if is_interruption(error):
                 raise
-            return None  # if the socket has failed, the pidfd will tell why
+            return None  # if the socket has failed, the pidfd will show why
 
     def hang_up(self) -> None:
         """Close the socket. The worker ends when it has answered its present task."""

@@ -1,11 +1,11 @@
-"""The pool of a loader without workers: batches are made by the thread that asks for them.
+"""The pool of a loader without workers: the thread that asks for a batch makes it.
 
-The engine draws nothing ahead here (its window is 0): ``next()`` draws an index batch and sends its
-ticket, and :meth:`InlinePool.send` makes the batch and returns it as the answer.
+The engine draws no tickets ahead here (its window is 0): ``next()`` draws an index batch and sends
+its ticket, and :meth:`InlinePool.send` makes the batch and returns it as the answer.
 
-What the user's code raises comes out of ``next()`` as it is, with its own traceback, as with
-torch's loader. What a signal handler raises is no answer: it leaves ``send``, and the engine
-decides whether the iterator can go on.
+``next()`` raises an exception of the user's code unchanged, with its own traceback, as torch's
+loader does. An exception of a signal handler is not an answer: it propagates from ``send``, and the
+engine decides whether the iterator can continue.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from shmloader.pools.status_page import AtWork, Phase
 
 
 class ResumeError(Exception):
-    """A dataset could not be resumed. The user gets ``error`` instead."""
+    """A dataset could not be resumed. The user sees ``error`` instead."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class InlinePool:
 
     Args:
         make: Makes the batch of a ticket's indices.
-        timer: Times the work; begun here with each batch.
-        take_report: Returns how many of a batch's samples failed; None: bad samples are raised.
+        timer: Times the work; this pool begins it with each batch.
+        take_report: Returns how many of a batch's samples failed; None if bad samples raise.
         end: Ends the threads that help to load samples, if there are any.
         is_iterable: Whether a StopIteration of ``make`` ends the dataset's stream.
     """
@@ -121,14 +121,14 @@ class InlinePool:
 
     @property
     def processes(self) -> list[Any]:
-        """No processes."""
+        """An empty list: the worker is a thread."""
         return []
 
     def pid(self, worker_id: int) -> None:
         """Return None: the worker is a thread."""
 
     def was_at(self, worker_id: int) -> AtWork:  # noqa: ARG002 - one worker
-        """Return that nothing is being done, since the asking thread is the worker."""
+        """Return an idle state, since the thread that asks is the worker."""
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 
     ask = was_at

@@ -24,7 +24,7 @@ from shmloader.process_state import PROCESS
 
 
 class ParentDeathPipe:
-    """The main process's end, owned by the pool. Pickling gives the worker's end."""
+    """The main process's end, owned by the pool. It pickles as the worker's end."""
 
     def __init__(self) -> None:
         self._main_pid = os.getpid()
@@ -34,7 +34,7 @@ class ParentDeathPipe:
         PROCESS.parent_death_pipes.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become the worker's end; multiprocessing calls this for each worker it starts."""
+        """Pickle as the worker's end; multiprocessing calls this for each worker it starts."""
         self._close_next_read()
         try:
             self._next_read = _open_again(self._read)

@@ -13,7 +13,7 @@ from shmloader.pools.child import worker_main
 
 
 def _unblock_sigint(_: object) -> None:
-    # Only its target tells whether a process is a worker of ours.
+    # Only its target shows whether a process is a worker of ours.
     if getattr(multiprocessing.current_process(), "_target", None) is not worker_main:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 

@@ -147,7 +147,7 @@ class ProcessPool:
         self._workers.wake()
 
     def wake_soon(self) -> None:
-        """Do the same, but a little later where that is cheaper."""
+        """Do as :meth:`wake`, but a little later where that is cheaper."""
         self._workers.wake_soon()
 
     def hurry(self) -> None:

@@ -18,7 +18,7 @@ All workers are started at once. The interpreter waits before it imports anythin
     sends name, path, main      reads its name ◀──────────── waits for a token, unless it is one of
                                                              the first workers, whose batches are
                                                              wanted first
-                                imports main, torch, us
+                                imports main, torch, shmloader
                                 loads the dataset ─────────▶ writes a token
                                 worker_init_fn, batches
     sees it dead ──────────────────────────────────────────▶ writes a token
@@ -46,7 +46,7 @@ _TOKEN = b"."
 
 
 class _Call:
-    """Unpickles as the result of a call that is made then."""
+    """An object that unpickles as the result of a call, which unpickling makes."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = (function, arguments)
@@ -96,7 +96,7 @@ def end_startup(startup: Any) -> None:
 
 
 class StartupSemaphore:
-    """The main process's end of the semaphore, owned by the pool. Pickling gives the worker's end.
+    """The main process's end of the semaphore, owned by the pool. It pickles as the worker's end.
 
     Args:
         at_once: How many workers may start up at the same time.
@@ -111,7 +111,7 @@ class StartupSemaphore:
         self._free = at_once
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become the worker's end. Under spawn its descriptors have the numbers of ours."""
+        """Pickle as the worker's end. Under spawn its descriptors have the same numbers."""
         ends = (self._read.fileno(), self._write.fileno())
         return WorkerStartupSemaphore, tuple(map(reduction.DupFd, ends))
 

@@ -88,7 +88,7 @@ class AtWork:
 
 
 class StatusPage:
-    """The main process's end, owned by the pool. Pickling gives the worker's end."""
+    """The main process's end, owned by the pool. It pickles as the worker's end."""
 
     def __init__(self, worker_count: int) -> None:
         nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -108,7 +108,7 @@ class StatusPage:
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become the worker's end; multiprocessing calls this for each worker it starts."""
+        """Pickle as the worker's end; multiprocessing calls this for each worker it starts."""
         return WorkerStatusPage, (
             reduction.DupFd(self._fd),
             reduction.DupFd(self._stack_write),
@@ -121,7 +121,7 @@ class StatusPage:
             self._close(name)
 
     def clear(self, worker_id: int) -> None:
-        """Reset a worker's line before the worker starts; what the one before used is kept."""
+        """Reset a worker's line before the worker starts; the usage of its predecessor is kept."""
         before = self.usage(worker_id, 0)
         self._used_before[worker_id] = before.cpu_ns, before.stalled_ns or 0
         offset = worker_id * _LINE_BYTES
@@ -277,13 +277,13 @@ class Line:
 def stalled_here() -> int | None:
     """Return for how many nanoseconds the calling thread could have run but no core was free.
 
-    None where the kernel does not tell.
+    None if the kernel does not report it.
     """
     return _stalled("thread-self")
 
 
 def stalled_thread(native_id: int) -> int | None:
-    """Return the same for another thread of this process; None also if it has ended."""
+    """Return the stalled time of another thread of this process; None also if it has ended."""
     return _stalled(f"self/task/{native_id}")
 
 

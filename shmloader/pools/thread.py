@@ -280,7 +280,7 @@ class ThreadPool:
             task, taker, answer = answers.popleft()
             if not task.is_dropped:
                 has_told = True
-                self._tasks.pop(task.seq, None)  # unless another thread closes us
+                self._tasks.pop(task.seq, None)  # unless another thread closes the pool
                 events.answered(task.seq, task.epoch, taker, answer)
         return has_told
 
@@ -309,7 +309,7 @@ class ThreadPool:
         self._post.wakeup.set()
 
     def wake_soon(self) -> None:
-        """Do the same at once, since it only releases a lock."""
+        """Do as :meth:`wake`, at once, since that only releases a lock."""
         self._post.wakeup.set()
 
     def hurry(self) -> None:
@@ -319,11 +319,11 @@ class ThreadPool:
 
     @property
     def processes(self) -> list[Any]:
-        """No processes."""
+        """An empty list: the workers are threads."""
         return []
 
     def pid(self, worker_id: int) -> None:
-        """No process number."""
+        """Return None: the workers are threads."""
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return what a thread is doing."""

@@ -17,10 +17,10 @@ from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ThreadConfig:
-    """How batches are made. Each task holds it until the task is done.
+    """How batches are made. A task refers to it until a thread takes the task.
 
-    A waiting thread must not hold it, since each part may hold the loader, whose end must end the
-    threads.
+    A waiting thread must not refer to it: its parts may refer to the loader, and freeing the loader
+    must end the threads.
 
     Attributes:
         fetch: How a batch is fetched and collated.

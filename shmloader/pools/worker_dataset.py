@@ -36,10 +36,10 @@ from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
 
 class WorkerDataset:
-    """A worker's dataset, and what makes batches of it.
+    """A worker's dataset, and the maker of its batches.
 
     Attributes:
-        error: Answers every task, if the dataset could not be made ready or resumed.
+        error: The answer to every task, if the dataset could not be made ready or resumed.
         is_lost: Whether the dataset could not be resumed.
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
@@ -77,8 +77,8 @@ class WorkerDataset:
         self._checkpoint = IterableCheckpoint()
         # Whether batches that were delivered before are yet to be read again.
         self._has_to_replay = False
-        # Batches that the dataset has given or failed to give in this epoch, in this worker or in
-        # those before it.
+        # Batches that the dataset has yielded, or raised in place of, in this epoch: in this worker
+        # or in its predecessors.
         self._given = 0
         self.snapshot: bytes | None = None
         # Takes the fingerprints of an iterable dataset's batches.
@@ -92,8 +92,8 @@ class WorkerDataset:
         Args:
             dataset: The user's dataset, after ``worker_init_fn``.
             collate_fn: The user's collate function, or torch's.
-            on_error: What is done about bad samples.
-            by_value: Whether they came by cloudpickle; states may then need it, too.
+            on_error: How bad samples are handled.
+            by_value: Whether they were pickled by cloudpickle; states may need it, too.
         """
         self._dataset, self._on_error, self._by_value = dataset, on_error, by_value
         self._collate = SlotCollate(collate_fn, self._writer)
@@ -154,7 +154,7 @@ class WorkerDataset:
                 self.error = RemoteError.caught(self._where)
 
     def _index(self) -> BatchMaker:
-        """Make what makes batches of a map-style dataset."""
+        """Prepare to make batches of a map-style dataset."""
         config = self._config
         # One for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
@@ -174,7 +174,7 @@ class WorkerDataset:
         return maker
 
     def _iterate(self, saved: Saved | None = None) -> BatchMaker:
-        """Call ``iter(dataset)``, and make what makes batches of it."""
+        """Call ``iter(dataset)``, and prepare to make batches of it."""
         load_dataset(self._dataset, saved)
         maker = self._make_maker()
         load_iterator(maker.fetcher, saved)
@@ -212,7 +212,7 @@ class WorkerDataset:
     # Resuming ----------------------------------------------------------------------------
 
     def resume(self, checkpoint: bytes) -> None:
-        """Continue where a worker before this one was, or an earlier run. Before the first task.
+        """Resume where a predecessor or an earlier run stopped. Called before the first task.
 
         Args:
             checkpoint: A pickled ``IterableCheckpoint``.
@@ -232,7 +232,7 @@ class WorkerDataset:
         self.error = RemoteError.caught(self._where)
 
     def _begin_stream(self) -> BatchMaker | None:
-        """Call ``iter(dataset)`` where the checkpoint says."""
+        """Resume the iterable dataset; return its batch maker, or None if it has ended."""
         checkpoint = self._checkpoint
         self._given, self.has_ended = checkpoint.given, checkpoint.has_ended
         self._has_to_replay = checkpoint.skip > 0

@@ -88,7 +88,7 @@ class WorkerProcesses:
             may_replace: Whether ``start`` or ``replace`` will be called: then what it takes to
                 start a worker is kept.
             grace_s: How long ``close`` waits for workers to end by themselves.
-            started: How many workers are started now; ``start`` starts the others. None: all.
+            started: How many workers are started now; ``start`` starts the others. None for all.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
@@ -139,7 +139,7 @@ class WorkerProcesses:
         """Start the first ``count`` workers, and pickle what they get."""
         is_early = self._starter.method == "spawn" and count > 0
         if is_early:
-            # Worker 0 imports torch while we pickle, and it loads the batch that is wanted first.
+            # Worker 0 imports torch during the pickling, and loads the batch that is wanted first.
             # Without this, in five rounds in turns with a dataset of many strings, the first batch
             # came 1.4 times as late with four workers (1.0–1.6), and 1.1 times with eight
             # (1.1–1.3).
@@ -298,7 +298,7 @@ class WorkerProcesses:
             waker.now()
 
     def wake_soon(self) -> None:
-        """Do the same, but the present wait returns a moment later. Called from one thread."""
+        """Do as :meth:`wake`, but end the present wait a moment later. Called from one thread."""
         waker = self._waker
         self._is_woken = True
         if waker is not None and self.is_waiting:
@@ -352,7 +352,7 @@ class WorkerProcesses:
                 if data is not None:
                     happened.append((worker_id, data))
                 elif event & (select.POLLHUP | select.POLLERR):
-                    # The socket is closed; the pidfd will soon tell why.
+                    # The socket is closed; the pidfd will soon show why.
                     self._poll.unregister(worker.channel)
         return happened
 
@@ -450,7 +450,7 @@ class WorkerProcesses:
         self._starter.close()
 
     def leave_to_parent(self) -> None:
-        """Forget the workers in a forked child, whose children they are not.
+        """Forget the workers in a forked child, which is not their parent.
 
         ``multiprocessing`` takes them for the child's own, and would end them at its exit.
         """
@@ -459,7 +459,7 @@ class WorkerProcesses:
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
 
     def abandon(self) -> None:
-        """Close our descriptors in a forked child, whose children the workers are not."""
+        """Close this object's descriptors in a forked child, which is not the workers' parent."""
         was_closed, self._is_closed = self._is_closed, True
         if was_closed:
             # Other files may have these numbers by now.

@@ -102,7 +102,7 @@ def refuse_old_names(
     The old names are no part of the signature, so editors and type checkers do not know them.
 
     Args:
-        remedies: By old name, the end of the message.
+        remedies: The end of the message, for each old name.
     """
 
     def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:

@@ -22,7 +22,7 @@ _Drawn_co = TypeVar("_Drawn_co", covariant=True)
 # Seeds and epochs are words of Philox's key and counter.
 _WORD_VALUES = 2**64
 
-# The key's second word, so that a user's own Philox with the same seed gives other numbers.
+# The key's second word, so that a user's own Philox with the same seed yields other numbers.
 _OURS = int.from_bytes(b"sampling", "big")
 
 

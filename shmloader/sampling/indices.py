@@ -2,8 +2,8 @@
 
 Arrays. torch makes a shuffled epoch as a tensor, turns it into a list and cuts that into batches.
 Where the dataset is an array, the list is not needed, and it costs more than the batch: 25 ms for a
-million indices. So :func:`array_batches` cuts the same permutation as it is. It uses random number
-generators as torch's samplers do, at the same moments.
+million indices. So :func:`array_batches` cuts the same permutation without a list. It uses random
+number generators as torch's samplers do, at the same moments.
 
 Positions. The random number generators of samples depend on the samples' positions in the epoch. So
 a loader with a seed passes :class:`PositionedIndices` to the engine instead of plain indices. They

@@ -1,4 +1,4 @@
-"""How far an epoch has come, counted by what the user has received."""
+"""Tracks how far an epoch has come, by what the user has received."""
 
 import bisect
 import itertools
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Progress:
-    """How far the newest epoch of a loader has come. Used on the user's thread.
+    """Tracks how far the newest epoch of a loader has come. Used on the user's thread.
 
     A ticket is done when the user has received its batch, or an exception instead, or when it was
     skipped because all its samples were left out.

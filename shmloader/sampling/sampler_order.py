@@ -47,7 +47,7 @@ class SamplerOrder:
             dataset.
         is_iterable: Whether the dataset is iterable; its workers keep the position.
         batch_size: The loader's batch size; None with a batch sampler.
-        last_batch: What becomes of the last batch: "keep", "discard" or "rollover".
+        last_batch: How the last batch is handled: "keep", "discard" or "rollover".
         seed: The seed of an iterable dataset's samples; None if there is none.
 
     Attributes:
@@ -104,7 +104,7 @@ class SamplerOrder:
         set_epoch_of(self.index_sampler, epoch)
 
     def take_named_epoch(self) -> None:
-        """Return None: a sampler whose epoch others have set draws that epoch by itself."""
+        """Return None: a sampler whose epoch other code has set draws that epoch by itself."""
 
     def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
         """Set the epoch that is drawn next; see :meth:`SeededOrder.begin`."""

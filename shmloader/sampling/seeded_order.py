@@ -87,7 +87,7 @@ class SeededOrder(Sampler[list[Any]]):
         num_shards: Batches in a step that is a list; 0 if a step is a single batch or whatever the
             batch sampler yields.
         cut: The rank's share of the global order, in samples, or in batches where these are dealt.
-        last_batch: What becomes of the last global step.
+        last_batch: How the last global step is handled.
         seed: Seed of the order, together with the epoch.
         length: Length of the dataset, whose indices are the order, or an object with that length,
             which may grow.
@@ -142,7 +142,7 @@ class SeededOrder(Sampler[list[Any]]):
 
     @property
     def _counting(self) -> Iterable[Any] | None:
-        """The sampler whose epoch others may set."""
+        """The sampler whose epoch other code may set."""
         return self.own_sampler if self._items is None else self._items
 
     @property
@@ -230,11 +230,11 @@ class SeededOrder(Sampler[list[Any]]):
         return drawing
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
-        """Forget an epoch that others have set in the sampler, since the loader's was set later."""
+        """Forget an epoch that other code set in the sampler, since the loader's was set later."""
         self.take_named_epoch()
 
     def take_named_epoch(self) -> int | None:
-        """Return the epoch that others have set in the sampler since the last call, if any.
+        """Return the epoch that other code has set in the sampler since the last call, if any.
 
         An epoch that is one more than the last known one does not count, since samplers may count
         epochs by themselves.
@@ -266,7 +266,7 @@ class SeededOrder(Sampler[list[Any]]):
 
         Args:
             position: Number of steps that the user is done with.
-            carried: What the epoch before had left over.
+            carried: The items that the previous epoch left over.
         """
         if self._items is not None:
             return  # checked when the user's sampler is drawn

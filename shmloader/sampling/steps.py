@@ -178,7 +178,7 @@ class DrawnSteps(Steps):
         rng_state: State of the global generators, from which the sampler draws.
         draws_first: Whether the sampler draws from them for its first item only.
         cut: The rank's share.
-        last_batch: What becomes of the last global step.
+        last_batch: How the last global step is handled.
         first: Items that come first.
         weigh: Returns the number of samples in an item.
         start: Number of the first step that is yielded; earlier steps are drawn and discarded.

@@ -1,4 +1,4 @@
-"""Datasets that lie in memory once, however many processes read them: :func:`share`."""
+"""Puts datasets in memory once, however many processes read them: :func:`share`."""
 
 from shmloader.shared.containers import SharedDict, SharedList
 from shmloader.shared.sharing import share

@@ -20,7 +20,7 @@ import torch
 
 from shmloader.probing import probe
 
-#: The user is told of a dataset with more objects than this.
+#: The user is warned of a dataset with more objects than this.
 MANY = 1_000_000
 
 # Number of a container's items that are looked at.
@@ -113,7 +113,7 @@ class _Estimate:
 
 
 def describe_many(count: ObjectCount, worker_count: int) -> str | None:
-    """Return what to tell the user of a dataset with many objects; None for any other."""
+    """Return a warning about a dataset with many objects; None for any other."""
     if count.objects <= MANY:
         return None
     return (

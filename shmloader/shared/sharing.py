@@ -42,7 +42,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     latter become a ``SharedList`` or ``SharedDict``, which reads like the original, cannot be
     changed, and builds an item whenever it is accessed. Bulk is looked for in the object itself, in
     its attributes if it is a dataset (torch's, or anything with ``__getitem__``) or a dataclass,
-    and in shorter lists, tuples and dicts, at any depth. Objects without bulk are used as they are,
+    and in shorter lists, tuples and dicts, at any depth. Objects without bulk are used unchanged,
     not copied. Memory maps are left as they are, and what was shared before is not copied again.
 
     The shared copy may be used in this process, in a loader's dataset, and in any process that
@@ -128,7 +128,7 @@ class _Walk:
                     bulk.append(holder)
 
     def _bulk_of(self, value: Any) -> dict[int, Any] | None:
-        """Return the dict in which bulk of this kind is noted; None if the value is no bulk."""
+        """Return the dict in which bulk of this kind is noted; None if the value is not bulk."""
         kind = type(value)
         if kind is np.ndarray:
             return self.arrays if value.size and not value.dtype.hasobject else None
@@ -173,7 +173,7 @@ def _is_container(value: object) -> bool:
 
 
 def _contents(value: Any, *, is_root: bool) -> Iterable[Any] | None:
-    """Return the objects in a value that may have bulk; None if the value is used as it is."""
+    """Return the objects in a value that may have bulk; None if the value is used unchanged."""
     if _is_container(value):
         return list(value.values()) if isinstance(value, dict) else list(value)
     fields = _fields_of(value, is_root=is_root)

@@ -70,7 +70,7 @@ class TracedRun:
     Attributes:
         batches: The batches, in the order in which they were taken.
         begins: For each call of ``iter()``, when it began and how long it took, in milliseconds.
-        waits: The same for each call of ``next()``.
+        waits: For each call of ``next()``, when it began and how long it took, in milliseconds.
         verdict: The verdict's sentence.
         table: The statistics as they print.
         epoch: The epoch of the verdict and the figures, in words. The trace may have others.
