@@ -535,8 +535,8 @@ def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
     assert [hashed(data.unsqueeze(0)) for _, data in seen] == rows(8)
     assert len({seed for seed, _ in seen}) == 1
     assert (starts.left, deaths.left) == (0, 0)
-    assert "batch 0, 1" in told(caplog)[0]
-    assert "batch 3, 4" in told(caplog)[1]
+    assert "batches again: 0, 1" in told(caplog)[0]
+    assert "batches again: 3, 4" in told(caplog)[1]
 
 
 @pytest.mark.slow
