@@ -84,13 +84,18 @@ class RemoteError:
         return cls(*pickle.loads(data))
 
     def shortened(self, characters: int) -> Self:
-        """Return the error with the beginning and the end of its traceback."""
-        text = self.text
-        if len(text) > characters:
-            half = characters // 2
-            cut = len(text) - 2 * half
-            text = f"{text[:half]}\n[… {cut} characters …]\n{text[-half:]}"
-        return replace(self, text=text)
+        """Return the error with a text of about ``characters``.
+
+        The traceback and its last line, which begins with the class and the message, keep their
+        beginnings and their ends.
+        """
+        if len(self.text) <= characters:
+            return self
+        body = self.text.rstrip("\n")
+        trace, newline, last_line = body.rpartition("\n")
+        half = characters // 2
+        parts = _without_middle(trace, half), newline, _without_middle(last_line, half)
+        return replace(self, text="".join(parts) + self.text[len(body) :])
 
     def reraise(self, note: str) -> NoReturn:
         """Raise the exception in this process, with ``note`` added (PEP 678).
@@ -142,6 +147,13 @@ class RemoteError:
                     raise
                 # The class's own constructor failed.
         raise RuntimeError(f"Caught {self.kind} {self.where}.\nOriginal {self.text}")
+
+
+def _without_middle(text: str, characters: int) -> str:
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
 def _pickle_type(kind: type[BaseException]) -> bytes | None:

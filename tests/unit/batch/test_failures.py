@@ -246,6 +246,22 @@ def test_ten_megabytes_of_text_are_shortened_to_their_beginning_and_end():
     assert " characters …]" in text
 
 
+def test_a_long_message_keeps_its_beginning_whatever_the_traceback_is():
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        raise ValueError("where it begins " + "x" * 10_000_000)
+
+    for depth in (0, 30):
+        try:
+            deep(depth)
+        except ValueError:
+            error = RemoteError.caught("here").shortened(2048)
+        assert "ValueError: where it begins xxx" in error.text
+        assert error.text.startswith("Traceback (most recent call last):")
+        assert len(error.text) < 2200
+
+
 def test_a_short_text_is_not_shortened():
     try:
         raise ValueError("short")
