@@ -187,8 +187,9 @@ class EngineBase(abc.ABC):
             if self.loses(error):
                 self.give_up(error)
             if isinstance(error, KeyboardInterrupt):
-                # Hide the exception that was being handled, which does not concern the user.
-                raise error from None
+                # Hide the exception that was being handled, which does not concern the user, unless
+                # the user's code has named it as the cause.
+                raise error from error.__cause__
             raise
 
     def loses(self, error: BaseException) -> bool:
@@ -217,10 +218,15 @@ class EngineBase(abc.ABC):
     def _raise_told(self, error: BaseException) -> NoReturn:
         """Raise an exception on purpose, in place of what is in transit, and note it."""
         self.told = id(error)
+        context = error.__context__
         try:
             raise error
         finally:
-            del error  # breaks a reference cycle: its traceback holds this frame
+            if context is not None:
+                # If next() is called in an except block, raising has replaced it by the exception
+                # that is handled there, which is the last in the user's own chain already.
+                error.__context__ = context
+            del error, context  # breaks a reference cycle: its traceback holds this frame
 
     @abc.abstractmethod
     def _next_batch(self) -> object:

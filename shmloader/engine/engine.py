@@ -296,11 +296,14 @@ class Engine(EngineBase):
             ticket = scheduler.offer_inline(indices)
             answer = self._pool.send(ticket, scheduler.epoch)
             if type(answer) is StreamEnd:
-                break
+                self.in_transit = False
+                return self._raise_end()
             ticket.answer = answer
             if self._watch is None or not self._note_samples(self._watch, ticket):
                 return self._hand_over(ticket)
+            self.check_open()  # by now, the user's code or another thread may have closed it
         self.in_transit = False
+        self.check_open()  # once it is closed, there is nothing to draw
         return self._raise_end()
 
     def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:

@@ -50,8 +50,16 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
     _pool: InlinePool
     _streams: StreamHere | DatasetHere | None  # type: ignore[assignment]
 
+    def _load_dataset(self, config: LoaderConfig, resumed: IterableCheckpoints | None) -> None:
+        """Load the dataset's state, which the sampler may depend on when it is iterated."""
+        checkpoint = IterableCheckpoint() if resumed is None else resumed.checkpoints[0]
+        saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+        with _as_before(checkpoint.rng):
+            load_dataset(config.dataset, saved)
+        self._resumed: tuple[IterableCheckpoint, Saved | None] | None = (checkpoint, saved)
+
     def _begin_streams(self, resumed: IterableCheckpoints | None) -> None:
-        self._resumed = IterableCheckpoint() if resumed is None else resumed.checkpoints[0]
+        """Do nothing: the maker knows where the dataset is."""
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
         """Return no stage: batches are pinned and moved to a device on the consumer's thread."""
@@ -75,8 +83,10 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         config, fetch = self._config, self._config.fetch
         self._timer = Timer()
         self._concurrent_fetcher = fetch.make_concurrent_fetcher()
+        assert self._resumed is not None
+        resumed, self._resumed = self._resumed, None
         maker = LocalMaker(
-            config, self._resumed, self._plan.epoch, self._timer, self._concurrent_fetcher
+            config, *resumed, self._plan.epoch, self._timer, self._concurrent_fetcher
         )
         self._streams = self._parts.streams = maker.streams
         self._maker = maker
@@ -118,6 +128,14 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         if self._streams is not None:
             self._streams.end()
 
+    def _loses(self, error: BaseException) -> bool:
+        source = self._source
+        if source.delivery is not None and not is_interruption(error):
+            # It came in place of the batch: torch's warning of a wrong length, for instance, where
+            # warnings are errors.
+            source.told = id(error)
+        return super()._loses(error)
+
     def _note_done(self, *, has_failed: bool = False) -> None:
         delivery = self._engine.delivery
         if delivery is not None:
@@ -133,12 +151,12 @@ class LocalMaker:
     Attributes:
         streams: The checkpoint of the dataset; None if states of the loader contain none.
         fetcher: torch's fetcher, or one of ours.
-        make: Makes the batch of a ticket's indices.
         take_report: Returns how many of a batch's samples failed; None where errors are raised.
 
     Args:
         config: The loader's arguments.
         checkpoint: Where the dataset is resumed.
+        saved: The state in it, which the dataset has loaded already; None if there is none.
         epoch: Number of the epoch.
         timer: Times the work.
         concurrent_fetcher: Loads several samples at once; None loads one after the other.
@@ -148,13 +166,11 @@ class LocalMaker:
         self,
         config: LoaderConfig,
         checkpoint: IterableCheckpoint,
+        saved: Saved | None,
         epoch: int | None,
         timer: Timer,
         concurrent_fetcher: ConcurrentFetcher | None,
     ) -> None:
-        saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
-        with _as_before(checkpoint.rng):
-            load_dataset(config.dataset, saved)
         fetch = config.fetch
         rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
         sample_rng: SampleRng | None = None
@@ -184,14 +200,11 @@ class LocalMaker:
         self.fetcher = self._maker.fetcher
         self.streams: StreamHere | DatasetHere | None = None
         self.take_report = None if config.on_error == "raise" else self._maker.take_report
-        self.make: Callable[[Any], Any] = self._maker.make
         if fetch.is_iterable:
             self._only_reads = is_plain(config.collate_fn)
             self._begin_stream(config, checkpoint, saved, rng)
-            self.make = self._make_of_stream
         elif config.saves_dataset:
             self.streams = DatasetHere(config.dataset)
-            self.make = self._make_and_note
 
     def _begin_stream(
         self,
@@ -219,6 +232,17 @@ class LocalMaker:
         if isinstance(self.streams, StreamHere):
             return self._fingerprints.value, self.fetcher.ended
         return None, False
+
+    @property
+    def make(self) -> Callable[[Any], Any]:
+        """What makes the batch of a ticket's indices.
+
+        Not an attribute: with a method of its own, the maker would be garbage for the collector,
+        and so would the iterator of an iterable dataset, with the files that this has open.
+        """
+        if isinstance(self.streams, StreamHere):
+            return self._make_of_stream
+        return self._maker.make if self.streams is None else self._make_and_note
 
     def _make_and_note(self, indices: Any) -> Any:
         assert self.streams is not None

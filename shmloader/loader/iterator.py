@@ -77,6 +77,7 @@ class EngineIterator(CountingIterator):
         """
         begin_ns = time.monotonic_ns()
         resumed = parts.take_resumed()
+        self._load_dataset(config, resumed)
         begin_by_torch(self, loader, plan)
         self._config, self._plan, self._parts = config, plan, parts
         self._base_seed = seed_of_workers(config, plan, self._base_seed)
@@ -116,6 +117,9 @@ class EngineIterator(CountingIterator):
             if hasattr(self, "_pool"):
                 self._pool.close()  # after a Ctrl-C no other code closes the workers
             raise
+
+    def _load_dataset(self, config: LoaderConfig, resumed: IterableCheckpoints | None) -> None:
+        """Do nothing: workers load the states of their own datasets."""
 
     def _begin_streams(self, resumed: IterableCheckpoints | None) -> None:
         """Note where the workers' datasets are, if states of the loader contain that.

@@ -1,0 +1,183 @@
+"""``num_workers=0``: what the engine must not change about batches that this thread makes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from shmloader import ClosedLoaderError, DataLoader
+
+pytestmark = pytest.mark.timeout(40)
+
+
+class Stream(IterableDataset):
+    """Notes when its iterator ends."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from range(8)
+        finally:
+            self.has_ended = True
+
+
+class Stateful(Dataset):
+    """Its order is its state."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_is_left_is_ended_at_once_without_the_collector() -> None:
+    dataset = Stream()
+    loader = DataLoader(dataset, batch_size=2)
+    with without_collector():
+        for _ in loader:
+            break
+        assert dataset.has_ended
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}], ids=["torch's", "seed"])
+@pytest.mark.parametrize("make", [Stream, lambda: Stateful([0, 1, 2, 3])], ids=["stream", "map"])
+def test_the_dataset_is_not_kept_by_an_iterator_that_was_dropped(make, options) -> None:
+    dataset = make()
+    loader = DataLoader(dataset, batch_size=2, **options)
+    kept = weakref.ref(dataset)
+    with without_collector():
+        iterator = iter(loader)
+        next(iterator)
+        del iterator, loader, dataset
+        assert kept() is None
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_an_epoch_that_the_dataset_closes_does_not_just_end(on_error) -> None:
+    class Closing(Dataset):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            if index in {2, 3}:
+                loader.close()
+                if on_error == "skip":
+                    raise ValueError(index)
+            return index
+
+    loader = DataLoader(Closing(), batch_size=2, on_error=on_error)
+    iterator = iter(loader)
+    given = [next(iterator).tolist()]
+    if on_error == "raise":
+        given.append(next(iterator).tolist())
+    with pytest.raises(ClosedLoaderError, match=r"the iterator is closed$"):
+        next(iterator)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (0, len(given))
+
+
+class Failing(Dataset):
+    """Its error came while it handled another, and it may name that one as the cause."""
+
+    def __init__(self, kind: type[BaseException], *, names_cause: bool) -> None:
+        self._kind = kind
+        self._names_cause = names_cause
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        try:
+            raise KeyError(index)
+        except KeyError as error:
+            if self._names_cause:
+                raise self._kind(index) from error
+            raise self._kind(index)  # noqa: B904 - without a cause
+
+
+def test_an_error_keeps_its_context_where_next_is_called_in_an_except_block() -> None:
+    iterator = iter(DataLoader(Failing(ValueError, names_cause=False)))
+    try:
+        raise RuntimeError("the user's own")
+    except RuntimeError:
+        with pytest.raises(ValueError, match="0") as raised:
+            next(iterator)
+    context = raised.value.__context__
+    assert isinstance(context, KeyError)
+    assert isinstance(context.__context__, RuntimeError)
+
+
+def test_a_keyboard_interrupt_keeps_the_cause_that_the_dataset_names() -> None:
+    iterator = iter(DataLoader(Failing(KeyboardInterrupt, names_cause=True)))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        next(iterator)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_torchs_warning_of_a_wrong_length_may_be_an_error_and_the_rest_comes() -> None:
+    class Short(Stream):
+        def __len__(self) -> int:
+            return 2
+
+    loader = DataLoader(Short())
+    assert len(loader) == 2
+    iterator = iter(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = [next(iterator).item(), next(iterator).item()]
+        with pytest.raises(UserWarning, match="Length of IterableDataset"):
+            next(iterator)
+        assert loader.state_dict()["position"] == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given += [batch.item() for batch in iterator]
+    assert given == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_a_sampler_that_is_iterated_after_a_resume_finds_the_datasets_state() -> None:
+    class OrderOfDataset:
+        def __init__(self, dataset: Stateful) -> None:
+            self._dataset = dataset
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(self._dataset.order))
+
+    def make(order: list[int]) -> DataLoader[Any]:
+        dataset = Stateful(order)
+        return DataLoader(dataset, batch_size=None, sampler=OrderOfDataset(dataset))
+
+    loader = make([3, 1, 2, 0])
+    iterator = iter(loader)
+    assert [next(iterator), next(iterator)] == [3, 1]
+    other = make([0, 1, 2, 3])
+    other.load_state_dict(loader.state_dict())
+    assert list(other) == [2, 0]
