@@ -763,8 +763,8 @@ def _text_of(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = " ".join(map(str, error.args))
-    if len(text) > 4000:
-        text = f"{text[:2000]} … {text[-2000:]}"
+    if len(text) > 8000:
+        text = f"{text[:6000]} … {text[-2000:]}"
     return "\n".join([text, *getattr(error, "__notes__", [])])
 
 
