@@ -130,11 +130,14 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
 
     def _loses(self, error: BaseException) -> bool:
         source = self._source
-        if source.delivery is not None and not is_interruption(error):
-            # It came in place of the batch: torch's warning of a wrong length, for instance, where
-            # warnings are errors.
-            source.told = id(error)
-        return super()._loses(error)
+        if not source.loses(error):
+            return False
+        if source.delivery is None or is_interruption(error):
+            return True
+        # It came in place of the batch: torch's warning of a wrong length, for instance, where
+        # warnings are errors.
+        source.told = id(error)
+        return False
 
     def _note_done(self, *, has_failed: bool = False) -> None:
         delivery = self._engine.delivery
