@@ -140,7 +140,7 @@ class Scheduler:
         self.workers = WorkerTable(
             worker_count, worker_count if present is None else present, ended
         )
-        self._window = max(1, window)
+        self._window = window
         self._lend_limit = lend_limit
         self._in_order = in_order
         self._router = Router(window, in_order=in_order, first=first_worker)
@@ -282,11 +282,15 @@ class Scheduler:
         if self.is_dynamic and worker.last_answer_ns:  # before its first answer a worker prepares
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
+        self._note_alive(worker, now_ns)
+        self._answer(ticket, worker, answer, is_kept)
+        return ticket
+
+    def _note_alive(self, worker: Worker, now_ns: int) -> None:
+        """Note that a worker has answered something."""
         worker.last_answer_ns = now_ns
         if worker.state is STARTING:
             self.workers.move(worker.worker_id, READY)
-        self._answer(ticket, worker, answer, is_kept)
-        return ticket
 
     def layout_sent(self, worker_id: int, layout: object) -> None:
         """Note the layout that a worker's batches have from now on."""
@@ -302,8 +306,7 @@ class Scheduler:
             return
         ticket.is_kept = is_kept
         ticket.answer = answer
-        if not self._has_queue:
-            self.slots.move(ticket.slot_id, FULL)
+        self._move_slot(ticket, FULL)
         if not self._in_order:
             self._arrived.append(ticket)
 
@@ -321,9 +324,7 @@ class Scheduler:
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
         worker = self.workers[ticket.worker_id]
-        worker.last_answer_ns = now_ns
-        if worker.state is STARTING:
-            self.workers.move(worker.worker_id, READY)
+        self._note_alive(worker, now_ns)
         self._answer(ticket, worker, None, is_kept)
         if not worker.has_stream:
             return False
