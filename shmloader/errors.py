@@ -5,6 +5,7 @@
     ShmloaderError
     ├── WorkerDiedError     (RuntimeError)  a worker process ended unexpectedly
     ├── LoaderTimeoutError  (RuntimeError)  no batch within ``timeout`` seconds; none is lost
+    ├── SampleTimeoutError  (TimeoutError)  a sample took longer than ``sample_timeout`` seconds
     ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have,
     │                                       or than is free; raised before the memory is touched
     ├── TooManyFailures     (RuntimeError)  more samples failed than ``max_failures``, or all did
@@ -27,6 +28,14 @@ class WorkerDiedError(ShmloaderError, RuntimeError):
 
 class LoaderTimeoutError(ShmloaderError, RuntimeError):
     """No batch came within ``timeout`` seconds. No batch is lost: call ``next()`` again."""
+
+
+class SampleTimeoutError(ShmloaderError, TimeoutError):
+    """A sample took longer than ``sample_timeout`` seconds, and its worker was replaced.
+
+    Its text has the sample's index and the Python stack where the worker was ended. Raised in place
+    of the sample's batch, or handled as ``on_error`` says.
+    """
 
 
 class SharedMemoryError(ShmloaderError, MemoryError):

@@ -76,6 +76,18 @@ class Task(NamedTuple):
     touched_bytes: int = 0
 
 
+class SampleHung(NamedTuple):
+    """Main → worker, before a task: a sample of that task's batch hung, and is to raise.
+
+    Attributes:
+        number: Number of the sample; see :class:`~shmloader.batch.sample_watch.SampleWatch`.
+        text: What the worker was doing that was ended.
+    """
+
+    number: int
+    text: str
+
+
 class StartEpoch(NamedTuple):
     """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer."""
 
@@ -213,7 +225,7 @@ class EpochStarted(NamedTuple):
     beginning: bytes | None = None
 
 
-ToWorker = NewSlot | DropSlot | Task | StartEpoch | ResumeStream
+ToWorker = NewSlot | DropSlot | Task | SampleHung | StartEpoch | ResumeStream
 FromWorker = BatchDone | BatchFailed | BatchEmpty | StreamEnded | StatePart | EpochStarted
 
 # A kind's number on the wire is its index here.
@@ -221,6 +233,7 @@ _KINDS: tuple[type[ToWorker | FromWorker], ...] = (
     NewSlot,
     DropSlot,
     Task,
+    SampleHung,
     StartEpoch,
     ResumeStream,
     BatchDone,

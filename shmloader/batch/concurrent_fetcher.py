@@ -6,7 +6,7 @@ Runs wherever samples are loaded: in a worker process, in a worker thread, or in
 
     the worker's own thread                    k - 1 helper threads, or an event loop
     ───────────────────────                    ─────────────────────────────────────
-    load(get, indices, begin)
+    load(get, indices, begins)
       makes a context for each sample, in
       order, in which begin() seeds
       loads one sample after the other, ─────▶ which helpers also do: get(index),
@@ -161,7 +161,7 @@ class ConcurrentFetcher:
         self,
         get: Get,
         indices: Iterable[Any],
-        begin: Callable[[], None] | None,
+        begins: Iterable[Callable[[], None]] = (),
         *,
         wants_all: bool,
     ) -> list[SampleResult]:
@@ -170,7 +170,7 @@ class ConcurrentFetcher:
         Args:
             get: Returns the sample of an index, or a coroutine for it. Called from several threads.
             indices: Indices of the samples.
-            begin: Called for each sample, in order, in the sample's context.
+            begins: Called for each sample, in order, in the sample's context.
             wants_all: Whether the other samples are loaded if one fails.
 
         Returns:
@@ -180,7 +180,7 @@ class ConcurrentFetcher:
         results = []
         for index in indices:
             context = contextvars.copy_context()
-            if begin is not None:
+            for begin in begins:
                 context.run(begin)
             results.append(SampleResult(index, context))
         left = results

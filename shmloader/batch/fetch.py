@@ -3,7 +3,7 @@
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
@@ -45,6 +45,7 @@ class FetchConfig(NamedTuple):
         is_persistent: Whether workers persist for further epochs.
         concurrency: How many samples of a batch are loaded at once in a worker; None if the
             worker's own thread loads one after the other.
+        sample_timeout_s: The longest time that a sample may take, in seconds; None for no limit.
     """
 
     is_iterable: bool
@@ -56,6 +57,7 @@ class FetchConfig(NamedTuple):
     snapshot_every: int = 0
     is_persistent: bool = False
     concurrency: int | None = None
+    sample_timeout_s: float | None = None
 
     @property
     def sets_global_rngs(self) -> bool:
@@ -120,21 +122,21 @@ class SampleLoader:
 
     Args:
         concurrent_fetcher: Loads the samples.
-        begin: Seeds a sample's generators, in the sample's context; None if samples have none of
-            their own.
+        begins: Called for each sample, in order, in the sample's context; to seed its generators,
+            for instance.
     """
 
     def __init__(
-        self, concurrent_fetcher: ConcurrentFetcher, begin: Callable[[], None] | None = None
+        self, concurrent_fetcher: ConcurrentFetcher, begins: Sequence[Callable[[], None]] = ()
     ) -> None:
         self._concurrent_fetcher = concurrent_fetcher
-        self._begin = begin
+        self._begins = begins
 
     def load(
         self, get: Callable[[Any], Any], indices: Iterable[Any], *, wants_all: bool
     ) -> list[SampleResult]:
         """Load samples; see :meth:`ConcurrentFetcher.load`."""
-        return self._concurrent_fetcher.load(get, indices, self._begin, wants_all=wants_all)
+        return self._concurrent_fetcher.load(get, indices, self._begins, wants_all=wants_all)
 
 
 class _ConcurrentSamples:

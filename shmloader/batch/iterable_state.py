@@ -22,6 +22,7 @@ import cloudpickle
 from shmloader.batch.fingerprint import FingerprintingCollate, chained
 from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
 from shmloader.batch.sample_rng import SeededIterator
+from shmloader.batch.sample_watch import WatchedIterator
 from shmloader.sampling.rng import set_global_rng_state
 from shmloader.sampling.sampler_checkpoint import has_own_state
 
@@ -156,10 +157,16 @@ def save(fetcher: Any) -> Saved | None:
 
 def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
     """Return a torch fetcher's iterator, its dataset, and the number of seeded samples so far."""
-    iterator = fetcher.dataset_iter
+    iterator = dataset_iterator(fetcher)
     if isinstance(iterator, SeededIterator):
         return iterator.source, iterator.dataset, iterator.position
     return iterator, fetcher.dataset, 0
+
+
+def dataset_iterator(fetcher: Any) -> Any:
+    """Return the iterator of a torch fetcher, or the one inside it if that is watched."""
+    iterator = fetcher.dataset_iter
+    return iterator.source if isinstance(iterator, WatchedIterator) else iterator
 
 
 def take_fingerprints(fetcher: Any) -> FingerprintingCollate:
@@ -193,7 +200,7 @@ def load_iterator(fetcher: Any, saved: Saved | None) -> None:
     """Load an iterator's state, and the fetcher's. Called after ``iter(dataset)``."""
     if saved is None:
         return
-    iterator = fetcher.dataset_iter
+    iterator = dataset_iterator(fetcher)
     if isinstance(iterator, SeededIterator):
         iterator.resume(saved.position, saved.state if saved.of == "iterator" else None)
     elif saved.of == "iterator":

@@ -14,6 +14,7 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig, OnError, SampleLoader, TolerantFetcher
 from shmloader.batch.sample_rng import SampleRng, loading
+from shmloader.batch.sample_watch import SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.batch.timer import Timer
 from shmloader.sampling.rng import kept
 
@@ -42,8 +43,8 @@ class BatchMaker:
             back after each batch. True in the main process, where the user uses them, too.
         begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
             :meth:`SampleRng.wrap`.
-        watch_samples: Wraps the dataset, after ``rng`` has wrapped it; the fetcher loads samples
-            from the result.
+        sample_watch: Watches how long samples take; None if they may take any time.
+        watch_samples: Wraps the dataset last; the fetcher loads samples from the result.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class BatchMaker:
         concurrent_fetcher: ConcurrentFetcher | None = None,
         keeps_global: bool = False,
         begins_collate: bool = True,
+        sample_watch: SampleWatch | None = None,
         watch_samples: Callable[[Any], Any] | None = None,
     ) -> None:
         self.rng = rng
@@ -78,12 +80,17 @@ class BatchMaker:
             )
         sample_loader = None
         if concurrent_fetcher is not None:
-            sample_loader = SampleLoader(
-                concurrent_fetcher, None if rng is None else rng.begin_sample
-            )
+            begins = [] if rng is None else [rng.begin_sample]
+            if sample_watch is not None:
+                begins.append(sample_watch.begin_sample)
+            sample_loader = SampleLoader(concurrent_fetcher, begins)
+        if sample_watch is not None and not plan.is_iterable:
+            dataset = WatchedSamples(sample_watch, dataset)
         if watch_samples is not None:
             dataset = watch_samples(dataset)
         self.fetcher = plan.make_fetcher(dataset, collate_fn, on_error, where, sample_loader)
+        if sample_watch is not None and plan.is_iterable:
+            self.fetcher.dataset_iter = WatchedIterator(sample_watch, self.fetcher.dataset_iter)
 
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.

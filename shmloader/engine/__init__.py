@@ -48,6 +48,13 @@ Each worker has one record in the scheduler's table: its state, the number of it
 the slots that it has mapped, its last layout, and how it died. The tickets of a lost worker are
 sent to its replacement. When no restart is left, each of them is answered by the worker's death.
 
+**Samples that hang** (``sample_timeout=``). A worker publishes which sample it is loading and until
+when it may (:mod:`shmloader.batch.sample_watch`). When that time has passed while the engine waits,
+the engine asks for the worker's Python stack and ends the worker, and the scheduler notes the
+sample in its ticket. The worker is replaced as after a death. The new one is sent the ticket
+together with its hung samples, and raises in their places, so that the policy for bad samples
+applies. A thread is left behind instead, and its ticket is put into the queue again.
+
 **Pools** make the batches. :mod:`shmloader.pools` lists everything that the engine asks of one.
 
 * With processes, batches come in slots, and the scheduler assigns each ticket to a worker.

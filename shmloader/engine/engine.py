@@ -20,6 +20,7 @@ from typing import NoReturn, cast
 from shmloader.batch.iterable_state import Beginning
 from shmloader.engine.base import Delivery, EngineBase
 from shmloader.engine.failures import FailureWatch
+from shmloader.engine.hang_watch import HangWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.lateness import late_batch, late_start
@@ -77,6 +78,8 @@ class Engine(EngineBase):
         lend_limit: The most batches lent at once.
         in_order: Whether batches are delivered in the sampler's order.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
+        sample_timeout_s: Longest time for a sample in seconds, for a pool whose workers can be
+            replaced; None for no limit.
         worker_restarts: How many dead workers are replaced in an epoch.
         streams: The checkpoints at which the workers' datasets begin, if these are iterable or
             have a state of their own.
@@ -97,6 +100,7 @@ class Engine(EngineBase):
         lend_limit: int,
         in_order: bool,
         timeout_s: float,
+        sample_timeout_s: float | None = None,
         worker_restarts: int = 0,
         streams: IterableCheckpoints | None = None,
         is_iterable: bool = True,
@@ -133,6 +137,9 @@ class Engine(EngineBase):
             has_queue=self._has_queue,
             present=present,
         )
+        self._hang_watch: HangWatch | None = None
+        if sample_timeout_s is not None:
+            self._hang_watch = HangWatch(self._slot_pool, self._scheduler, sample_timeout_s)
         self._slots = None if self._has_queue else SlotBatches(self._slot_pool, self._scheduler)
 
     # Epochs ------------------------------------------------------------------------------
@@ -479,6 +486,9 @@ class Engine(EngineBase):
         """Wait until the pool reports something, and handle all reports."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
         self.in_transit = True
+        if self._hang_watch is not None:
+            look_s = self._hang_watch.look()
+            timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         happened = self._pool.wait(timeout_s, self)
         if not happened and deadline is not None and time.monotonic() >= deadline:
             self.in_transit = False
@@ -504,11 +514,16 @@ class Engine(EngineBase):
         """
         while (worker := self._scheduler.workers.next_restart()) is not None:
             worker_id = worker.worker_id
-            assert isinstance(worker.death, Death)
+            death = worker.death if isinstance(worker.death, Death) else None
             checkpoint = None if self._streams is None else self._streams.checkpoint(worker_id)
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
             text = describe_restart(
-                worker_id, worker.death, seqs, checkpoint, is_seeded=self._is_seeded
+                worker_id,
+                death,
+                seqs,
+                checkpoint,
+                is_seeded=self._is_seeded,
+                hang=worker.hang,
             )
             self._have_done(functools.partial(self._restart_worker, worker_id, text))
             self._note_start(worker_id)
@@ -519,11 +534,11 @@ class Engine(EngineBase):
         self.in_transit = True
         try:
             self._slot_pool.replace(worker_id)
-        except OSError as error:
-            self._fail(error)
         except ClosedLoaderError:
             self.check_open()
             raise
+        except (OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
+            self._fail(error)
         _log.warning(text)
         self.counts.restarts += 1
 

@@ -58,6 +58,8 @@ class Ticket:
         kill_count: How many workers died while they loaded it.
         sent_ns: When it was last sent to its worker, by the same clock.
         is_slot_new: Whether its worker is sent the slot's descriptor with it.
+        hung: Samples of the batch that took too long: by number, what the worker was doing that was
+            ended. The next worker raises in their places.
     """
 
     seq: int
@@ -71,6 +73,7 @@ class Ticket:
     kill_count: int = 0
     sent_ns: int = 0
     is_slot_new: bool = False
+    hung: dict[int, str] | None = None
 
 
 class DroppedSlot(NamedTuple):
@@ -218,7 +221,8 @@ class Scheduler:
     def next_task(self, now_ns: int = 0) -> Ticket | None:
         """Return the next ticket to send to its worker; None if there is none, or no room.
 
-        Not for a pool with a queue. Called after each event until it returns None.
+        Called after each event until it returns None. A pool with a queue is sent a ticket when it
+        is offered, and by this method only if the ticket's worker was ended.
         """
         if self._waiting:
             self._assign_waiting()
@@ -226,6 +230,8 @@ class Scheduler:
             return None
         ticket = self._unsent.popleft()
         ticket.sent_ns = now_ns
+        if self._has_queue:
+            return ticket
         slot_id, mapped_slots = ticket.slot_id, self.workers[ticket.worker_id].mapped_slots
         ticket.is_slot_new = slot_id not in mapped_slots
         mapped_slots.add(slot_id)
@@ -362,11 +368,39 @@ class Scheduler:
 
     # Workers -----------------------------------------------------------------------------
 
+    def sample_timed_out(
+        self, worker_id: int, seq: int, epoch: int, sample: int, text: str, log_text: str
+    ) -> None:
+        """Note that a worker is ended because a sample takes too long.
+
+        Its batch will be loaded again without the sample. The loss of a process is reported later,
+        by :meth:`worker_lost`; a thread is replaced at once.
+
+        Args:
+            worker_id: Number of the worker.
+            seq: Number of the ticket that it was loading.
+            epoch: Epoch of the ticket.
+            sample: Number of the sample.
+            text: What the worker was doing.
+            log_text: Says that the worker was ended, for the log.
+        """
+        self.workers[worker_id].hang = log_text
+        ticket = self._tickets.get(seq) if epoch == self.epoch else None
+        if ticket is not None and (ticket.answer is not None or ticket.is_dropped):
+            ticket = None
+        if ticket is not None:
+            ticket.hung = {**(ticket.hung or {}), sample: text}
+        if self._has_queue:
+            self.workers.move(worker_id, LOST)
+            if ticket is not None:
+                self._unsent.append(ticket)
+
     def worker_lost(self, worker_id: int, death: object, at_work: int | None = None) -> None:
         """Note that a worker is dead and reaped.
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
-        has killed a worker before. With dynamic dispatch, the tickets that it had not begun wait
+        has killed a worker before. One that was ended since a sample took too long is always
+        restarted. With dynamic dispatch, the tickets that it had not begun wait
         for another worker, in their old order.
 
         Args:
@@ -385,21 +419,27 @@ class Scheduler:
             ticket for ticket in self._unsent if ticket.worker_id != worker_id
         )
         culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
-        if culprit is not None:
-            culprit.kill_count += 1
-        if self._restarts_left == 0 or (culprit is not None and culprit.kill_count > 1):
+        if not worker.hang and not self._may_restart(culprit):
             self.workers.move(worker_id, DEAD)
             worker.is_death_untold = all(ticket.is_dropped for ticket in unanswered)
             for ticket in unanswered:
                 self._answer(ticket, worker, death)
             return
-        self._restarts_left -= 1
         self.workers.move(worker_id, LOST)
         for ticket in unanswered:
             if ticket.is_dropped:
                 self._answer(ticket, worker, None)
             elif self.is_dynamic and ticket is not culprit:
                 self._take_back(ticket, worker)
+
+    def _may_restart(self, culprit: Ticket | None) -> bool:
+        """Count a death, and return whether the worker is restarted."""
+        if culprit is not None:
+            culprit.kill_count += 1
+        if self._restarts_left == 0 or (culprit is not None and culprit.kill_count > 1):
+            return False
+        self._restarts_left -= 1
+        return True
 
     def _take_back(self, ticket: Ticket, worker: Worker) -> None:
         """Make a ticket that a lost worker had not begun wait for another worker."""
@@ -417,7 +457,7 @@ class Scheduler:
         """
         worker = self.workers[worker_id]
         self.workers.move(worker_id, STARTING)
-        worker.death = None
+        worker.death, worker.hang = None, ""
         worker.has_left_epoch = True
         self._unsent.extend(self.wanted_of(worker_id))
         self._balance()

@@ -98,17 +98,44 @@ def _describe_oom(death: Death) -> str:
     )
 
 
+def describe_hang(worker_id: int, pid: int | None, timeout_s: float, batch: str) -> str:
+    """Say that a worker was ended since a sample took too long, for the log."""
+    who = describe_worker(worker_id, pid)
+    return f"W{who[1:]} took longer than {timeout_s:g} s (sample_timeout) for a sample of {batch}. "
+
+
+def describe_hung_work(worker_id: int, pid: int | None, at_work: AtWork) -> str:
+    """Say in which code a worker was ended since a sample took too long, for the error."""
+    who = describe_worker(worker_id, pid)
+    end = "left behind" if pid is None else "killed"
+    text = f"W{who[1:]} was {end} in it"
+    frames = _user_frames(at_work)
+    return "\n".join([f"{text}, the innermost call first:", *frames]) if frames else f"{text}."
+
+
 def describe_restart(
     worker_id: int,
-    death: Death,
+    death: Death | None,
     seqs: list[int],
     checkpoint: IterableCheckpoint | None,
     *,
     is_seeded: bool = False,
+    hang: str = "",
 ) -> str:
-    """Return the log message for a dead worker that was replaced."""
+    """Return the log message for a worker that was replaced.
+
+    Args:
+        worker_id: Number of the worker.
+        death: How it ended; None if it is a thread.
+        seqs: The batches that it had not finished.
+        checkpoint: Where its dataset is resumed, if it is iterable or has a state.
+        is_seeded: Whether each sample has random number generators of its own.
+        hang: Says that it was ended since a sample took too long; "" if it ended by itself.
+    """
     again = ", ".join(map(str, seqs))
-    text = f"{describe_end(death)}A new process replaces worker {worker_id}"
+    if death is None:
+        return f"{hang}A new thread replaces it."
+    text = f"{hang or describe_end(death)}A new process replaces worker {worker_id}"
     text += f" and loads its unfinished batches again: {again}." if seqs else "."
     if checkpoint is not None and not checkpoint.has_ended:
         text += _describe_resumption(checkpoint)
@@ -183,16 +210,22 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
     text += f" for {at_work.elapsed_s:.1f} s"
     if at_work.is_stopped:
         return f"{text}; the process is stopped (SIGSTOP)."
-    frames = list(itertools.takewhile(_is_not_ours, at_work.stack.splitlines()))
+    frames = _user_frames(at_work)
     if not frames or at_work.phase is Phase.IDLE:
         return f"{text}."
-    if len(frames) > _FRAMES_SHOWN:
-        frames = [*frames[:_FRAMES_SHOWN], f"  … {len(frames) - _FRAMES_SHOWN} more"]
     return "\n".join([f"{text}, the innermost call first:", *frames])
 
 
-# The modules from which a worker process calls the user's code.
-_CALLERS = ("/shmloader/pools/child.py", "/shmloader/batch/maker.py")
+def _user_frames(at_work: AtWork) -> list[str]:
+    """Return the calls of a worker's stack that are in the user's code, or called by it."""
+    frames = list(itertools.takewhile(_is_not_ours, at_work.stack.splitlines()))
+    if len(frames) > _FRAMES_SHOWN:
+        frames = [*frames[:_FRAMES_SHOWN], f"  … {len(frames) - _FRAMES_SHOWN} more"]
+    return frames
+
+
+# The modules from which a worker calls the user's code.
+_CALLERS = ("/shmloader/pools/child.py", "/shmloader/batch/")
 
 
 def _is_not_ours(frame: str) -> bool:

@@ -76,6 +76,7 @@ class Worker:
         last_answer_ns: When it last answered, by the engine's clock; 0 before its first answer.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
         is_death_untold: Whether it is DEAD and no ticket of its own reports that to the user.
+        hang: Says that it was ended, since a sample took too long, for the log; "" if not.
     """
 
     worker_id: int
@@ -88,6 +89,7 @@ class Worker:
     last_answer_ns: int = 0
     death: object = None
     is_death_untold: bool = False
+    hang: str = ""
 
     @property
     def takes_tasks(self) -> bool:

@@ -6,6 +6,7 @@ wrong arguments stand in it, one function for each argument.
 
 import contextlib
 import inspect
+import math
 import mmap
 import multiprocessing
 import re
@@ -239,6 +240,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     _check_count(restarts, "worker_restarts", "a non-negative number of workers", minimum=0)
     if restarts and loader.num_workers == 0:
         raise ValueError("worker_restarts needs num_workers > 0")
+    _check_sample_timeout(loader)
     parsed = [parse_device(device) for device in devices]
     _check_device_transform(
         loader.device_transform, has_device=any(device is not None for device in devices)
@@ -289,6 +291,27 @@ def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
         raise TypeError(text)
     if value < minimum:
         raise ValueError(text)
+
+
+def _check_sample_timeout(loader: Any) -> None:
+    timeout = loader.sample_timeout
+    if timeout is None:
+        return
+    got = f"but got sample_timeout={timeout!r}"
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"sample_timeout should be a number of seconds or None, {got}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"sample_timeout should be a positive number of seconds, {got}")
+    if loader.num_workers == 0:
+        raise ValueError(
+            "sample_timeout needs num_workers > 0: without workers this process loads the samples, "
+            f"and cannot be replaced, {got}"
+        )
+    if is_data_pipe(loader.dataset):
+        raise ValueError(
+            "sample_timeout cannot be given for a data pipe, which torch's own iterator loads, "
+            f"{got}"
+        )
 
 
 def _check_device_transform(transform: object, *, has_device: bool) -> None:

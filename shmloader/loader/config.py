@@ -85,6 +85,12 @@ class LoaderConfig:
         return any(device is not None for device in self.devices)
 
     @property
+    def may_replace_workers(self) -> bool:
+        """Whether worker processes may be started while an epoch runs."""
+        is_auto = self.most_workers > self.num_workers
+        return self.worker_restarts > 0 or is_auto or self.fetch.sample_timeout_s is not None
+
+    @property
     def window(self) -> int:
         """Batches in flight at the beginning."""
         return self.fixed_window or self.num_workers * self.prefetch_factor

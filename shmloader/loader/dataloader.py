@@ -149,6 +149,17 @@ class DataLoader(MeasuredLoader[_T_co]):
         **Failures and resuming**
 
         timeout: Seconds to wait for a batch; 0 waits forever.
+        sample_timeout: Seconds that one sample may take; None for no limit. While a batch is waited
+            for, a worker that takes longer is killed and replaced, and its batch is loaded again,
+            with a ``SampleTimeoutError`` in place of that sample: raised at its batch's place, or
+            handled as ``on_error`` says. The error names the index and has the Python stack where
+            the worker was killed. A thread cannot be killed (``thread_pool=True``): it is left
+            behind and another one takes its place, but what it uses and holds, such as locks,
+            stays so until its code returns. One call of ``__getitems__`` may take as many times
+            the limit as it has indices. The stream of an iterable dataset ends with the sample
+            that hung, as after any exception of its iterator. Not for ``collate_fn``, and not with
+            ``num_workers=0``, where nothing could be replaced. Does not count for
+            ``worker_restarts``, but a new worker's random generators start anew as there.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
             were loading are loaded again, in order. With 0, a death raises ``WorkerDiedError``, as
             does a second death over the same batch. The random generators of a new worker start
@@ -220,6 +231,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         seed: int | None = None,
         snapshot_every_n_steps: int | None = 1,
         fetch_concurrency: int | None = None,
+        sample_timeout: float | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
         check_num_workers(num_workers)
@@ -265,6 +277,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.max_failures = max_failures
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.fetch_concurrency = fetch_concurrency
+        self.sample_timeout = sample_timeout
         self.last_batch = last_batch
         self.seed = self._sample_seed
         most_window = self._window_wanted() or self._most_workers * (self.prefetch_factor or 0)
@@ -370,6 +383,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                 "steps of several batches": self._may_shard,
                 "seed": self._sample_seed is not None,
                 "fetch_concurrency": self.fetch_concurrency is not None,
+                "sample_timeout": self.sample_timeout is not None,
             }
             warn_of_torch_workers(ours)
             iterator = torch_iterator(self, plan, parts)
@@ -405,6 +419,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             snapshot_every=self._snapshot_interval(is_iterable=is_iterable),
             is_persistent=bool(self.persistent_workers),
             concurrency=self.fetch_concurrency,
+            sample_timeout_s=self.sample_timeout,
         )
         return LoaderConfig(
             fetch=fetch,

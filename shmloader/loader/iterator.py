@@ -340,7 +340,7 @@ class WorkerIterator(EngineIterator):
             config.fetch,
             int(self._base_seed),
             memory,
-            may_replace=config.worker_restarts > 0 or self._adapter is not None,
+            may_replace=config.may_replace_workers,
             started=config.num_workers,
         )
         try:
@@ -361,6 +361,7 @@ class WorkerIterator(EngineIterator):
             lend_limit=lent,
             in_order=config.in_order,
             timeout_s=config.timeout_s,
+            sample_timeout_s=config.fetch.sample_timeout_s,
             worker_restarts=config.worker_restarts,
             streams=None if self._streams is None else self._streams.copy(),
             is_iterable=config.fetch.is_iterable,

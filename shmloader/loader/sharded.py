@@ -115,6 +115,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         device_transform: Called with each batch on the device.
         device_prefetch: Number of steps that may be ready on the device.
         timeout: Seconds to wait for a step; 0 waits forever.
+        sample_timeout: Seconds that one sample may take; None for no limit.
         worker_restarts: How many workers that die are replaced in an epoch.
         on_error: What happens to a sample that raises an ``Exception``.
         max_failures: How many samples may fail in an epoch, or what share of them.
@@ -152,6 +153,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         num_workers: int | Literal["auto"] = 0,
         thread_pool: bool = False,
         fetch_concurrency: int | None = None,
+        sample_timeout: float | None = None,
         prefetch: int | None = None,
         prefetch_factor: int | None = None,
         in_order: bool = True,
@@ -224,6 +226,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             thread_pool=thread_pool,
             snapshot_every_n_steps=snapshot_every_n_steps,
             fetch_concurrency=fetch_concurrency,
+            sample_timeout=sample_timeout,
         )
         self.num_shards = num_shards
         self.rank, self.world_size = ranks

@@ -19,11 +19,14 @@ class ThreadIterator(EngineIterator):
         config = self._config
         self._arrays = ArraysHere(config.dataset) if config.takes_arrays else None
         self._thread_config = ThreadConfig(
-            config.fetch, config.dataset, config.collate_fn, config.on_error, self._arrays
+            config.fetch,
+            config.dataset,
+            config.collate_fn,
+            config.on_error,
+            config.worker_init_fn,
+            self._arrays,
         )
-        self._pool = ThreadPool(
-            config.num_workers, config.worker_init_fn, weakref.ref(self._thread_config)
-        )
+        self._pool = ThreadPool(config.num_workers, weakref.ref(self._thread_config))
         self._engine = Engine(
             self._pool,
             worker_count=config.num_workers,
@@ -31,6 +34,7 @@ class ThreadIterator(EngineIterator):
             lend_limit=0,
             in_order=config.in_order,
             timeout_s=config.timeout_s,
+            sample_timeout_s=config.fetch.sample_timeout_s,
             watch=config.watch_failures(self._parts.failures),
         )
 

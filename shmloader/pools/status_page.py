@@ -23,15 +23,20 @@ from typing import Any
 
 import psutil
 
+from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.measurements import Usage
 from shmloader.memory.slot import MEMFD_NAME
 
 # Phase, epoch, seq, time.monotonic_ns() of its beginning, and the ident of the worker's thread.
 _LINE = struct.Struct("=5q")
+# The sample in work and its deadline, with a sample_timeout: see SampleWatch.
+_SAMPLE = struct.Struct("=2q")
 # CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage.
 _USAGE = struct.Struct("=3q")
-# One cache line each.
-_LINE_BYTES = 64
+# Two cache lines each.
+_LINE_BYTES = 128
+_USAGE_AT = _LINE.size
+_SAMPLE_AT = _USAGE_AT + _USAGE.size
 
 # How often a worker notes its usage between two batches, which takes 0.05 to 0.1 ms: when it has
 # no task, and, less often, when it has one.
@@ -77,6 +82,9 @@ class AtWork:
         elapsed_s: Seconds since the phase began.
         stack: Its Python frames, one a line, innermost first; empty if it could not be obtained.
         is_stopped: Whether the process is stopped (SIGSTOP, a debugger).
+        sample: Number of the sample in work, while LOADING with a ``sample_timeout``; NO_SAMPLE if
+            there is none.
+        sample_left_s: Seconds until that sample's deadline; negative once it has passed.
     """
 
     phase: Phase
@@ -85,6 +93,8 @@ class AtWork:
     elapsed_s: float
     stack: str = ""
     is_stopped: bool = False
+    sample: int = NO_SAMPLE
+    sample_left_s: float = 0.0
 
 
 class StatusPage:
@@ -126,7 +136,8 @@ class StatusPage:
         self._used_before[worker_id] = before.cpu_ns, before.stalled_ns or 0
         offset = worker_id * _LINE_BYTES
         _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
-        _USAGE.pack_into(self._mapping, offset + _LINE.size, 0, -1, -1)
+        _USAGE.pack_into(self._mapping, offset + _USAGE_AT, 0, -1, -1)
+        _SAMPLE.pack_into(self._mapping, offset + _SAMPLE_AT, NO_SAMPLE, 0)
 
     def open_line(self, worker_id: int) -> "Line":
         """Return a worker's line. Called in a forked worker, which inherited the page."""
@@ -137,7 +148,16 @@ class StatusPage:
     def read(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died."""
         phase, epoch, seq, since, _ = self._line(worker_id)
-        return AtWork(Phase(phase), epoch, seq, (time.monotonic_ns() - since) / 1e9)
+        sample, deadline = _SAMPLE.unpack_from(self._mapping, worker_id * _LINE_BYTES + _SAMPLE_AT)
+        now = time.monotonic_ns()
+        return AtWork(
+            Phase(phase),
+            epoch,
+            seq,
+            (now - since) / 1e9,
+            sample=sample,
+            sample_left_s=(deadline - now) / 1e9,
+        )
 
     def usage(self, worker_id: int, pid: int) -> Usage:
         """Return the usage that a worker noted last, with the times of those that it replaced.
@@ -145,7 +165,7 @@ class StatusPage:
         Raises:
             ValueError: If the page is closed.
         """
-        offset = worker_id * _LINE_BYTES + _LINE.size
+        offset = worker_id * _LINE_BYTES + _USAGE_AT
         cpu_ns, stalled_ns, pss_bytes = _USAGE.unpack_from(self._mapping, offset)
         cpu_before_ns, stalled_before_ns = self._used_before.get(worker_id, (0, 0))
         return Usage(
@@ -231,6 +251,10 @@ class Line:
             self._mapping, self._offset, phase, epoch, seq, time.monotonic_ns(), self._thread
         )
 
+    def note_sample(self, number: int, deadline_ns: int) -> None:
+        """Write the number and the deadline of the sample in work."""
+        _SAMPLE.pack_into(self._mapping, self._offset + _SAMPLE_AT, number, deadline_ns)
+
     def idle(self) -> None:
         """Write that this worker is idle."""
         self._idle_ns = now_ns = time.monotonic_ns()
@@ -267,7 +291,7 @@ class Line:
         stalled_ns = stalled_here()
         _USAGE.pack_into(
             self._mapping,
-            self._offset + _LINE.size,
+            self._offset + _USAGE_AT,
             time.process_time_ns(),
             -1 if stalled_ns is None else stalled_ns,
             self._pss_bytes,

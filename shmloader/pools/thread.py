@@ -13,8 +13,9 @@ that is needed to make its batch, so a waiting thread holds neither the dataset 
 Guarantees:
     * Between two samples a thread checks whether its batch was dropped, and stops if so. So
       ``close`` waits for one sample (or one ``__getitems__``, or one collate).
-    * A thread that stays in the user's code for longer is left behind: it ends when that code
-      returns, and its batch is dropped. It blocks neither the caller nor the interpreter's exit.
+    * A thread that stays in the user's code for longer is left behind, as is one that takes longer
+      than ``sample_timeout`` for a sample: it ends when that code returns, and its batch is
+      dropped. It blocks neither the caller nor the interpreter's exit.
     * At the interpreter's exit all threads are asked to pause for good, and awaited for a limited
       time (:mod:`shmloader.threads.fork_safety`).
 
@@ -42,6 +43,7 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.maker import BatchMaker
+from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket
@@ -94,6 +96,7 @@ class _Worker(BackgroundThread):
             Phase.STARTING, None, time.monotonic(),
         )  # fmt: skip
         self.has_begun = Wakeup()
+        self._is_left = False
         # CPU time, and time stalled, that the thread has used.
         self._cpu_ns = 0
         self._stalled_ns: int | None = None
@@ -103,6 +106,19 @@ class _Worker(BackgroundThread):
         task = self._at_work[1]
         if task is not None:
             task.is_dropped = True
+
+    def leave_behind(self, seq: int) -> bool:
+        """Leave the thread behind while it loads a ticket. Called from the engine's thread.
+
+        Returns:
+            False, if it has done with that ticket.
+        """
+        task = self._at_work[1]
+        if task is None or task.seq != seq:
+            return False
+        self._is_left = True
+        task.is_dropped = True
+        return True
 
     def wake(self) -> None:
         """Make it stop loading, at the interpreter's exit."""
@@ -121,8 +137,17 @@ class _Worker(BackgroundThread):
         """Return what it is doing, with its stack. Called from any thread."""
         phase, task, since = self._at_work
         seq, epoch = (0, 0) if task is None else (task.seq, task.epoch)
+        sample, deadline_ns = (NO_SAMPLE, 0) if task is None else task.sample
         frame = sys._current_frames().get(self._ident)
-        return AtWork(phase, epoch, seq, time.monotonic() - since, _describe_stack(frame))
+        return AtWork(
+            phase,
+            epoch,
+            seq,
+            time.monotonic() - since,
+            _describe_stack(frame),
+            sample=sample,
+            sample_left_s=(deadline_ns - time.monotonic_ns()) / 1e9,
+        )
 
     # On the thread -----------------------------------------------------------------------
 
@@ -167,6 +192,9 @@ class _Worker(BackgroundThread):
         """Take a task and answer it; return False when the thread is to end."""
         self._note(Phase.IDLE)
         task = self._take()
+        if self._is_left:
+            self._post.tasks.put(task)  # for the other threads
+            return False
         if task is None:
             return False
         self._note(Phase.LOADING, task)
@@ -181,7 +209,7 @@ class _Worker(BackgroundThread):
             if answer is not None:
                 self._post.answers.append((task, self._worker_id, answer))
                 self._post.wakeup.set()
-        return True
+        return not self._is_left
 
     def _take(self) -> ThreadTask | None:
         try:
@@ -196,7 +224,6 @@ class ThreadPool:
 
     Args:
         worker_count: The number of threads.
-        init_fn: Called in each thread with its number, before its first batch.
         config: How batches are made. The iterator owns it: a stage's thread holds the pool, and
             must not keep objects alive that may hold the iterator.
     """
@@ -207,7 +234,6 @@ class ThreadPool:
     def __init__(
         self,
         worker_count: int,
-        init_fn: Callable[[int], Any] | None,
         config: "weakref.ref[ThreadConfig]",
     ) -> None:
         """Start the threads.
@@ -225,22 +251,17 @@ class ThreadPool:
         #: CPU time of the threads.
         self.readings = Readings()
         self._join_s = _JOIN_S
-        self._workers = [
-            _Worker(worker_id, self._post, init_fn) for worker_id in range(worker_count)
-        ]
-        thread_count = torch.get_num_threads()
+        self._workers = [self._make_worker(worker_id) for worker_id in range(worker_count)]
         try:
-            for worker in self._workers:
-                worker.start()
-            for worker in self._workers:
-                worker.has_begun.wait()
-            # Each thread called set_num_threads(1), which torch applies to all threads that start
-            # later, including the user's.
-            torch.set_num_threads(thread_count)
+            _start(self._workers)
             self.readings.open(functools.partial(_read_usage, self._workers))
         except BaseException:
             self.close()
             raise
+
+    def _make_worker(self, worker_id: int) -> _Worker:
+        config = self._config()
+        return _Worker(worker_id, self._post, None if config is None else config.init_fn)
 
     @property
     def is_inherited(self) -> bool:
@@ -251,7 +272,7 @@ class ThreadPool:
 
     def send(self, ticket: SentTicket, epoch: int) -> None:
         """Add a ticket's task to the queue."""
-        task = ThreadTask(ticket.seq, epoch, ticket.indices, self._config())
+        task = ThreadTask(ticket.seq, epoch, ticket.indices, self._config(), ticket.hung)
         self._tasks[ticket.seq] = task
         self._post.tasks.put(task)
 
@@ -333,6 +354,18 @@ class ThreadPool:
         """Return what a thread is doing, with its Python stack."""
         return self._workers[worker_id].ask()
 
+    def kill(self, worker_id: int, seq: int) -> bool:
+        """Leave a thread behind that takes too long for a sample."""
+        return self._workers[worker_id].leave_behind(seq)
+
+    def replace(self, worker_id: int) -> None:
+        """Start a thread in place of one that was left behind."""
+        worker = self._workers[worker_id] = self._make_worker(worker_id)
+        _start([worker])
+        if self._post.is_closed:  # by another thread, meanwhile
+            self._post.tasks.put(None)
+            raise ClosedLoaderError("the workers have been ended")
+
     def end_workers(self) -> None:
         """End the threads. May be called again, and from any thread."""
         if not self.is_inherited:
@@ -359,6 +392,18 @@ class ThreadPool:
         for worker in self._workers:
             worker.join(deadline - time.monotonic())
         self.readings.close()
+
+
+def _start(workers: list[_Worker]) -> None:
+    """Start threads, and wait until they have begun."""
+    thread_count = torch.get_num_threads()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.has_begun.wait()
+    # Each thread called set_num_threads(1), which torch applies to all threads that start later,
+    # including the user's.
+    torch.set_num_threads(thread_count)
 
 
 def _read_usage(workers: list[_Worker], _: bool) -> list[Usage]:

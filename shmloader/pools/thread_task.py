@@ -1,7 +1,7 @@
 """Makes the batch of one task on a worker thread."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig, OnError, one_by_one
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
+from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
@@ -27,6 +28,7 @@ class ThreadConfig:
         dataset: The dataset.
         collate_fn: Makes a batch of samples.
         on_error: How bad samples are handled.
+        init_fn: Called in each thread with its number, before its first batch; None for no call.
         arrays: Gathers batches if the dataset consists of arrays; else None.
     """
 
@@ -34,6 +36,7 @@ class ThreadConfig:
     dataset: Any
     collate_fn: Callable[[Any], Any]
     on_error: OnError
+    init_fn: Callable[[int], Any] | None = None
     arrays: ArraysHere | None = None
 
 
@@ -46,14 +49,22 @@ class ThreadTask:
         epoch: Number of the epoch.
         indices: The index batch that the sampler yielded.
         config: How the batch is made; None once a thread has taken the task.
+        hung: Samples of the batch that are to raise; see :class:`SampleWatch`.
         is_dropped: Whether the batch is no longer needed.
+        sample: The number of the sample in work and its deadline, with a ``sample_timeout``.
     """
 
     seq: int
     epoch: int
     indices: object
     config: ThreadConfig | None
+    hung: Mapping[int, str] | None = None
     is_dropped: bool = False
+    sample: tuple[int, int] = (NO_SAMPLE, 0)
+
+    def publish(self, number: int, deadline_ns: int) -> None:
+        """Set ``sample``. Called from the threads that load the batch."""
+        self.sample = (number, deadline_ns)
 
 
 class _Dropped(BaseException):
@@ -97,6 +108,10 @@ def load(
         The answer; None if the task was dropped meanwhile.
     """
     fetch, timer = config.fetch, Timer()
+    watch = None
+    if fetch.sample_timeout_s is not None:
+        watch = SampleWatch(fetch.sample_timeout_s, task.publish)
+        watch.begin(task.hung)
     maker = BatchMaker(
         fetch,
         config.dataset,
@@ -106,6 +121,7 @@ def load(
         timer=timer,
         rng=None if fetch.seed is None else SampleRng(fetch.seed, sets_global=False),
         concurrent_fetcher=concurrent_fetcher,
+        sample_watch=watch,
         watch_samples=functools.partial(_Samples, task),
     )
     if config.arrays is not None:

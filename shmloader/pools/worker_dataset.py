@@ -6,7 +6,7 @@ is made ready or resumed answers every task of the epoch, in the order of the ta
 
 import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from shmloader.batch.arrays import AnyIndexFetcher, fetcher_of_arrays
@@ -29,6 +29,7 @@ from shmloader.batch.iterable_state import (
 )
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
+from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import SlotCollate
 from shmloader.memory.slot_writer import SlotWriter
@@ -46,6 +47,8 @@ class WorkerDataset:
         has_ended: Whether the iterable dataset is exhausted in this epoch.
         snapshot: The dataset's pickled state after the last task, where one was due.
         maker: Makes the batches.
+        hung: Samples of the next task that hung in an earlier worker: by number, what that worker
+            was doing.
 
     Args:
         config: How batches are made.
@@ -53,10 +56,17 @@ class WorkerDataset:
         where: Where this runs, for the texts of errors.
         writer: Writer of the slot of the task in work.
         timer: Measures the parts of the work.
+        publish: Shows the main process which sample is in work; see :class:`SampleWatch`.
     """
 
     def __init__(
-        self, config: FetchConfig, worker_id: int, where: str, writer: SlotWriter, timer: Timer
+        self,
+        config: FetchConfig,
+        worker_id: int,
+        where: str,
+        writer: SlotWriter,
+        timer: Timer,
+        publish: Callable[[int, int], None],
     ) -> None:
         self._config = config
         self._worker_id = worker_id
@@ -68,6 +78,10 @@ class WorkerDataset:
         self._on_error: OnError = "raise"
         self._by_value = False
         self._concurrent_fetcher: ConcurrentFetcher | None = None
+        self._sample_watch: SampleWatch | None = None
+        if config.sample_timeout_s is not None:
+            self._sample_watch = SampleWatch(config.sample_timeout_s, publish)
+        self.hung: Mapping[int, str] = {}
         self.maker: BatchMaker | None = None
         # The argument of :meth:`fail`: there is no dataset in any epoch.
         self._open_error: RemoteError | None = None
@@ -202,6 +216,7 @@ class WorkerDataset:
             rng=rng,
             concurrent_fetcher=self._concurrent_fetcher,
             begins_collate=begins_collate,
+            sample_watch=self._sample_watch,
         )
 
     @property
@@ -257,6 +272,8 @@ class WorkerDataset:
         maker, fingerprints = self.maker, self._fingerprints
         assert maker is not None
         assert fingerprints is not None
+        if self._sample_watch is not None:
+            self._sample_watch.begin(self.hung, is_replay=True)
         try:
             with maker.loading(indices) as plain, self._writer.withheld():
                 replay(
@@ -277,14 +294,16 @@ class WorkerDataset:
             BaseException: What the dataset, ``collate_fn`` or ``on_error`` raises.
         """
         assert self.maker is not None
+        if self._has_to_replay:
+            self._replay(indices)
+        if self._sample_watch is not None:
+            self._sample_watch.begin(self.hung)
         if not self._config.is_iterable:
             try:
                 return self.maker.make(indices)
             finally:
                 if self._config.snapshot_every:
                     self.snapshot = self._dump(save_dataset(self._dataset))
-        if self._has_to_replay:
-            self._replay(indices)
         self._given += 1  # also if the batch fails
         if self._fingerprints is not None:
             self._fingerprints.reset()

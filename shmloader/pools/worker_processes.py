@@ -235,6 +235,12 @@ class WorkerProcesses:
             end_all([new], 0)
             raise
 
+    def kill(self, worker_id: int) -> None:
+        """Kill a worker, which ``wait`` will report."""
+        worker = self._workers[worker_id]
+        if not worker.is_lost:
+            worker.process.kill()
+
     def retire(self, worker_id: int) -> None:
         """End an idle worker, and reap it. ``start`` can start it again."""
         self._end(worker_id, self._grace_s)

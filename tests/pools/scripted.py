@@ -17,6 +17,8 @@ class ScriptedPool:
     """Workers that answer only what :meth:`answer` and the like were told.
 
     Attributes:
+        hanging: By worker, what hangs in it.
+        sent_hung: By ticket, the samples that were sent along as hung.
         sent: Tickets that each worker was sent and has not answered, by their numbers.
         log: What the engine had done to workers, in order.
         now_s: What :meth:`wait` believes the time to be; a wait that gets nothing takes its
@@ -36,6 +38,8 @@ class ScriptedPool:
         self.idle = idle
         self.epoch = 0
         self.processes: list[Any] = []
+        self.hanging: dict[int, AtWork] = {}
+        self.sent_hung: dict[int, dict[int, str]] = {}
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
 
     # What the test says --------------------------------------------------------------------
@@ -52,6 +56,12 @@ class ScriptedPool:
             for _ in range(len(tasks)):
                 self.answer(worker_id)
 
+    def hang(self, worker_id: int, seq: int, sample: int, left_s: float = 0.0) -> None:
+        """Be in one sample of a ticket until further notice, with so much time left."""
+        self.hanging[worker_id] = AtWork(
+            Phase.LOADING, self.epoch, seq, 1.0, sample=sample, sample_left_s=left_s
+        )
+
     def die(self, worker_id: int, at: int | None = None) -> None:
         """Lose a worker, which was loading ticket ``at``."""
         at_work = AtWork(Phase.IDLE, 0, 0, 0.0)
@@ -64,6 +74,8 @@ class ScriptedPool:
 
     def send(self, ticket: SentTicket, epoch: int) -> None:
         self.sent[ticket.worker_id][ticket.seq] = ticket.indices
+        if ticket.hung:
+            self.sent_hung[ticket.seq] = dict(ticket.hung)
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         self._events.append(("epoch_entered", worker_id, None))
@@ -96,12 +108,21 @@ class ScriptedPool:
         return 1000 + worker_id
 
     def was_at(self, worker_id: int) -> AtWork:
+        if worker_id in self.hanging:
+            return self.hanging[worker_id]
         seq = next(iter(self.sent[worker_id]), None)
         if seq is None:
             return AtWork(Phase.IDLE, 0, 0, 0.0)
         return AtWork(Phase.LOADING, self.epoch, seq, 0.0)
 
     ask = was_at
+
+    def kill(self, worker_id: int, seq: int) -> bool:
+        self.log.append(("kill", worker_id))
+        at_work = self.hanging.pop(worker_id)
+        self.sent[worker_id].clear()
+        self._events.append(("lost", worker_id, Death(1000 + worker_id, -9), at_work))
+        return True
 
     def replace(self, worker_id: int) -> None:
         self.log.append(("replace", worker_id))

@@ -44,7 +44,12 @@ def as_it_is(sample: Any) -> Any:
 
 def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
     workers = WorkerProcesses(
-        None, worker_count, (Calls(make, 1 << 20), as_it_is, None, "raise"), PLAN, base_seed=1
+        None,
+        worker_count,
+        (Calls(make, 1 << 20), as_it_is, None, "raise"),
+        PLAN,
+        base_seed=1,
+        may_replace=True,
     )
     return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
 
@@ -54,7 +59,7 @@ CONFIGS = []
 
 def threads(make: Callable[[Any], Any], worker_count: int) -> Pool:
     CONFIGS[:] = [ThreadConfig(PLAN, Calls(make, 1 << 20), as_it_is, "raise")]
-    return ThreadPool(worker_count, None, weakref.ref(CONFIGS[0]))
+    return ThreadPool(worker_count, weakref.ref(CONFIGS[0]))
 
 
 def inline(make: Callable[[Any], Any], worker_count: int) -> Pool:
@@ -362,6 +367,36 @@ def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
     assert not closer.is_alive()
     CONFIGS.clear()
     gate.close()
+
+
+def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(apart) -> None:
+    gate, tries = Gate(), Gate()
+
+    def make(index: int) -> torch.Tensor:
+        tries.open()
+        if index == 0:
+            gate.pass_through()
+        return squared(index)
+
+    with opened(apart, make, 1) as pool:
+        told = Told(pool, 1)
+        told.send(0)
+        tries.wait_until_open()
+        wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
+        assert pool.kill(0, 0)
+        (ticket,) = told.scheduler.tickets
+        if apart.has_slots:
+            wait_until(lambda: told.deaths or (pool.wait(1, told) or told.deaths))
+            ticket.is_slot_new = True
+        pool.replace(0)
+        pool.send(ticket, 0)
+        tries.wait_until_open()
+        gate.open(2)  # the thread that was left behind as well
+        told.take_all(1)
+        assert told.batch(0).sum() == 0
+        assert len(told.answers) == 1
+    gate.close()
+    tries.close()
 
 
 def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:

@@ -14,6 +14,7 @@ TREE = {
     "ShmloaderError": (Exception,),
     "WorkerDiedError": (errors.ShmloaderError, RuntimeError),
     "LoaderTimeoutError": (errors.ShmloaderError, RuntimeError),
+    "SampleTimeoutError": (errors.ShmloaderError, TimeoutError),
     "SharedMemoryError": (errors.ShmloaderError, MemoryError),
     "TooManyFailures": (errors.ShmloaderError, RuntimeError),
     "ClosedLoaderError": (errors.ShmloaderError, RuntimeError),
@@ -43,6 +44,7 @@ OURS = {
     *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
     *("sample_rng", "share", "CachedBatches", "LoaderStats"),
     *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
+    "SampleTimeoutError",
     *("ClosedLoaderError", "InternalError", "TooManyFailures"),
 }
 # The loader is ours, and an underscore is not public.
@@ -63,7 +65,7 @@ def test_what_users_import_from_torch_is_torchs_own_object(name):
 def test_our_public_classes_say_where_users_import_them_from():
     classes = {name: vars(shmloader)[name] for name in OURS}
     classes = {name: kind for name, kind in classes.items() if isinstance(kind, type)}
-    assert len(classes) == 14
+    assert len(classes) == 15
     for name, kind in classes.items():
         assert (kind.__module__, kind.__qualname__) == ("shmloader", name)
         assert pickle.loads(pickle.dumps(kind)) is kind

@@ -158,6 +158,75 @@ def test_an_epoch_in_which_all_samples_failed_raises_at_its_end():
         engine.next_batch()
 
 
+# Samples that hang -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_a_worker_in_a_sample_that_hangs_is_replaced_and_the_sample_named(is_dynamic):
+    engine, pool = engine_of(nothing, sample_timeout_s=2, is_dynamic=is_dynamic)
+    engine.start(iter(range(4)))
+    pool.hang(0, seq=0, sample=3)
+    pool.idle = everything
+    assert all_of(engine) == [0, 1, 2, 3]
+    assert [one for one in pool.log if one[0] in ("kill", "replace")] == [
+        ("kill", 0),
+        ("replace", 0),
+    ]
+    assert pool.sent_hung == {0: {3: "Worker 0 (pid 1000) was killed in it."}}
+    assert engine.counts.restarts == 1
+
+
+def test_a_replacement_for_a_hung_sample_takes_no_restart_and_counts_as_no_death():
+    """Four samples of one batch hang, one after the other, and then its worker dies once."""
+    engine, pool = engine_of(nothing, sample_timeout_s=2, worker_restarts=1)
+    engine.start(iter(range(4)))
+    left = [5, 3, 1, 0]
+
+    def hang_again(pool: ScriptedPool) -> None:
+        if left:
+            pool.hang(0, seq=0, sample=left.pop())
+        else:
+            pool.die(0, at=0)
+            pool.idle = everything
+
+    pool.idle = hang_again
+    assert all_of(engine) == [0, 1, 2, 3]
+    assert sorted(pool.sent_hung[0]) == [0, 1, 3, 5]
+    assert engine.counts.restarts == 5
+
+
+def test_a_sample_that_has_time_left_is_looked_at_again_when_it_has_not(monkeypatch):
+    engine, pool = engine_of(nothing, sample_timeout_s=2)
+    monkeypatch.setattr(time, "monotonic", lambda: pool.now_s)
+    engine.start(iter(range(4)))
+    pool.hang(0, seq=0, sample=0, left_s=0.5)
+    began_s = pool.now_s
+
+    def look(pool: ScriptedPool) -> None:
+        if pool.hanging and pool.now_s == began_s:
+            pool.hang(0, seq=0, sample=0, left_s=0.0)
+        elif not pool.hanging:
+            pool.answer_all()
+
+    pool.idle = look
+    assert engine.next_batch() == 0
+    assert pool.now_s == began_s + 0.5
+
+
+def test_a_worker_that_hangs_while_an_epoch_is_left_is_replaced_for_the_next():
+    engine, pool = engine_of(nothing, sample_timeout_s=2)
+    engine.start(iter(range(4)))
+    pool.answer(1)
+    pool.answer(0)
+    assert engine.next_batch() == 0
+    pool.hang(0, seq=2, sample=0)
+    pool.idle = everything
+    engine.restart(iter(range(4, 8)))
+    assert all_of(engine) == [4, 5, 6, 7]
+    assert pool.log.count(("replace", 0)) == 1
+    assert not pool.sent_hung
+
+
 # Epochs ------------------------------------------------------------------------------------
 
 

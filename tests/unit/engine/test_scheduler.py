@@ -1339,3 +1339,61 @@ def test_a_closed_scheduler_keeps_neither_batches_nor_layouts():
     assert ticket not in subject.tickets
     assert subject.take_next() is None
     assert subject.workers[1].last_layout is None
+
+
+# Samples that take too long -----------------------------------------------------------------
+
+
+def hang(subject: Scheduler, worker_id: int, seq: int, epoch: int = 0, sample: int = 0) -> None:
+    subject.sample_timed_out(worker_id, seq, epoch, sample, "in f", "it hung")
+
+
+def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_left():
+    subject = scheduler(worker_count=1)
+    offered(subject, 3)
+    for sample in (2, 5):
+        hang(subject, 0, seq=0, sample=sample)
+        assert subject.workers[0].hang == "it hung"
+        lose(subject, 0, at_work=0)
+        assert [ticket.seq for ticket in restarted(subject)] == [0, 1, 2]
+        assert not subject.workers[0].hang
+    assert subject.tickets[0].hung == {2: "in f", 5: "in f"}
+    assert subject.tickets[1].hung is None
+    subject.worker_lost(0, "death", at_work=0)
+    assert [ticket.answer for ticket in subject.tickets] == ["death"] * 3
+
+
+def test_a_sample_whose_batch_came_after_all_is_forgotten():
+    subject = scheduler(worker_count=1)
+    offered(subject, 2)
+    subject.answered(0, 0, "batch")
+    hang(subject, 0, seq=0)
+    lose(subject, 0, at_work=1)
+    assert [ticket.seq for ticket in restarted(subject)] == [1]
+    assert subject.take_next().answer == "batch"
+    assert subject.tickets[0].hung is None
+
+
+def test_with_a_queue_a_ticket_that_hangs_is_sent_again_when_its_thread_is_replaced():
+    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True)
+    for number in range(3):
+        subject.offer([number])
+    hang(subject, 1, seq=1, sample=3)
+    assert subject.workers.next_restart().worker_id == 1
+    (ticket,) = restarted(subject)
+    assert (ticket.seq, ticket.hung) == (1, {3: "in f"})
+    for seq in range(3):
+        subject.answered(seq, 0, f"batch {seq}", taker=0)
+    assert [subject.take_next().answer for _ in range(3)] == ["batch 0", "batch 1", "batch 2"]
+
+
+def test_a_thread_that_hangs_in_an_earlier_epoch_is_replaced_and_nothing_sent_again():
+    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True)
+    for number in range(3):
+        subject.offer([number])
+    subject.end_epoch()
+    subject.start_epoch()
+    subject.offer([7])
+    hang(subject, 0, seq=0, epoch=0)
+    assert restarted(subject) == []
+    assert subject.tickets[0].hung is None

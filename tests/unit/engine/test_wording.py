@@ -8,6 +8,8 @@ from shmloader.engine.wording import (
     describe_change,
     describe_death,
     describe_end,
+    describe_hang,
+    describe_hung_work,
     describe_indices,
     describe_loading,
     describe_restart,
@@ -212,6 +214,39 @@ def test_a_restart_says_what_is_done_again():
         IterableCheckpoint(4, b"state", 4, has_ended=True),
     ):
         assert "dataset" not in describe_restart(1, death, [], checkpoint)
+
+
+def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
+    hang = describe_hang(1, 812, 2.5, "batch 5 (indices 4 to 5)")
+    start = (
+        "Worker 1 (pid 812) took longer than 2.5 s (sample_timeout) for a sample of batch 5 "
+        "(indices 4 to 5). A new process replaces worker 1 and loads its unfinished batches again: "
+        "5, 7."
+    )
+    text = describe_restart(1, Death(812, -9), [5, 7], None, is_seeded=True, hang=hang)
+    assert text == start
+    hang = describe_hang(1, None, 2.5, "the previous epoch")
+    assert describe_restart(1, None, [], None, hang=hang) == (
+        "Worker thread 1 took longer than 2.5 s (sample_timeout) for a sample of the previous "
+        "epoch. A new thread replaces it."
+    )
+
+
+def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
+    stack = (
+        '  File "/home/me/data.py", line 7 in decode\n'
+        '  File "/home/me/data.py", line 3 in __getitem__\n'
+        '  File "/site/shmloader/batch/fetch.py", line 1 in load'
+    )
+    at_work = AtWork(Phase.LOADING, 0, 3, 2.0, stack)
+    assert describe_hung_work(1, 812, at_work) == (
+        "Worker 1 (pid 812) was killed in it, the innermost call first:\n"
+        '  File "/home/me/data.py", line 7 in decode\n'
+        '  File "/home/me/data.py", line 3 in __getitem__'
+    )
+    assert describe_hung_work(1, None, AtWork(Phase.LOADING, 0, 3, 2.0)) == (
+        "Worker thread 1 was left behind in it."
+    )
 
 
 def test_a_restart_says_from_which_state_a_dataset_goes_on():

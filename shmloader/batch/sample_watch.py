@@ -1,0 +1,194 @@
+"""Watches how long samples take (``sample_timeout=``), where they are loaded.
+
+Code that hangs cannot be interrupted from outside, so a sample that takes too long costs the worker
+that loads it. A :class:`SampleWatch` publishes the number of the sample in work and its deadline.
+The engine, which reads both, ends the worker after the deadline and has the batch loaded again by a
+new worker. It sends along the numbers of the samples that hung, and the new watch raises
+``SampleTimeoutError`` in their places. So the error is handled as ``on_error`` says, as others are.
+
+Samples of a batch are numbered in the order in which they are asked for. What one call of
+``__getitems__`` loads counts as one, with as many times the limit as it has indices. The batches
+that a resumed stream reads again have the numbers -2, -3 and so on.
+
+A watch costs about 2 µs a sample, and exists only where ``sample_timeout`` is given.
+"""
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sized
+from contextvars import ContextVar
+from typing import Any
+
+from shmloader.batch.fetch import one_by_one
+from shmloader.errors import SampleTimeoutError
+
+#: The published number while no sample is in work.
+NO_SAMPLE = -1
+
+_FIRST_REPLAYED = -2
+
+# The number of a sample that is loaded along with others, in the context of that sample.
+_NUMBER: ContextVar[int | None] = ContextVar("shmloader_sample_number", default=None)
+
+
+class SampleWatch:
+    """Publishes which sample is in work, and raises in place of samples that hung before.
+
+    One batch at a time is watched. Its samples may be loaded by several threads.
+
+    Args:
+        timeout_s: The longest time for one sample, in seconds.
+        publish: Called with the number of the sample whose deadline is next, and that deadline by
+            ``time.monotonic_ns()``; with NO_SAMPLE and 0 while no sample is in work.
+    """
+
+    def __init__(self, timeout_s: float, publish: Callable[[int, int], None]) -> None:
+        self._timeout_s = timeout_s
+        self._publish = publish
+        self._lock = threading.Lock()
+        # Deadlines of the samples in work, by number.
+        self._deadlines: dict[int, int] = {}
+        self._hung: Mapping[int, str] = {}
+        self._next, self._step = 0, 1
+
+    def begin(self, hung: Mapping[int, str] | None = None, *, is_replay: bool = False) -> None:
+        """Begin a batch, or the batches that a resumed stream reads again.
+
+        Args:
+            hung: The samples that hung before: by number, what their worker was doing.
+            is_replay: Whether batches are read again that were delivered before.
+        """
+        self._hung = hung or {}
+        self._next, self._step = (_FIRST_REPLAYED, -1) if is_replay else (0, 1)
+
+    def begin_sample(self) -> None:
+        """Number a sample that is loaded along with others. Called in the sample's context."""
+        _NUMBER.set(self._take_number())
+
+    def load(self, get: Callable[[Any], Any], index: Any, count: int | None = None) -> Any:
+        """Return ``get(index)``, watched. If that is a coroutine, awaiting it is watched.
+
+        Args:
+            get: Loads the sample.
+            index: The sample's index.
+            count: How many samples one call of ``__getitems__`` loads; None for a single sample.
+
+        Raises:
+            SampleTimeoutError: If the sample hung before.
+        """
+        number = _NUMBER.get()
+        if number is None:
+            number = self._take_number()
+        text = self._hung.get(number)
+        if text is not None:
+            what = f"sample {index!r}" if count is None else f"__getitems__ of {count} samples"
+            raise self._error(what, text, count)
+        self._begin_work(number, count or 1)
+        try:
+            sample = get(index)
+            if inspect.iscoroutine(sample):
+                return self._awaited(number, sample)
+        finally:
+            self._end_work(number)
+        return sample
+
+    def load_next(self, iterator: Iterator[Any]) -> Any:
+        """Return ``next(iterator)``, watched; raises as :meth:`load`."""
+        number = self._take_number()
+        text = self._hung.get(number)
+        if text is not None:
+            raise self._error("the next sample of the dataset's iterator", text)
+        self._begin_work(number, 1)
+        try:
+            return next(iterator)
+        finally:
+            self._end_work(number)
+
+    async def _awaited(self, number: int, sample: Coroutine[Any, Any, Any]) -> Any:
+        self._begin_work(number, 1)
+        try:
+            return await sample
+        finally:
+            self._end_work(number)
+
+    def _take_number(self) -> int:
+        number = self._next
+        self._next += self._step
+        return number
+
+    def _begin_work(self, number: int, count: int) -> None:
+        with self._lock:
+            limit_ns = int(self._timeout_s * count * 1e9)
+            self._deadlines[number] = time.monotonic_ns() + limit_ns
+            self._publish_first()
+
+    def _end_work(self, number: int) -> None:
+        with self._lock:
+            self._deadlines.pop(number, None)
+            self._publish_first()
+
+    def _publish_first(self) -> None:
+        if not self._deadlines:
+            self._publish(NO_SAMPLE, 0)
+            return
+        number = min(self._deadlines, key=self._deadlines.__getitem__)
+        self._publish(number, self._deadlines[number])
+
+    def _error(self, what: str, text: str, count: int | None = None) -> SampleTimeoutError:
+        times = "" if count is None else f"{count} × "
+        return SampleTimeoutError(
+            f"{what} took longer than {times}sample_timeout={self._timeout_s:g} s. {text}"
+        )
+
+
+class WatchedSamples:
+    """A map-style dataset whose samples are watched."""
+
+    def __init__(self, watch: SampleWatch, dataset: Any) -> None:
+        self._watch = watch
+        self._dataset = dataset
+        self._get = one_by_one(dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._watch.load(self._get, index)
+
+    @property
+    def __getitems__(self) -> Any:
+        """The dataset's own, watched, if it has one."""
+        get = getattr(self._dataset, "__getitems__", None)
+        if not get:
+            return None
+
+        def getitems(indices: Any) -> Any:
+            count = len(indices) if isinstance(indices, Sized) else 1
+            return self._watch.load(get, indices, count)
+
+        return getitems
+
+
+class WatchedIterator:
+    """An iterable dataset's iterator whose samples are watched.
+
+    After a sample that hung, it yields nothing more, as a generator does that has raised.
+
+    Attributes:
+        source: The dataset's own iterator.
+    """
+
+    def __init__(self, watch: SampleWatch, source: Iterator[Any]) -> None:
+        self.source = source
+        self._watch = watch
+        self._has_hung = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._has_hung:
+            raise StopIteration
+        try:
+            return self._watch.load_next(self.source)
+        except SampleTimeoutError:
+            self._has_hung = True
+            raise

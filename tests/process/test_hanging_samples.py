@@ -1,0 +1,340 @@
+"""``sample_timeout``: a worker that hangs in a sample is replaced, and nothing is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shmloader
+from shmloader import DataLoader, SampleTimeoutError
+from tests.process.support import Calls, Streams, Switch
+
+LENGTH, BATCH = 24, 4
+LIMIT_S = 0.3
+
+
+class Hangs:
+    """Rows, some of which take for ever. Threads that were left behind end by `release`."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = set(bad)
+        self._go = threading.Event()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            self._hang()
+        return index
+
+    def _hang(self) -> None:
+        assert self._go.wait(60)
+
+    def release(self) -> None:
+        self._go.set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"bad": self.bad}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["bad"])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "processes": {},
+    "dynamic": {"seed": 3},
+    "any order": {"in_order": False},
+    "threads": {"thread_pool": True},
+    "several at once": {"fetch_concurrency": 2},
+    "several at once in threads": {"thread_pool": True, "fetch_concurrency": 2},
+}
+
+
+@pytest.fixture
+def hanging() -> Iterator[list[Hangs]]:
+    made: list[Hangs] = []
+    yield made
+    for one in made:
+        one.release()
+
+
+def load(dataset: Any, **options: Any) -> DataLoader:
+    defaults = {"num_workers": 2, "batch_size": BATCH, "sample_timeout": LIMIT_S}
+    return DataLoader(dataset, **(defaults | options))
+
+
+def read(loader: DataLoader) -> list[Any]:
+    """The batches, with the exceptions in their places."""
+    found, iterator = [], iter(loader)
+    while True:
+        try:
+            found.append(next(iterator).tolist())
+        except StopIteration:
+            return found
+        except SampleTimeoutError as error:
+            found.append(error)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+def test_a_sample_that_hangs_is_treated_as_one_that_fails(way, on_error, hanging):
+    dataset = Hangs(5, 9, 10)
+    hanging.append(dataset)
+    options = dict(WAYS[way])
+    if on_error != "raise":
+        options["on_error"] = "skip" if on_error == "skip" else instead
+    with load(dataset, **options) as loader:
+        batches = read(loader)
+        if way == "any order":
+            batches.sort(key=lambda batch: batch[0] if isinstance(batch, list) else 100)
+        errors = [batch for batch in batches if isinstance(batch, Exception)]
+        if on_error == "raise":
+            assert sorted(text_of(error)[:9] for error in errors) == ["sample 5 ", "sample 9 "]
+            places = [at for at, batch in enumerate(batches) if isinstance(batch, Exception)]
+            assert places == ([4, 5] if way == "any order" else [1, 2])
+            good = [batch for batch in batches if batch not in errors]
+            assert good == [[*range(at, at + 4)] for at in (0, 12, 16, 20)]
+            assert loader.failures.total == 0
+            return
+        assert not errors
+        assert {one.index for one in loader.failures} == {5, 9, 10}
+        assert {type(one.error) for one in loader.failures} == {SampleTimeoutError}
+        second, third = ([4, 105, 6, 7], [8, 109, 110, 11]) if on_error == "replace" else (
+            [4, 6, 7], [8, 11],
+        )  # fmt: skip
+        rest = [[*range(at, at + 4)] for at in (12, 16, 20)]
+        assert batches == [[0, 1, 2, 3], second, third, *rest]
+
+
+def instead(index: int, error: Exception) -> int:
+    assert isinstance(error, SampleTimeoutError)
+    return 100 + index
+
+
+def text_of(error: Exception) -> str:
+    """The message, without the worker's traceback before it."""
+    return str(error).rpartition("SampleTimeoutError: ")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_in_a_fresh_interpreter_is_replaced_too(method, hanging):
+    dataset = Hangs(5)
+    hanging.append(dataset)
+    with load(dataset, multiprocessing_context=method, on_error="skip") as loader:
+        assert read(loader)[1] == [4, 6, 7]
+        assert [one.index for one in loader.failures] == [5]
+
+
+@pytest.mark.parametrize("way", ["processes", "threads"])
+def test_the_error_names_the_index_the_limit_the_worker_and_the_code(way, hanging):
+    dataset = Hangs(5)
+    hanging.append(dataset)
+    with load(dataset, **WAYS[way]) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(SampleTimeoutError) as caught:
+            next(iterator)
+    text = text_of(caught.value)
+    # Any thread may have taken it.
+    worker, end = (r"1 \(pid \d+\)", "killed")
+    if way == "threads":
+        worker, end = (r"thread \d", "left behind")
+    first, *frames = text.strip().splitlines()
+    assert re.fullmatch(
+        rf"sample 5 took longer than sample_timeout=0.3 s\. Worker {worker} was {end} in it, the "
+        r"innermost call first:",
+        first,
+    )
+    assert any(f'{__file__}", line' in frame and "in _hang" in frame for frame in frames)
+    assert not any("shmloader/" in frame for frame in frames)
+
+
+def test_a_worker_that_holds_the_interpreter_is_replaced_too():
+    """A call of C that never gives it back: no thread of the worker can run."""
+
+    def sample(index: int) -> int:
+        if index == 1:
+            mutex = ctypes.create_string_buffer(64)  # PTHREAD_MUTEX_INITIALIZER is all zeros
+            for _ in range(2):  # the second call waits for ever, and no signal ends that
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        return index
+
+    with load(Calls(sample, 8), on_error="skip") as loader:
+        assert read(loader) == [[0, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_stopped_worker_is_replaced():
+    def sample(index: int) -> int:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return index
+
+    with load(Calls(sample, 8), on_error="skip") as loader:
+        assert read(loader) == [[0, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("thread_pool", [False, True])
+def test_too_many_that_hang_end_the_epoch(thread_pool, hanging):
+    dataset = Hangs(*range(4, 24))
+    hanging.append(dataset)
+    options = {"on_error": "skip", "max_failures": 2, "sample_timeout": 0.1}
+    with load(dataset, thread_pool=thread_pool, **options) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1, 2, 3]
+        with pytest.raises(shmloader.TooManyFailures) as caught:
+            next(iterator)
+        assert isinstance(caught.value.__cause__, SampleTimeoutError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_whole_batch_may_hang_sample_by_sample(way, hanging):
+    dataset = Hangs(4, 5, 6, 7, 23)
+    hanging.append(dataset)
+    with load(dataset, on_error="skip", **WAYS[way]) as loader:
+        batches = read(loader)
+        assert sorted(itertools.chain(*batches)) == sorted(set(range(LENGTH)) - dataset.bad)
+        assert loader.failures.total == 5
+
+
+@pytest.mark.parametrize("thread_pool", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_is_left_in_a_sample_that_hangs_does_not_hold_up_the_next(
+    thread_pool, persistent, hanging
+):
+    dataset = Hangs(9)
+    hanging.append(dataset)
+    options = {"thread_pool": thread_pool, "persistent_workers": persistent, "on_error": "skip"}
+    with load(dataset, **options) as loader:
+        for _ in range(3):
+            next(iter(loader))
+        assert sorted(itertools.chain(*read(loader))) == sorted(set(range(LENGTH)) - {9})
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_one_call_for_a_batch_is_named_whole_and_with_skip_taken_apart(is_list, hanging):
+    class Lists(Hangs):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [self[index] for index in indices]
+
+    dataset = Lists(5)
+    hanging.append(dataset)
+    with load(dataset, on_error="skip" if is_list else "raise", sample_timeout=0.1) as loader:
+        batches = read(loader)
+        if is_list:
+            assert batches[1] == [4, 6, 7]
+            assert [one.index for one in loader.failures] == [5]
+        else:
+            assert text_of(batches[1]).startswith(
+                "__getitems__ of 4 samples took longer than 4 × sample_timeout=0.1 s. Worker 1 "
+            )
+
+
+def test_a_sample_that_hangs_once_costs_only_itself(hanging):
+    """The other samples of its batch, and all other batches of its worker, are loaded again."""
+    has_hung = Switch(is_on=False)
+
+    def sample(index: int) -> int:
+        if index == 5 and not has_hung:
+            has_hung.turn(on=True)
+            threading.Event().wait(60)
+        return index
+
+    with load(Calls(sample, LENGTH), on_error="skip") as loader:
+        assert read(loader)[1] == [4, 6, 7]
+        assert loader.stats().restarts == 1
+        assert read(loader)[1] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("every", [1, 0])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_stream_ends_with_the_sample_that_hangs_and_the_others_go_on(every, seed):
+    def numbers() -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        for index in range(info.id, LENGTH, 2):
+            if index == 9:
+                threading.Event().wait(60)
+            yield index
+
+    options = {"snapshot_every_n_steps": every, "seed": seed, "batch_size": 2}
+    with load(Streams(numbers), **options) as loader:
+        batches = read(loader)
+    assert [batch if isinstance(batch, list) else "hung" for batch in batches] == [
+        [0, 2], [1, 3], [4, 6], [5, 7], [8, 10], "hung", [12, 14], [16, 18], [20, 22],
+    ]  # fmt: skip
+    (error,) = (batch for batch in batches if not isinstance(batch, list))
+    assert text_of(error).startswith("the next sample of the dataset's iterator took longer than")
+
+
+def test_after_a_sample_that_hung_a_state_resumes_at_the_next_batch(hanging):
+    def run(state: Any = None) -> tuple[list[Any], Any]:
+        dataset = Hangs(5)
+        hanging.append(dataset)
+        with load(dataset, on_error="skip", seed=7, shuffle=True) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+                return read(loader), None
+            found, states = [], []
+            for batch in loader:
+                found.append(batch.tolist())
+                states.append(loader.state_dict())
+            return found, states
+
+    whole, states = run()
+    hung = next(at for at, batch in enumerate(whole) if len(batch) < BATCH)
+    assert run(states[hung])[0] == whole[hung + 1 :]
+
+
+def test_while_others_go_on_a_slow_sample_is_left_alone():
+    """Nobody waits for it: the limit counts while a batch is waited for."""
+    gate_read, gate_write = os.pipe()
+
+    def sample(index: int) -> int:
+        if index == 0:
+            os.read(gate_read, 1)
+        return index
+
+    try:
+        options = {"batch_size": 1, "in_order": False, "prefetch_factor": 8, "on_error": "skip"}
+        with load(Calls(sample, 8), sample_timeout=60, **options) as loader:
+            iterator = iter(loader)
+            found = [next(iterator).item() for _ in range(7)]
+            os.write(gate_write, b"x")
+            assert sorted([*found, next(iterator).item()]) == list(range(8))
+            assert loader.failures.total == 0
+    finally:
+        os.close(gate_read)
+        os.close(gate_write)
+
+
+def test_torch_s_workers_are_not_asked_to():
+    with pytest.raises(ValueError, match=r"^sample_timeout needs num_workers > 0"):
+        DataLoader(range(4), sample_timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        ("2", TypeError, "sample_timeout should be a number of seconds or None, but got"),
+        (True, TypeError, "sample_timeout should be a number of seconds or None, but got"),
+        (0, ValueError, "sample_timeout should be a positive number of seconds, but got"),
+        (-1.5, ValueError, "sample_timeout should be a positive number of seconds, but got"),
+        (float("nan"), ValueError, "sample_timeout should be a positive number of seconds"),
+        (float("inf"), ValueError, "sample_timeout should be a positive number of seconds"),
+    ],
+)
+def test_wrong_limits_are_refused(value, kind, text):
+    with pytest.raises(kind, match=text):
+        DataLoader(range(4), num_workers=1, sample_timeout=value)

@@ -1,0 +1,214 @@
+"""What a watch publishes of the samples in work, and where it raises."""
+
+import asyncio
+import contextvars
+import threading
+import time
+
+import pytest
+
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.fetch import SampleLoader
+from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch, WatchedIterator, WatchedSamples
+from shmloader.errors import SampleTimeoutError
+
+
+class Shown:
+    """What was published: the last, and all of it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[int, int]] = []
+
+    def __call__(self, number: int, deadline_ns: int) -> None:
+        self.log.append((number, deadline_ns))
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.log]
+
+    def left_s(self) -> float:
+        return (self.log[-1][1] - time.monotonic_ns()) / 1e9
+
+
+def watch_of(timeout_s=10.0) -> tuple[SampleWatch, Shown]:
+    shown = Shown()
+    watch = SampleWatch(timeout_s, shown)
+    watch.begin()
+    return watch, shown
+
+
+def test_each_sample_in_work_is_shown_with_its_deadline():
+    watch, shown = watch_of()
+    left = []
+
+    class Data:
+        def __getitem__(self, index):
+            left.append(shown.left_s())
+            return index
+
+    samples = WatchedSamples(watch, Data())
+    assert [samples[index] for index in (7, 8)] == [7, 8]
+    assert shown.numbers == [0, NO_SAMPLE, 1, NO_SAMPLE]
+    assert all(9 < one <= 10 for one in left)
+
+
+def test_after_an_exception_no_sample_is_shown():
+    watch, shown = watch_of()
+    with pytest.raises(IndexError):
+        WatchedSamples(watch, [])[3]
+    assert shown.numbers == [0, NO_SAMPLE]
+
+
+def test_one_call_for_many_samples_has_as_many_times_the_limit():
+    watch, shown = watch_of()
+    left = []
+
+    class Data:
+        def __getitems__(self, indices):
+            left.append(shown.left_s())
+            return indices
+
+    assert WatchedSamples(watch, Data()).__getitems__([4, 5, 6]) == [4, 5, 6]
+    assert 29 < left[0] <= 30
+    assert shown.numbers == [0, NO_SAMPLE]
+
+
+def test_a_dataset_without_getitems_gets_none():
+    watch, _ = watch_of()
+    assert not WatchedSamples(watch, [1, 2]).__getitems__
+
+
+@pytest.mark.parametrize("hung", [{1: "It hung."}, {1: "It hung.", 5: "No such sample."}])
+def test_a_sample_that_hung_raises_instead_and_the_others_are_loaded(hung):
+    watch, _ = watch_of(2.5)
+    watch.begin(hung)
+    asked = []
+
+    class Data:
+        def __getitem__(self, index):
+            asked.append(index)
+            return index
+
+    samples = WatchedSamples(watch, Data())
+    assert samples[10] == 10
+    with pytest.raises(SampleTimeoutError) as caught:
+        samples[11]
+    assert str(caught.value) == "sample 11 took longer than sample_timeout=2.5 s. It hung."
+    assert samples[12] == 12
+    assert asked == [10, 12]
+    watch.begin()  # the next batch
+    assert [samples[index] for index in (20, 21)] == [20, 21]
+
+
+def test_one_call_that_hung_says_how_many_samples_it_had():
+    watch, _ = watch_of(2)
+    watch.begin({0: "It hung."})
+
+    class Data:
+        def __getitems__(self, indices):
+            raise AssertionError
+
+    with pytest.raises(SampleTimeoutError) as caught:
+        WatchedSamples(watch, Data()).__getitems__([4, 5, 6])
+    assert str(caught.value) == (
+        "__getitems__ of 3 samples took longer than 3 × sample_timeout=2 s. It hung."
+    )
+
+
+def test_an_iterator_ends_with_the_sample_that_hung():
+    watch, shown = watch_of(2)
+    watch.begin({2: "It hung."})
+    source = iter(range(10))
+    iterator = WatchedIterator(watch, source)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(SampleTimeoutError, match=r"^the next sample of the dataset's iterator"):
+        next(iterator)
+    assert list(iterator) == []
+    assert next(source) == 2
+    assert shown.numbers == [0, NO_SAMPLE, 1, NO_SAMPLE]
+
+
+def test_what_a_resumed_stream_reads_again_has_numbers_of_its_own():
+    watch, shown = watch_of()
+    iterator = WatchedIterator(watch, iter(range(10)))
+    watch.begin({1: "It hung."}, is_replay=True)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    watch.begin({1: "It hung."})
+    assert next(iterator) == 2
+    assert [number for number in shown.numbers if number != NO_SAMPLE] == [-2, -3, 0]
+    watch.begin({-3: "It hung."}, is_replay=True)
+    assert next(iterator) == 3
+    with pytest.raises(SampleTimeoutError):
+        next(iterator)
+
+
+def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_shown():
+    watch, shown = watch_of()
+    both_begun, first_may_end, second_may_end = (threading.Event() for _ in range(3))
+
+    class Data:
+        def __getitem__(self, index):
+            if index == 0:
+                assert both_begun.wait(10)
+                assert first_may_end.wait(10)
+            else:
+                both_begun.set()
+                assert second_may_end.wait(10)
+            return index
+
+    samples = WatchedSamples(watch, Data())
+    found = []
+
+    def load(index: int) -> None:
+        context = contextvars.copy_context()
+        context.run(watch.begin_sample)
+        thread = threading.Thread(target=lambda: found.append(context.run(lambda: samples[index])))
+        thread.start()
+        threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    load(0)
+    while 0 not in watch._deadlines:
+        time.sleep(0.001)
+    load(1)
+    assert both_begun.wait(10)
+    assert shown.numbers[-1] == 0
+    first_may_end.set()
+    threads[0].join(10)
+    assert shown.numbers[-1] == 1
+    second_may_end.set()
+    threads[1].join(10)
+    assert shown.numbers[-1] == NO_SAMPLE
+    assert found == [0, 1]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_samples_that_are_loaded_at_once_keep_their_numbers(is_async):
+    """Whatever thread or task takes a sample first: the same one raises in each try."""
+    watch, shown = watch_of()
+
+    class Data:
+        def __getitem__(self, index):
+            return index
+
+    class Async:
+        async def __getitem__(self, index):
+            await asyncio.sleep(0)
+            return index
+
+    samples = WatchedSamples(watch, Async() if is_async else Data())
+    fetcher = ConcurrentFetcher(3)
+    try:
+        for _ in range(50):
+            watch.begin({4: "It hung."})
+            results = SampleLoader(fetcher, [watch.begin_sample]).load(
+                samples.__getitem__, range(10, 20), wants_all=True
+            )
+            failed = [one.index for one in results if one.error is not None]
+            assert failed == [14]
+            assert [one.value for one in results if one.error is None] == [
+                *range(10, 14), *range(15, 20),
+            ]  # fmt: skip
+    finally:
+        fetcher.close()
+    assert shown.numbers[-1] == NO_SAMPLE
