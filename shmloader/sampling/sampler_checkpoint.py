@@ -12,9 +12,8 @@ Guarantees:
 
 import contextlib
 import copy
-import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -283,19 +282,6 @@ def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
 def own_state(sampler: Any) -> Any:
     """Return a copy of the sampler's own state."""
     return copy.deepcopy(sampler.state_dict())
-
-
-def restart_if_exhausted(
-    items: Iterator[Any], restart: Callable[[], Iterator[Any]]
-) -> Iterator[Any]:
-    """Return another iterator of a sampler if ``items``, the first one, yields nothing.
-
-    A sampler that reads its state when it is iterated, such as torchdata's
-    StatefulDistributedSampler, may have been saved at the end of an epoch: then the first
-    iterator is exhausted, and the next one yields the whole epoch.
-    """
-    first = list(itertools.islice(items, 1))
-    return itertools.chain(first, items) if first else restart()
 
 
 def has_own_state(sampler: object) -> bool:

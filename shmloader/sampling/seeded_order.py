@@ -19,7 +19,6 @@ from shmloader.sampling.sampler_checkpoint import (
     describe,
     epoch_of,
     log_redraw,
-    restart_if_exhausted,
     set_epoch_of,
     size_of_batches,
 )
@@ -34,6 +33,7 @@ from shmloader.sampling.steps import (
     order_of,
 )
 from shmloader.sampling.steps import step_count as count_steps
+from shmloader.sampling.user_iterators import restart_if_exhausted
 
 # Indices that SeededRandomSampler computes at a time.
 _BLOCK = 8192
@@ -339,7 +339,7 @@ class SeededOrder(Sampler[list[Any]]):
         items = iter(self._items)
         if begun_from is None or "own" not in begun_from:
             return items
-        return restart_if_exhausted(items, self._items.__iter__)
+        return restart_if_exhausted(items, functools.partial(iter, self._items))
 
     def _shape(self, steps: Steps, epoch: int, done_ahead: frozenset[int]) -> Iterator[Any]:
         cut = self._cut
