@@ -170,11 +170,12 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
             any number, but with "skip" an epoch in which all samples failed raises it as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
-            that has ``state_dict`` and ``load_state_dict``, or whose iterator has them; 0 or None
-            for never. When the loader is resumed, or the worker replaced, an iterable dataset
-            resumes from its last saved state: what was delivered since then is read again and
-            discarded. The batches do not depend on this number; save large states rarely. The
-            state of a map-style dataset is saved after every batch, unless never.
+            that has ``state_dict()`` and ``load_state_dict(state)``, or whose iterator has them; 0
+            or None for never. (Methods of these names that need other arguments are not called.)
+            When the loader is resumed, or the worker replaced, an iterable dataset resumes from its
+            last saved state: what was delivered since then is read again and discarded. The batches
+            do not depend on this number; save large states rarely. The state of a map-style dataset
+            is saved after every batch, unless never.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all epochs,

@@ -12,8 +12,9 @@ Guarantees:
 
 import contextlib
 import copy
+import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -284,6 +285,24 @@ def own_state(sampler: Any) -> Any:
     return copy.deepcopy(sampler.state_dict())
 
 
-def has_own_state(sampler: object) -> bool:
-    """Whether a sampler, or a dataset, has ``state_dict`` and ``load_state_dict``."""
-    return all(callable(probe(sampler, name)) for name in ("state_dict", "load_state_dict"))
+def has_own_state(thing: object) -> bool:
+    """Whether a sampler, a dataset or its iterator has ``state_dict()`` and ``load_state_dict()``.
+
+    Methods of these names that need other arguments belong to another protocol: litdata's and
+    MosaicML's ``StreamingDataset`` have such a ``state_dict``.
+    """
+    methods = probe(thing, "state_dict"), probe(thing, "load_state_dict")
+    return all(callable(method) and _takes(method, count) for count, method in enumerate(methods))
+
+
+def _takes(method: Callable[..., object], count: int) -> bool:
+    """Whether a method can be called with this number of positional arguments, and no others."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # as for some methods of extension modules
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
