@@ -38,12 +38,21 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
 from shmloader.sampling.samplers import IntervalSampler
+from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
 
 # These draw nothing, or from their own generator, whose state depends only on the epoch.
-_OWN = {BatchSampler, RolloverBatchSampler, SequentialSampler, DistributedSampler, IntervalSampler}
+_OWN = {
+    BatchSampler,
+    RolloverBatchSampler,
+    SequentialSampler,
+    DistributedSampler,
+    IntervalSampler,
+    SeededRandomSampler,
+    SeededSequentialSampler,
+}
 _OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
 
 _LONGEST_CHAIN = 8
@@ -115,9 +124,9 @@ def set_epoch_of(sampler: object, epoch: int) -> None:
 def epoch_of(sampler: object) -> int | None:
     """Return the ``epoch`` of a sampler, or of the sampler in a batch sampler, that can be set."""
     for each in (sampler, probe(sampler, "sampler")):
-        if callable(probe(each, "set_epoch")):
-            epoch = probe(each, "epoch")
-            return epoch if type(epoch) is int and epoch >= 0 else None
+        epoch = probe(each, "epoch")
+        if callable(probe(each, "set_epoch")) and type(epoch) is int and epoch >= 0:
+            return epoch
     return None
 
 

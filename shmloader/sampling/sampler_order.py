@@ -103,7 +103,7 @@ class SamplerOrder:
         """Set the epoch of samplers that count epochs."""
         set_epoch_of(self.index_sampler, epoch)
 
-    def take_named_epoch(self) -> None:
+    def named_epoch(self) -> None:
         """Return None: a sampler whose epoch other code has set draws that epoch by itself."""
 
     def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
