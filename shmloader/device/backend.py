@@ -70,7 +70,10 @@ def current_index(kind: str) -> int:
 
 def _accelerator_kind() -> str | None:
     # Not is_available(), which calls CUDA's driver.
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises it if there is none
+        return None
     return None if accelerator is None else accelerator.type
 
 

@@ -3,8 +3,9 @@
  * Ordinary stores first read each cache line that they are about to overwrite, and push other
  * data out of the caches. Streaming stores do neither. SSE2, which every x86-64 has, is enough:
  * the processor joins four stores into one line. Elsewhere this is memcpy.
+ *
+ * setup.py defines Py_LIMITED_API, except for free-threaded Python, which has no limited API.
  */
-#define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
@@ -76,7 +77,13 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    /* Nothing here is shared between calls. Without this, an import would enable the GIL. */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_streaming", "Copies that leave the caches alone.", 0,

@@ -64,6 +64,8 @@ class Step(NamedTuple):
 
 # ---------------------------------------------------------------- running
 
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def rng_now(generator: torch.Generator | None = None) -> Rng:
     name, keys, *rest = np.random.get_state(legacy=True)

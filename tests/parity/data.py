@@ -159,8 +159,9 @@ def describe_worker(dataset: Any = None) -> dict[str, Any]:
         "id": info.id,
         "num_workers": info.num_workers,
         "seed": info.seed,
-        "rng": info.rng,
-        "worker_method": info.worker_method,
+        # Later torch has these.
+        "rng": getattr(info, "rng", "no such attribute"),
+        "worker_method": getattr(info, "worker_method", "no such attribute"),
         "dataset type": type(info.dataset).__name__,
         "dataset is mine": dataset is None or info.dataset is dataset,
     }

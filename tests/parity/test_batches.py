@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from tests.parity.compare import (
+    TORCH_VERSION,
     Failure,
     assert_private_tensors,
     assert_same,
@@ -200,7 +201,17 @@ def test_default_collate_makes_the_same_of(cases: list[str], way: dict[str, Any]
         epochs=1,
         same=naming(cases, 3, same),
     )
-    assert len(batches) == 3 * len(cases)
+    assert len(batches) == 3 * sum(map(torch_collates, cases))
+
+
+def torch_collates(case: str) -> bool:
+    try:
+        default_collate([SAMPLES[case](0)])
+    except TypeError:
+        # Torch 2.6 and a numpy.bool of NumPy 2.4.
+        assert (case, TORCH_VERSION) == ("numpy scalars", (2, 6))
+        return False
+    return True
 
 
 @pytest.mark.sampled(2)

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from shmloader import DataLoader
 from tests.parity.compare import (
+    TORCH_VERSION,
     both_outcomes,
     one_step,
     outcome,
@@ -395,7 +396,8 @@ def test_a_slow_sample_holds_up_nobody_when_any_order_will_do() -> None:
     def make() -> dict[str, Any]:
         return {"dataset": Gate(12), "batch_size": None, "num_workers": 2, "in_order": False}
 
-    assert run_torch(make, drive) == list(range(12))
+    if TORCH_VERSION >= (2, 7):  # before, torch's in_order=False waited all the same
+        assert run_torch(make, drive) == list(range(12))
     assert run_ours(make, drive) == list(range(12))
 
 
@@ -411,7 +413,8 @@ def test_a_slow_stream_holds_up_nobody_when_any_order_will_do() -> None:
         return {"dataset": GateStream(), "batch_size": None, "num_workers": 2, "in_order": False}
 
     expected = [*range(6), *range(100, 106)]
-    assert run_torch(make, drive) == expected
+    if TORCH_VERSION >= (2, 7):  # before, torch's in_order=False waited all the same
+        assert run_torch(make, drive) == expected
     assert run_ours(make, drive) == expected
 
 
