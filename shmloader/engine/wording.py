@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import Death
+from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.sampling.indices import without_position
 
@@ -79,6 +80,8 @@ def describe_ticket(ticket: Ticket) -> str:
 def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
     """Say how a worker ended, what it was loading, and why it was not replaced."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
+    if death.exit_code == NO_GUARD_EXIT:
+        return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
     text += _describe_oom(death)
     if not death.restart_limit:
