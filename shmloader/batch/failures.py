@@ -11,14 +11,15 @@ import contextlib
 import pickle
 import reprlib
 import sys
-import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
 import cloudpickle
-from torch._utils import ExceptionWrapper
+from torch._utils import ExceptionWrapper, KeyErrorMessage
 
 from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.sampling.indices import without_position
+from shmloader.tracebacks import format_for_user
 
 #: How many failures are listed, the newest ones; the others are only counted.
 LISTED = 100
@@ -33,6 +34,13 @@ _INDEX_CHARACTERS = 200
 # The limits of traceback and key where only a short message can be sent.
 _SHORT_TRACEBACK_CHARACTERS = 500
 _SHORT_BYTES = 512
+
+# The most indices that a text lists.
+_SHOWN = 8
+
+# How many characters of an exception's own text are kept on one line.
+_MESSAGE_CHARACTERS = 1000
+_SHORT_MESSAGE_CHARACTERS = 200
 
 # Raised in the main process, these would end a loop or a generator. An exception that is not an
 # ``Exception`` would end a task, the loader, or the program.
@@ -49,14 +57,16 @@ class RemoteError:
     Attributes:
         kind: Name of its class.
         where: Where it was caught, for instance "in DataLoader worker process 3".
-        text: The traceback, as text.
+        text: The traceback, as text, from the user's first frame on.
         type_bytes: The pickled class; None if the main process is to raise a RuntimeError instead.
+        message: The exception's own text, on one line.
     """
 
     kind: str
     where: str
     text: str
     type_bytes: bytes | None
+    message: str = ""
 
     @classmethod
     def caught(cls, where: str) -> Self:
@@ -70,12 +80,12 @@ class RemoteError:
         """Wrap an exception that was caught."""
         kind = type(error)
         return cls(
-            kind.__name__, where, "".join(traceback.format_exception(error)), _pickle_type(kind)
+            kind.__name__, where, format_for_user(error), _pickle_type(kind), _message_of(error)
         )
 
     def dumps(self) -> bytes:
         """Return the error pickled as plain values, which can always be read."""
-        values = (self.kind, self.where, self.text, self.type_bytes)
+        values = (self.kind, self.where, self.text, self.type_bytes, self.message)
         return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
@@ -125,15 +135,40 @@ class RemoteError:
             return error.with_traceback(None)
 
     @property
-    def last_line(self) -> str:
-        """The traceback's last line, which mostly has the class and the message."""
-        return self.text.rstrip().rpartition("\n")[2]
+    def summary(self) -> str:
+        """The name of the class and the message, on one line."""
+        return f"{self.kind}: {self.message}" if self.message else self.kind
 
-    def _raise(self) -> NoReturn:
-        kind: Any = None
+    def summarized(self, note: str) -> Exception:
+        """Return an exception of the same class whose text is one line, for a list of failures.
+
+        The traceback is in its notes, so Python prints it where the exception is the cause of
+        another one. A RuntimeError if the class cannot be built from a text.
+
+        Args:
+            note: Says what was loaded, and by whom.
+        """
+        error: Exception = RuntimeError(self.summary)
+        kind = self._load_type()
+        if kind is not None:
+            with Suppressed(Exception):  # the class's own constructor or text
+                built = _build(kind, self.message)
+                if isinstance(built, Exception) and "\n" not in str(built):
+                    error = built
+        with Suppressed(Exception):  # an exception may refuse attributes
+            error.add_note(note)
+            error.add_note(self.text.rstrip("\n"))
+        return error
+
+    def _load_type(self) -> Any:
+        """Return the class; None if the main process cannot have it."""
         if self.type_bytes is not None:
             with Suppressed(Exception):  # a module that only the worker has
-                kind = pickle.loads(self.type_bytes)
+                return pickle.loads(self.type_bytes)
+        return None
+
+    def _raise(self) -> NoReturn:
+        kind = self._load_type()
         if kind is not None:
             # torch's wrapper passes KeyError and some others their text in the form they need.
             wrapper: Any = object.__new__(ExceptionWrapper)
@@ -154,6 +189,69 @@ def _without_middle(text: str, characters: int) -> str:
         return text
     half = characters // 2
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+
+
+def _message_of(error: BaseException) -> str:
+    """Return an exception's own text on one line, whatever its ``__str__`` does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as raised:
+        if is_interruption(raised):
+            raise
+        text = "<exception str() failed>"
+    return _cut(text, _MESSAGE_CHARACTERS)
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[:characters]} …"
+
+
+def _build(kind: Any, text: str) -> Any:
+    """Return an exception of a class with a text, built as torch builds it."""
+    if kind is KeyError:
+        return KeyError(KeyErrorMessage(text))
+    return kind(message=text) if getattr(kind, "message", None) else kind(text)
+
+
+class _SampleNote(str):
+    """A note of ours, among the notes of an exception."""
+
+    __slots__ = ()
+
+
+def note_sample(error: BaseException, note: str) -> None:
+    """Add a note that says which sample failed to what loading it has raised.
+
+    Replaces such a note of an earlier sample: a dataset may raise the same exception twice.
+    """
+    with Suppressed(Exception):  # an exception may refuse attributes
+        notes = getattr(error, "__notes__", None)
+        if notes:
+            error.__notes__ = [each for each in notes if not isinstance(each, _SampleNote)]
+        error.add_note(_SampleNote(note))
+
+
+def describe_bad_index(index: object) -> str:
+    """Return the note for a sample that was loaded by its index."""
+    return f"The sample of index {describe_index(index)} failed."
+
+
+def describe_bad_list(indices: object) -> str:
+    """Return the note for samples that were loaded together."""
+    return f"One call of __getitems__ for {describe_indices(indices)} failed."
+
+
+def describe_bad_number(number: int, *, is_resumed: bool, is_here: bool) -> str:
+    """Return the note for a sample of an iterable dataset.
+
+    Args:
+        number: How many samples the iterator had yielded before.
+        is_resumed: Whether the dataset had loaded a state.
+        is_here: Whether this is the main process, rather than a worker.
+    """
+    where = "" if is_here else " in this worker"
+    since = "its state was loaded" if is_resumed else "the epoch began"
+    return f"The dataset's iterator failed at sample {number}, counted from 0{where} since {since}."
 
 
 def _pickle_type(kind: type[BaseException]) -> bytes | None:
@@ -200,6 +298,7 @@ class BadSample:
         """Return the sample in a form of less than 4 KiB."""
         data = _dump_index(self.index)
         error = self.error.shortened(_SHORT_TRACEBACK_CHARACTERS)
+        error = replace(error, message=_cut(error.message, _SHORT_MESSAGE_CHARACTERS))
         if error.type_bytes is not None and len(error.type_bytes) > _SHORT_BYTES:
             error = replace(error, type_bytes=None)
         index = self.index
@@ -245,6 +344,25 @@ class SampleReport:
         """Return the counts and the last failure only, in less than 4 KiB."""
         last = [bad.shortened() for bad in list(self.newest)[-1:]]
         return replace(self, newest=collections.deque(last, LISTED))
+
+
+def describe_indices(indices: object) -> str:
+    """Summarize a batch's indices: "indices 64 to 127"."""
+    indices = without_position(indices)
+    if indices is None:
+        return "the next sample"  # of an iterable dataset
+    if not isinstance(indices, list | tuple):
+        return f"index {reprlib.repr(indices)}"
+    if indices and all(index is None for index in indices):
+        return "the next sample" if len(indices) == 1 else f"the next {len(indices)} samples"
+    if len(indices) > 1 and all(isinstance(index, int) for index in indices):
+        first = indices[0]
+        if list(indices) == list(range(first, first + len(indices))):
+            return f"indices {first} to {indices[-1]}"
+    shown = ", ".join(reprlib.repr(index) for index in indices[:_SHOWN])
+    if len(indices) > _SHOWN:
+        return f"{len(indices)} indices: {shown}, …"
+    return f"indices {shown}" if indices else "no indices"
 
 
 def describe_index(index: object) -> str:

@@ -1,4 +1,4 @@
-"""Loads the samples of a batch: by torch's fetchers, or by one that tolerates bad samples."""
+"""Loads the samples of a batch as torch's fetchers do, or with tolerance for bad samples."""
 
 import copy
 import functools
@@ -6,12 +6,19 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple
 
-from torch.utils.data import Dataset, get_worker_info
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
-from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
-from shmloader.batch.failures import BadSample, SampleReport
+from shmloader.batch.failures import (
+    BadSample,
+    SampleReport,
+    describe_bad_index,
+    describe_bad_list,
+    describe_bad_number,
+    note_sample,
+)
+from shmloader.batch.ragged import collate
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded
@@ -91,12 +98,10 @@ class FetchConfig(NamedTuple):
             return TolerantFetcher(self, dataset, collate_fn, on_error, where, sample_loader)
         if sample_loader is not None:
             dataset = _ConcurrentSamples(dataset, sample_loader)
-        if self.may_shard:
-            return ShardFetcher(dataset, self.auto_collation, collate_fn, self.drop_last)
-        kind = _DatasetKind.Iterable if self.is_iterable else _DatasetKind.Map
-        return _DatasetKind.create_fetcher(
-            kind, dataset, self.auto_collation, collate_fn, self.drop_last
-        )
+        kind: Any = ShardFetcher if self.may_shard else MapFetcher
+        if self.is_iterable:
+            kind = StreamFetcher
+        return kind(dataset, self.auto_collation, collate_fn, self.drop_last)
 
 
 def one_by_one(dataset: Any) -> Callable[[Any], Any]:
@@ -149,7 +154,12 @@ class _ConcurrentSamples:
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         results = self._sample_loader.load(self._get, indices, wants_all=False)
         for result in results:
-            result.take()  # the first failure is raised, whether or not others were begun
+            try:
+                result.take()  # the first failure is raised, whether or not others were begun
+            except Exception as error:
+                if not _is_from_outside(error):
+                    note_sample(error, describe_bad_index(result.index))
+                raise
         return [result.value for result in results]
 
     def __getitem__(self, index: Any) -> Any:
@@ -157,15 +167,120 @@ class _ConcurrentSamples:
         return sample
 
 
-class ShardFetcher(_MapDatasetFetcher):
-    """A torch fetcher that also makes a list of batches from a list of index lists."""
+class MapFetcher(_MapDatasetFetcher):
+    """torch's fetcher of a map-style dataset, whose errors say which sample failed."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        """Return the batch of an index list, or of one key without batching."""
+        dataset = self.dataset
+        if not self.auto_collation:
+            return self.collate_fn(self._load_each(dataset, [possibly_batched_index])[0])
+        getitems = list_loader(dataset)
+        if getitems is None:
+            samples = self._load_each(dataset, possibly_batched_index)
+        else:
+            try:
+                samples = getitems(possibly_batched_index)
+            except Exception as error:
+                if not (isinstance(dataset, _ConcurrentSamples) or _is_from_outside(error)):
+                    note_sample(error, describe_bad_list(possibly_batched_index))
+                raise
+        return collate(self.collate_fn, samples, possibly_batched_index)
+
+    @staticmethod
+    def _load_each(dataset: Any, indices: Iterable[Any]) -> list[Any]:
+        samples = []
+        for index in indices:
+            try:
+                sample = dataset[index]
+            except Exception as error:
+                if not _is_from_outside(error):
+                    note_sample(error, describe_bad_index(index))
+                raise
+            samples.append(sample)
+        return samples
+
+
+def list_loader(dataset: Any) -> Any:
+    """Return a dataset's ``__getitems__``; None if it has none, or loads one by one by it.
+
+    torch's ``Subset`` does so if the dataset in it has no ``__getitems__``.
+    """
+    inner = dataset
+    while type(inner) is Subset and "__getitems__" not in vars(inner):
+        inner = inner.dataset
+    if inner is not dataset and not callable(getattr(inner, "__getitems__", None)):
+        return None
+    return getattr(dataset, "__getitems__", None) or None
+
+
+class ShardFetcher(MapFetcher):
+    """A fetcher that also makes a list of batches from a list of index lists."""
 
     def fetch(self, possibly_batched_index: Any) -> Any:
         """Return the batch, or the shards' batches."""
-        fetch: Callable[[Any], Any] = super().fetch
+        fetch = super().fetch
         if is_sharded(possibly_batched_index):
             return [fetch(shard) for shard in possibly_batched_index]
         return fetch(possibly_batched_index)
+
+
+class StreamFetcher(_IterableDatasetFetcher):
+    """torch's fetcher of an iterable dataset, whose errors say which sample failed.
+
+    Attributes:
+        is_resumed: Whether the dataset has loaded a state, so that samples were yielded before.
+    """
+
+    dataset_iter: Iterator[Any]
+    collate_fn: Callable[[Any], Any]
+
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool
+    ) -> None:
+        super().__init__(dataset, auto_collation, collate_fn, drop_last)
+        self.is_resumed = False
+        # How many samples the iterator has yielded.
+        self._count = 0
+
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        """Return the next batch, or the next sample without batching.
+
+        Raises:
+            StopIteration: At the end of the dataset.
+        """
+        if self.ended:
+            raise StopIteration
+        if not self.auto_collation:
+            return self.collate_fn(self._next())
+        samples: list[Any] = []
+        for _ in possibly_batched_index:
+            try:
+                samples.append(self._next())
+            except StopIteration:
+                self.ended = True
+                break
+        is_short = len(samples) < len(possibly_batched_index)
+        if not samples or (self.drop_last and is_short):
+            raise StopIteration
+        return collate(self.collate_fn, samples, None)
+
+    def _next(self) -> Any:
+        try:
+            sample = next(self.dataset_iter)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if not _is_from_outside(error):
+                is_here = get_worker_info() is None
+                note = describe_bad_number(self._count, is_resumed=self.is_resumed, is_here=is_here)
+                note_sample(error, note)
+            raise
+        self._count += 1
+        return sample
 
 
 class TolerantFetcher:
@@ -228,10 +343,12 @@ class TolerantFetcher:
             return self._collate_fn(samples[0])
         getitems = getattr(self._dataset, "__getitems__", None)
         if getitems and self._sample_loader is None:
-            samples = self._load_by_getitems(getitems, index)
-        else:
-            samples = self._without_skipped(self._load_each(self._get_one, index))
-        return self._collate_fn(samples)
+            return collate(self._collate_fn, self._load_by_getitems(getitems, index), index)
+        samples = self._load_each(self._get_one, index)
+        good = self._without_skipped(samples)
+        if len(good) < len(samples):
+            index = [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
+        return collate(self._collate_fn, good, index)
 
     def _get_one(self, index: Any) -> Any:
         return self._dataset[index]

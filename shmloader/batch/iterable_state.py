@@ -206,6 +206,7 @@ def load_iterator(fetcher: Any, saved: Saved | None) -> None:
     elif saved.of == "iterator":
         iterator.load_state_dict(saved.state)
     fetcher.ended = saved.is_short
+    fetcher.is_resumed = True
 
 
 def replay(

@@ -31,6 +31,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from shmloader.interruptions import is_interruption
 from shmloader.memory.bulk import (
     BufferTable,
     load_with_buffers,
@@ -185,7 +186,9 @@ class Payload:
         objects: What the workers get.
 
     Raises:
-        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects.
+        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects. It is
+            cloudpickle's, which can pickle all that standard pickle can.
+        Exception: What the objects' own methods raise.
     """
 
     def __init__(self, objects: object) -> None:
@@ -202,26 +205,17 @@ class Payload:
         self._descriptors = recorder.descriptors
 
     def _dump(self, objects: object, recorder: _Recorder) -> tuple[memoryview, OutOfBand]:
-        first_error: Exception | None = None
         if main_is_importable():
             file, parts = io.BytesIO(), OutOfBand()
             try:
                 _PlainPickler(file, parts).dump(objects)
-            except PICKLE_ERRORS as error:
-                first_error = error
+            except PICKLE_ERRORS:
                 recorder.descriptors.clear()
             else:
                 return file.getbuffer(), parts
         self.by_value = True
         file, parts = io.BytesIO(), OutOfBand()
-        try:
-            _ClosurePickler(file, parts).dump(objects)
-        except PICKLE_ERRORS as error:
-            raise (first_error or error) from error
-        finally:
-            # The error refers to this frame and its callers. That cycle would keep their objects
-            # alive until a garbage collection.
-            first_error = None
+        _ClosurePickler(file, parts).dump(objects)
         return file.getbuffer(), parts
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -241,6 +235,24 @@ class Payload:
     def close(self) -> None:
         """Close the descriptor. May be called again. Workers that have started keep theirs."""
         self._segment.close()
+
+
+def pickling_error(value: object, file: Any) -> Exception | None:
+    """Return what pickling a value for workers raises; None if it can be pickled.
+
+    Args:
+        value: The value.
+        file: Has a method ``write``, whose exceptions are returned, too.
+    """
+    try:
+        with _spawning(_Recorder()):
+            _ClosurePickler(file, OutOfBand()).dump(value)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        # Its traceback would keep the value's parts alive.
+        return error.with_traceback(None)
+    return None
 
 
 class ForkedPayload:

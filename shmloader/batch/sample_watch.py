@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sized
 from contextvars import ContextVar
 from typing import Any
 
-from shmloader.batch.fetch import one_by_one
+from shmloader.batch.fetch import list_loader, one_by_one
 from shmloader.errors import SampleTimeoutError
 
 #: The published number while no sample is in work.
@@ -156,8 +156,8 @@ class WatchedSamples:
     @property
     def __getitems__(self) -> Any:
         """The dataset's own, watched, if it has one."""
-        get = getattr(self._dataset, "__getitems__", None)
-        if not get:
+        get = list_loader(self._dataset)
+        if get is None:
             return None
 
         def getitems(indices: Any) -> Any:

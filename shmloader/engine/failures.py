@@ -9,7 +9,7 @@ before it raises.
 import collections
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Generic, TypeVar, overload
 
@@ -33,13 +33,16 @@ class FailedSample:
 
     Attributes:
         index: Its index, or a text of it if the index cannot be unpickled in this process.
-        error: The exception that the loader would raise. Its text has the worker's traceback.
+        error: The exception, of the dataset's own class where that can be built from a text. Its
+            ``str`` is one line.
         worker: Number of the worker that loaded it; None for this process.
+        traceback: The traceback, as text of several lines, from the dataset's first frame on.
     """
 
     index: object
     error: Exception
     worker: int | None
+    traceback: str = field(repr=False)
 
 
 class FailureList(Sequence[_Failed], Generic[_Failed]):
@@ -187,10 +190,10 @@ class FailureWatch:
                     index,
                     "replaced" if self._is_replaced else "left out",
                     "this process" if worker is None else f"worker {worker}",
-                    bad.error.last_line[:_LOGGED_CHARACTERS],
+                    bad.error.summary[:_LOGGED_CHARACTERS],
                 )
-            error = bad.error.rebuilt(f"{who} was loading index {index} of {batch}.")
-            self._last = FailedSample(bad.index, error, worker)
+            error = bad.error.summarized(f"{who} was loading index {index} of {batch}.")
+            self._last = FailedSample(bad.index, error, worker, bad.error.text)
             self._listed.add(self._last)
         if self._limit.note(report.sample_count, report.failed_count):
             return self._too_many(self._passed)

@@ -4,23 +4,21 @@ Where torch has a text, ours begins with it, since people search for it.
 """
 
 import itertools
-import reprlib
 import signal
 from collections.abc import Iterable
 
+from shmloader.batch.failures import describe_indices
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import Death
+from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.sampling.indices import without_position
 
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
     "Please try to raise your shared memory limit. "
 )
 
-# The most indices that a text lists.
-_SHOWN = 8
 # The most calls of a stack that a text shows.
 _FRAMES_SHOWN = 12
 
@@ -52,25 +50,6 @@ def describe_end(death: Death) -> str:
     )
 
 
-def describe_indices(indices: object) -> str:
-    """Summarize a batch's indices: "indices 64 to 127"."""
-    indices = without_position(indices)
-    if indices is None:
-        return "the next sample"  # of an iterable dataset
-    if not isinstance(indices, list | tuple):
-        return f"index {reprlib.repr(indices)}"
-    if indices and all(index is None for index in indices):
-        return "the next sample" if len(indices) == 1 else f"the next {len(indices)} samples"
-    if len(indices) > 1 and all(isinstance(index, int) for index in indices):
-        first = indices[0]
-        if list(indices) == list(range(first, first + len(indices))):
-            return f"indices {first} to {indices[-1]}"
-    shown = ", ".join(reprlib.repr(index) for index in indices[:_SHOWN])
-    if len(indices) > _SHOWN:
-        return f"{len(indices)} indices: {shown}, …"
-    return f"indices {shown}" if indices else "no indices"
-
-
 def describe_ticket(ticket: Ticket) -> str:
     """Name a ticket by its number and indices."""
     return f"batch {ticket.seq} ({describe_indices(ticket.indices)})"
@@ -79,6 +58,8 @@ def describe_ticket(ticket: Ticket) -> str:
 def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
     """Say how a worker ended, what it was loading, and why it was not replaced."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
+    if death.exit_code == NO_GUARD_EXIT:
+        return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
     text += _describe_oom(death)
     if not death.restart_limit:
@@ -265,7 +246,11 @@ def describe_timeout(
         if worker_id is not None:
             where = f"is with {describe_worker(worker_id, pid)}"
         parts.append(f"B{describe_ticket(ticket)[1:]} {where}.")
-    head = " ".join([*parts, "No batch is lost: next() may be called again."])
+    parts.append(
+        "No batch is lost. A for loop ends here; call next() on the same iterator to go on "
+        "waiting, or give sample_timeout= to replace a worker whose sample hangs."
+    )
+    head = " ".join(parts)
     return "\n".join([head, *work])
 
 

@@ -191,9 +191,10 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all epochs,
-            oldest first. Each has ``index``, ``error`` (the exception as it would have been
-            raised) and ``worker`` (its number; None without workers). ``failures.total`` counts
-            them all. A failure is recorded when its batch is delivered, in the order of batches.
+            oldest first. Each has ``index``, ``error`` (the exception, whose ``str`` is one line),
+            ``traceback`` (its traceback, as text) and ``worker`` (its number; None without
+            workers). ``failures.total`` counts them all. A failure is recorded when its batch is
+            delivered, in the order of batches.
         epoch: Number of the epoch that is being iterated, from 0; between epochs, of the one that
             the next ``iter()`` begins. It is the number in states and that of :meth:`set_epoch`.
             With several iterators, the newest counts. An epoch that is left early is over when its

@@ -38,6 +38,7 @@ from shmloader.pools.arena import PageLocker
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.sampling.plan import EpochPlan
+from shmloader.tracebacks import user_part
 
 
 def _device_stage(
@@ -282,6 +283,8 @@ class EngineIterator(CountingIterator):
         elif source.told == id(error) and source.delivery is not None:
             record.failures += 1
             self._note_done(has_failed=True)
+        if source.told == id(error):
+            error.__traceback__ = user_part(error.__traceback__)
 
     def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
         self._progress.go_back(mark[0])

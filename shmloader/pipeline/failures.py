@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
 
@@ -36,12 +36,15 @@ class FailedItem:
         stage: The stage's name.
         item: The item, if it is a number, a path or a str of at most 2,000 characters; else the
             beginning of its ``repr``, since a list of failures must not keep large objects alive.
-        error: The exception. Its text includes the traceback.
+        error: The exception, of the op's own class where that can be built from a text. Its ``str``
+            is one line.
+        traceback: The traceback, as text of several lines, from the op's first frame on.
     """
 
     stage: str
     item: object
     error: Exception
+    traceback: str = field(repr=False)
 
 
 class Limit:
@@ -125,8 +128,8 @@ class StageFailureCounter:
         Calls the item's ``repr``, so it must not be called under a lock.
         """
         remote = RemoteError.of(error, f"in stage '{self._name}'")
-        rebuilt = remote.rebuilt(f"The item was {describe_index(item)}.")
-        return FailedItem(self._name, _listed(item), rebuilt)
+        summarized = remote.summarized(f"The item was {describe_index(item)}.")
+        return FailedItem(self._name, _listed(item), summarized, remote.text)
 
     def note_bad(self, failed: FailedItem, error: Exception) -> TooManyFailures | None:
         """Count and list a call that has failed.

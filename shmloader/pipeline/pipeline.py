@@ -43,7 +43,8 @@ class Pipeline:
     Attributes:
         failures: The newest 100 items that were left out (``max_failures``), over all epochs,
             oldest first. Each has ``stage``, ``item`` (the beginning of its ``repr``, unless it is
-            a number, a path or a str of at most 2,000 characters) and ``error``.
+            a number, a path or a str of at most 2,000 characters), ``error`` (the exception, whose
+            ``str`` is one line) and ``traceback`` (its traceback, as text).
             ``failures.total`` counts all of them.
     """
 

@@ -51,14 +51,18 @@ _GRACE_S = 0.3
 
 
 class OpItems:
-    """The dataset of a worker: indexed by an item, it returns the op's result."""
+    """The dataset of a worker: indexed by an item, it returns the op's result.
+
+    Attributes:
+        op: The op.
+    """
 
     def __init__(self, op: Callable[[Any], Any]) -> None:
-        self._op = op
+        self.op = op
 
     def __getitem__(self, item: Any) -> Any:
         try:
-            return self._op(item)
+            return self.op(item)
         except StopIteration as error:
             raise RuntimeError("the op raised StopIteration") from error
 
@@ -232,6 +236,7 @@ class ProcessExecutor:
             int(torch.empty((), dtype=torch.int64).random_()),
             memory,
             grace_s=_GRACE_S / executor_count,
+            names=(f"stage '{pipe.name}'",),
         )
         self._pool = ProcessPool(
             workers,

@@ -16,22 +16,19 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.payload import (
-    PICKLE_ERRORS,
-    ForkedPayload,
-    Payload,
-    unimportable_main_hidden,
-)
+from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
+from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.faults import FAULTS
+from shmloader.interruptions import is_interruption
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.lease import is_debugging
 from shmloader.memory.slot import close_inherited_slots
@@ -39,6 +36,7 @@ from shmloader.pools.child import WorkerStart, worker_main
 from shmloader.pools.cores import usable_cores
 from shmloader.pools.fork_server import preload
 from shmloader.pools.handle import WorkerHandle
+from shmloader.pools.main_guard import name_of, refuse_during_import
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from shmloader.pools.status_page import StatusPage
@@ -50,13 +48,14 @@ from shmloader.threads.uninterruptible import uninterruptible
 # that forks. One is for the worker's pidfd.
 _START_DESCRIPTORS = 7
 
-# torch's own text.
+#: What the user calls the objects that the workers of a loader get.
+OBJECT_NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
+
+# It begins with torch's own text, which ends by recommending fork.
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "
-    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
-    "to 'forkserver', which requires the worker Process arguments to be picklable. "
-    "You can also try multiprocessing.set_start_method('fork')."
+    "The error that follows says which part is not."
 )
 
 
@@ -101,7 +100,10 @@ class WorkerStarter:
 
         Raises:
             OSError: If there are no descriptors left.
+            RuntimeError: If this process is importing the program's main file.
         """
+        if self.method != "fork":
+            refuse_during_import()
         if self.method == "spawn":
             cores = usable_cores(Path("/" if memory is None else memory.root))
             if worker_count > cores:
@@ -119,20 +121,27 @@ class WorkerStarter:
             is_debugging(), self.startup, is_fresh=self.method != "fork",
         )  # fmt: skip
 
-    def make_payload(self, objects: object) -> None:
+    def make_payload(self, objects: tuple[object, ...], names: Sequence[str]) -> None:
         """Pickle what the workers get, unless they are forked.
 
+        Args:
+            objects: What the workers get.
+            names: What the user calls each of the objects.
+
         Raises:
-            TypeError, AttributeError, pickle.PicklingError: If it cannot be pickled.
+            TypeError, AttributeError, pickle.PicklingError: If it cannot be pickled. The text says
+                which part.
+            Exception: What the objects' own methods raise.
         """
         if self.method == "fork":
             self.payload = ForkedPayload(objects)
             return
         try:
             payload = self.payload = Payload(objects)
-        except PICKLE_ERRORS:
-            warnings.warn(_PICKLE_WARNING, stacklevel=2)
-            raise
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            _raise_explained(error, objects, names, self.method)
         self._resources.append(payload)
 
     def start(self, worker_id: int) -> WorkerHandle:
@@ -147,7 +156,10 @@ class WorkerStarter:
         start = dataclasses.replace(self._start, worker_id=worker_id)
         closer = close_inherited if self.method == "fork" else None
         process = self._context.Process(
-            target=worker_main, args=(self.payload, theirs, start, closer), daemon=True
+            target=worker_main,
+            name=name_of(worker_id),
+            args=(self.payload, theirs, start, closer),
+            daemon=True,
         )
         if start.is_fresh:
             set_startup(process, self.startup)
@@ -205,6 +217,26 @@ class WorkerStarter:
         if self._channel is not None:
             self._channel.close()
         self.close()
+
+
+def _raise_explained(
+    error: Exception, objects: tuple[object, ...], names: Sequence[str], method: str
+) -> NoReturn:
+    """Raise what pickling the objects has raised, with the part that cannot be pickled.
+
+    Raises:
+        Exception: Of the same class.
+    """
+    explained = explain(error, find_unpicklable(objects, names), method)
+    if explained is error:
+        raise error
+    try:
+        raise explained from error
+    except Exception:
+        warnings.warn(_PICKLE_WARNING, stacklevel=2)
+        raise
+    finally:
+        del error, explained  # their tracebacks hold this frame
 
 
 def close_inherited() -> None:

@@ -8,7 +8,13 @@ from typing import Any
 from shmloader.batch.arrays import ArrayFetcher, ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig, OnError, one_by_one
+from shmloader.batch.fetch import (
+    EmptyBatchError,
+    FetchConfig,
+    OnError,
+    list_loader,
+    one_by_one,
+)
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
@@ -87,7 +93,7 @@ class _Samples:
     @property
     def __getitems__(self) -> Any:
         """The dataset's own, if it has one."""
-        return getattr(self._dataset, "__getitems__", None)
+        return list_loader(self._dataset)
 
 
 def load(

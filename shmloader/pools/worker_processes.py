@@ -28,7 +28,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,7 +41,7 @@ from shmloader.insight.measurements import Readings, Usage
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
-from shmloader.pools.starting import WorkerStarter, raise_with_remedy
+from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
 from shmloader.pools.status_page import AtWork, measure_memory
 from shmloader.pools.waker import Waker
 from shmloader.process_state import PROCESS
@@ -67,7 +67,7 @@ class WorkerProcesses:
         self,
         context: BaseContext | None,
         worker_count: int,
-        objects: object,
+        objects: tuple[object, ...],
         config: FetchConfig,
         base_seed: int,
         memory: MemoryConfig | None = None,
@@ -75,6 +75,7 @@ class WorkerProcesses:
         may_replace: bool = False,
         grace_s: float = _GRACE_S,
         started: int | None = None,
+        names: Sequence[str] = OBJECT_NAMES,
     ) -> None:
         """Start the workers.
 
@@ -89,6 +90,7 @@ class WorkerProcesses:
                 start a worker is kept.
             grace_s: How long ``close`` waits for workers to end by themselves.
             started: How many workers are started now; ``start`` starts the others. None for all.
+            names: What the user calls each of the objects, for the text of an error.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
@@ -118,7 +120,7 @@ class WorkerProcesses:
         PROCESS.worker_groups.add(self)
         try:
             self._starter.open(worker_count, config, base_seed, memory)
-            self._start_first(worker_count if started is None else started, objects)
+            self._start_first(worker_count if started is None else started, objects, names)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -135,7 +137,7 @@ class WorkerProcesses:
 
     # Start -------------------------------------------------------------------------------
 
-    def _start_first(self, count: int, objects: object) -> None:
+    def _start_first(self, count: int, objects: tuple[object, ...], names: Sequence[str]) -> None:
         """Start the first ``count`` workers, and pickle what they get."""
         is_early = self._starter.method == "spawn" and count > 0
         if is_early:
@@ -146,7 +148,7 @@ class WorkerProcesses:
             environment = dict(os.environ)
             self._workers.append(self._start_worker(0))
         try:
-            self._starter.make_payload(objects)
+            self._starter.make_payload(objects, names)
         except BaseException:
             self._grace_s = 0.0  # the worker has nothing to finish
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.process.support import run_program
@@ -167,9 +169,13 @@ def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> Non
         import psutil
         from shmloader import DataLoader
 
-        class Data:
+        class Part:
             def __init__(self):
                 self.lock = threading.Lock()
+
+        class Data:
+            def __init__(self):
+                self.parts = [1, Part()]
             def __len__(self):
                 return 5
             def __getitem__(self, index):
@@ -187,26 +193,95 @@ def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> Non
                 try:
                     iter(DataLoader(Data(), num_workers=1, multiprocessing_context=method))
                 except TypeError as error:
-                    print("lock" in str(error))
+                    print(*str(error).splitlines(), sep="|")
+                    print(type(error.__cause__), error.__cause__)
                 left = [one for one in psutil.Process().children() if one not in theirs]
                 print(len(os.listdir("/proc/self/fd")) - before, left)
         """,
         tmp_path / "program.py",
     )
     done.assert_quiet()
-    assert done.out.splitlines() == ["True", "0 []"] * 2
+    lines = done.out.splitlines()
+    for method in ("spawn", "forkserver"):
+        said, cause, left = [lines.pop(0) for _ in range(3)]
+        assert said == (
+            "cannot pickle '_thread.lock' object|"
+            "dataset.parts[1].lock (of type _thread.lock) cannot be pickled, so it cannot be sent "
+            f"to worker processes that are started by '{method}'. Open it in the worker: set it to "
+            "None in __init__, and create it when it is first used, or in worker_init_fn "
+            "(torch.utils.data.get_worker_info().dataset is the worker's own copy)."
+        )
+        assert cause == "<class 'TypeError'> cannot pickle '_thread.lock' object"
+        assert left == "0 []"
+
+
+_UNGUARDED = """
+An attempt has been made to start a new process before the current process has finished its \
+bootstrapping phase. A process that is started by 'spawn' or 'forkserver' imports the program's \
+main file, and this file starts workers as soon as it is imported. Put that part of it under a \
+main guard:
+
+if __name__ == "__main__":
+    for batch in loader:
+        ...
+""".strip()
 
 
 @pytest.mark.slow
-def test_a_program_without_the_main_guard_under_spawn_fails_and_ends(tmp_path) -> None:
-    """As with torch, each worker runs the program again and is refused; nobody hangs."""
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_program_without_the_main_guard_is_told_so_once(method, tmp_path) -> None:
     done = run_program(
-        """
+        f"""
         from shmloader import DataLoader
-        list(DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn"))
+        loader = DataLoader([1, 2, 3], num_workers=3, multiprocessing_context="{method}")
+        for batch in loader:
+            pass
         """,
         tmp_path / "program.py",
     )
-    assert done.code != 0
+    assert done.code == 1
     assert done.left == []
-    assert "current process has finished its bootstrapping phase" in done.err
+    assert done.err.count("Traceback") == 1
+    before, _, said = done.err.strip().partition("shmloader.WorkerDiedError: DataLoader worker ")
+    assert "for batch in loader:" in before
+    assert re.sub("[0-9]+", "N", said, count=1) == f"(pid N) exited unexpectedly. {_UNGUARDED}"
+
+
+@pytest.mark.slow
+def test_another_process_without_the_main_guard_raises_the_same_text(tmp_path) -> None:
+    done = run_program(
+        """
+        import multiprocessing
+        from shmloader import DataLoader
+
+        loader = DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn")
+        if __name__ == "__mp_main__":
+            try:
+                next(iter(loader))
+            except RuntimeError as error:
+                print(type(error).__name__, str(error).strip())
+        else:
+            process = multiprocessing.get_context("spawn").Process(target=print, args=["done"])
+            process.start()
+            process.join()
+        """,
+        tmp_path / "program.py",
+    )
+    done.assert_quiet()
+    assert done.out == f"RuntimeError {_UNGUARDED}\ndone\n"
+
+
+@pytest.mark.slow
+def test_a_guarded_program_that_makes_its_loader_outside_works(tmp_path) -> None:
+    done = run_program(
+        """
+        from shmloader import DataLoader
+
+        loader = DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn")
+        if __name__ == "__main__":
+            print([batch.item() for batch in loader])
+        """,
+        tmp_path / "program.py",
+    )
+    done.assert_quiet()
+    assert done.out == "[1, 2, 3]\n"

@@ -1037,7 +1037,8 @@ def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -
         lines = late(batches)
         assert lines[0] == (
             f"DataLoader timed out after 0.3 seconds. Batch 1 (indices 1) is with worker 1 (pid "
-            f"{second}). No batch is lost: next() may be called again."
+            f"{second}). No batch is lost. A for loop ends here; call next() on the same iterator "
+            "to go on waiting, or give sample_timeout= to replace a worker whose sample hangs."
         )
         awaited, other = of_workers(lines)
         assert awaited.startswith(f"Worker 1 (pid {second}) has been loading batch 1 (indices 1)")

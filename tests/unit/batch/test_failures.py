@@ -328,7 +328,7 @@ def test_a_report_comes_out_as_it_went_in():
     assert arrived == report
     assert (arrived.sample_count, arrived.failed_count) == (7, 3)
     assert [one.index for one in arrived.newest] == [0, "a", (1, 2)]
-    assert [one.error.last_line for one in arrived.newest] == [
+    assert [one.error.summary for one in arrived.newest] == [
         "LookupError: no 0", "LookupError: no a", "LookupError: no (1, 2)",
     ]  # fmt: skip
 

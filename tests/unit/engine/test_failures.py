@@ -138,16 +138,22 @@ def test_failures_are_listed_in_order_the_newest_100_of_them_and_all_are_counted
         listed[0].index = 1
 
 
-def test_an_error_is_as_the_loader_would_raise_it_and_holds_no_frame():
+def test_an_error_has_one_line_with_the_traceback_beside_it_and_holds_no_frame():
     listed = FailureList()
     make_watch(listed).note(report(4, 17), "batch 3", 1, 99)
     error = listed[0].error
     assert type(error) is ValueError
-    assert str(error).startswith(
-        "Caught ValueError in DataLoader worker process 1.\nOriginal Trace"
+    assert str(error) == "sample 17 is bad"
+    traceback = listed[0].traceback
+    assert traceback.startswith("Traceback (most recent call last):\n")
+    assert traceback.endswith("\nValueError: sample 17 is bad\n")
+    assert error.__notes__ == [
+        "Worker 1 (pid 99) was loading index 17 of batch 3.",
+        traceback.rstrip(),
+    ]
+    assert repr(listed[0]) == (
+        "FailedSample(index=17, error=ValueError('sample 17 is bad'), worker=1)"
     )
-    assert "sample 17 is bad" in str(error)
-    assert error.__notes__ == ["Worker 1 (pid 99) was loading index 17 of batch 3."]
     assert (error.__traceback__, error.__context__, error.__cause__) == (None, None, None)
 
 
@@ -158,7 +164,7 @@ def test_an_error_is_as_the_loader_would_raise_it_and_holds_no_frame():
 def test_an_error_s_note_says_whose_it_is(who, text):
     listed = FailureList()
     make_watch(listed).note(report(4, 17), "batch 3", *who)
-    assert listed[0].error.__notes__ == [f"{text} was loading index 17 of batch 3."]
+    assert listed[0].error.__notes__[0] == f"{text} was loading index 17 of batch 3."
 
 
 def test_an_error_noted_while_another_is_handled_does_not_hold_that():

@@ -100,13 +100,19 @@ def test_a_batch_that_changed_is_told_by_number_worker_and_slot():
     )
 
 
+GO_ON = (
+    "No batch is lost. A for loop ends here; call next() on the same iterator to go on waiting, or "
+    "give sample_timeout= to replace a worker whose sample hangs."
+)
+
+
 def test_a_timeout_names_time_batch_and_worker():
     ticket = Ticket(41, 3, 0, [7])
     assert describe_ticket(ticket) == "batch 41 (indices 7)"
     assert describe_timeout(5.0, [(ticket, 3, 812)], ["Worker 3 …", "Worker 1 …"]) == (
         "DataLoader timed out after 5 seconds. "
         "Batch 41 (indices 7) is with worker 3 (pid 812). "
-        "No batch is lost: next() may be called again.\n"
+        f"{GO_ON}\n"
         "Worker 3 …\nWorker 1 …"
     )
     assert describe_timeout(0.25, [], []).startswith("DataLoader timed out after 0.25 seconds. No")
@@ -118,7 +124,7 @@ def test_a_timeout_names_a_thread_and_a_ticket_that_no_thread_has():
         "DataLoader timed out after 5 seconds. "
         "Batch 41 (indices 7) is with worker thread 0. "
         "Batch 42 (index 8) waits for a worker. "
-        "No batch is lost: next() may be called again."
+        f"{GO_ON}"
     )
 
 

@@ -556,8 +556,10 @@ def test_failed_items_are_left_out_counted_and_listed(bad, of_stage, caplog):
     failed = pipeline.failures[0]
     assert failed.stage == "checked"
     assert type(failed.error) is Bad
-    assert "no 2" in str(failed.error)
-    assert "in op" in str(failed.error)  # where it was raised
+    assert str(failed.error) == "no 2"
+    assert failed.traceback.endswith("no 2\n")
+    assert "in op" in failed.traceback  # where it was raised
+    assert "Traceback" not in repr(failed)
     assert failed.error.__traceback__ is None
     assert "'checked'" in caplog.text
 

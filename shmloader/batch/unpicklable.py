@@ -1,0 +1,209 @@
+"""Finds the part of a dataset or a function that cannot be pickled.
+
+Runs in the main process, and only after pickling has failed. pickle says what type it could not
+pickle, but not where that is. So the parts of the objects are pickled one by one, and then the
+parts of the first one that fails, and so on.
+"""
+
+import copyreg
+import functools
+import inspect
+import pickle
+import time
+import types
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+from shmloader.batch.payload import PICKLE_ERRORS, pickling_error
+from shmloader.interruptions import is_interruption
+
+# How long the search may take. It ends with what it has found by then.
+_SEARCH_S = 3.0
+
+# How deep the search goes. A path of more steps would say little.
+_DEPTH = 16
+
+# How much of a key's text a path shows.
+_KEY_CHARACTERS = 60
+
+
+class Unpicklable(NamedTuple):
+    """A part that cannot be pickled.
+
+    Attributes:
+        path: Where it is, such as "dataset.transforms[2].client".
+        value: The part.
+    """
+
+    path: str
+    value: object
+
+
+class _TimeUpError(Exception):
+    """The search has taken too long."""
+
+
+class _Sink:
+    """A file that drops what is written to it, and raises once the time is up."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+
+    def write(self, data: Any) -> int:
+        if time.monotonic() > self._deadline:
+            raise _TimeUpError
+        return memoryview(data).nbytes
+
+
+def find_unpicklable(
+    objects: Sequence[object], names: Sequence[str], search_s: float = _SEARCH_S
+) -> Unpicklable | None:
+    """Return the innermost part that cannot be pickled, as far as it is found in time.
+
+    Args:
+        objects: What the workers get.
+        names: What the user calls each of the objects.
+        search_s: The longest search, in seconds.
+
+    Returns:
+        None if each of the objects can be pickled by itself, or if the time is up before that is
+        known of the first one.
+    """
+    sink = _Sink(time.monotonic() + search_s)
+    found: Unpicklable | None = None
+    parts: Iterator[tuple[str, object]] = zip(names, objects, strict=False)
+    for _ in range(_DEPTH):
+        try:
+            inner = next((part for part in parts if _fails(part[1], sink)), None)
+        except Exception as error:
+            # Either the time is up, or the object's own methods fail when it is asked for parts.
+            if is_interruption(error):
+                raise
+            break
+        if inner is None:
+            break
+        path = inner[0] if found is None else _joined(found.path, inner[0])
+        found = Unpicklable(path, inner[1])
+        parts = _parts_of(found.value)
+    return found
+
+
+def _fails(value: object, sink: _Sink) -> bool:
+    error = pickling_error(value, sink)
+    if isinstance(error, _TimeUpError):
+        raise error
+    return error is not None
+
+
+def _joined(path: str, step: str) -> str:
+    if step.startswith((".", "[")):
+        return f"({path}){step}" if " of " in path else f"{path}{step}"
+    return f"{step} {path}"  # "variable 'client' of dataset.function"
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield the parts that are pickled with a value, each with the step that leads to it."""
+    kind = type(value)
+    if kind is dict:
+        yield from _items(value.items())
+        yield from ((f"key {_short(key)} of", key) for key in value)
+    elif kind in (list, tuple):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif kind in (set, frozenset):
+        yield from (("an element of", part) for part in value)
+    elif kind is types.FunctionType:
+        yield from _variables(value)
+    elif kind is types.MethodType:
+        yield ".__self__", value.__self__
+    elif kind is functools.partial:
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif not isinstance(value, type | types.ModuleType):
+        yield from _reduced(value)
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the variables that a function uses, which are pickled with one that has no name."""
+    names = inspect.getclosurevars(function)
+    for variables in (names.nonlocals, names.globals):
+        yield from ((f"variable {name!r} of", value) for name, value in variables.items())
+    yield ".__defaults__", function.__defaults__
+    yield ".__kwdefaults__", function.__kwdefaults__
+    yield ".__dict__", function.__dict__
+
+
+def _reduced(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield the parts that an object's own way of pickling names."""
+    kind = type(value)
+    reducers: Any = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined]
+    reduce = reducers.get(kind)
+    reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
+    if isinstance(reduced, str):  # the name of a global
+        return
+    # It may end after the first two.
+    every: list[Any] = [*reduced, None, None, None]
+    function, args, state, items, pairs = every[:5]
+    if state is not None:
+        # Slots come as a second dict.
+        slots = state[1] if type(state) is tuple and len(state) == 2 else None  # noqa: PLR2004
+        attributes = state[0] if isinstance(slots, dict) else state
+        if isinstance(attributes, dict):
+            yield from _attributes(attributes)
+        elif attributes is not None:
+            yield ".__getstate__()", attributes
+        if isinstance(slots, dict):
+            yield from _attributes(slots)
+    yield from ((f"[{number}]", part) for number, part in enumerate(items or ()))
+    yield from _items(pairs or ())
+    first = 1 if function is copyreg.__newobj__ else 0  # type: ignore[attr-defined]
+    yield from ((f".__reduce__()[1][{at}]", args[at]) for at in range(first, len(args)))
+
+
+def _attributes(state: dict[Any, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in state.items():
+        is_name = isinstance(name, str) and name.isidentifier()
+        yield (f".{name}" if is_name else f".__getstate__()[{_short(name)}]"), value
+
+
+def _items(pairs: Any) -> Iterator[tuple[str, object]]:
+    return ((f"[{_short(key)}]", value) for key, value in pairs)
+
+
+def _short(key: object) -> str:
+    text = repr(key)
+    return text if len(text) <= _KEY_CHARACTERS else f"{text[:_KEY_CHARACTERS]}…"
+
+
+def explain(error: Exception, found: Unpicklable | None, method: str) -> Exception:
+    """Return the exception to raise for objects that cannot be pickled.
+
+    Args:
+        error: What pickling raised.
+        found: The part that cannot be pickled, if it was found.
+        method: The start method that needs the pickle.
+
+    Returns:
+        An exception of the same of pickle's three classes, whose text begins with that of
+        ``error``. ``error`` itself, with a note, if it is of another class.
+    """
+    if found is None:
+        where = "A part of the dataset, or of a function given to the loader,"
+    else:
+        kind = type(found.value)
+        name = kind.__qualname__
+        if kind.__module__ != "builtins":
+            name = f"{kind.__module__}.{name}"
+        where = f"{found.path} (of type {name})"
+    text = (
+        f"{where} cannot be pickled, so it cannot be sent to worker processes that are started by "
+        f"{method!r}. Open it in the worker: set it to None in __init__, and create it when it is "
+        "first used, or in worker_init_fn (torch.utils.data.get_worker_info().dataset is the "
+        "worker's own copy)."
+    )
+    for kind in PICKLE_ERRORS:
+        if isinstance(error, kind):
+            return kind(f"{error}\n{text}")
+    error.add_note(text)
+    return error

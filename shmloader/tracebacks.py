@@ -1,0 +1,57 @@
+"""Leaves out of a traceback the loader's frames around the user's own code."""
+
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from torch.utils.data import _utils, dataloader
+
+_PACKAGE = str(Path(__file__).parent) + "/"
+
+# torch's code that calls a dataset and a collate function.
+_TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
+
+# Functions of ours that raise an exception which arose elsewhere.
+_RAISING = frozenset({"_raise_told", "_raise_last"})
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    file = entry.tb_frame.f_code.co_filename
+    return file.startswith(_PACKAGE) or file in _TORCHS
+
+
+def user_part(entry: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the loader's frames before the user's first one.
+
+    Args:
+        entry: The traceback; its outermost frame comes first.
+
+    Returns:
+        None if the loader only hands on an exception of a worker, whose text has a traceback. The
+        whole traceback if all of its frames are the loader's, which has raised the exception.
+    """
+    first = last = entry
+    while first is not None and _is_ours(first):
+        first, last = first.tb_next, first
+    if first is None and last is not None and last.tb_frame.f_code.co_name not in _RAISING:
+        return entry
+    return first
+
+
+def without_ours(entry: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without any of the loader's frames."""
+    kept: list[TracebackType] = []
+    while entry is not None:
+        if not _is_ours(entry):
+            kept.append(entry)
+        entry = entry.tb_next
+    chained: TracebackType | None = None
+    for each in reversed(kept):
+        chained = TracebackType(chained, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return chained
+
+
+def format_for_user(error: BaseException) -> str:
+    """Return an exception as Python prints it, without the loader's frames around the user's."""
+    lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))
+    return "".join(lines)

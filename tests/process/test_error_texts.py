@@ -1,0 +1,314 @@
+"""What the errors of samples say, wherever the samples are loaded, and what their tracebacks show.
+
+Each test runs without workers, with worker processes, and with threads.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset
+
+import shmloader
+from shmloader import DataLoader, LoaderTimeoutError, ShardedDataLoader
+from tests.process.support import Bad, Calls, Gate, Numbers, Streams
+
+pytestmark = pytest.mark.timeout(60)
+
+OURS = str(Path(shmloader.__file__).parent)
+
+PLACES: dict[str, dict[str, Any]] = {
+    "in-process": {},
+    "processes": {"num_workers": 2},
+    "threads": {"num_workers": 2, "thread_pool": True},
+}
+EVERYWHERE = pytest.mark.parametrize("place", PLACES)
+
+
+def raised_by(loader: DataLoader) -> Exception:
+    """The first exception of an epoch."""
+    try:
+        for _ in loader:
+            pass
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def whole_text(error: Exception) -> str:
+    """All that Python prints of an exception."""
+    return "".join(traceback.format_exception(error))
+
+
+def own_notes(error: Exception) -> list[str]:
+    """The notes of an exception, and those that a worker's traceback ends with."""
+    lines = str(error).splitlines()[1:]
+    return [*lines[-2:], *getattr(error, "__notes__", [])]
+
+
+# ---------------------------------------------------------------- a bad sample
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "options", [{}, {"fetch_concurrency": 2}, {"seed": 1}, {"batch_size": None}]
+)
+def test_the_index_of_a_bad_sample_is_named(place, options):
+    options = {"batch_size": 4, **options}
+    error = raised_by(DataLoader(Numbers(12, 6), **options, **PLACES[place]))
+    assert type(error) is Bad
+    assert "The sample of index 6 failed." in own_notes(error)
+    if options == {"batch_size": 4} and place != "in-process":
+        who = "Worker 1 (pid N)" if place == "processes" else "Worker thread N"
+        said = re.sub(
+            "pid [0-9]+|thread [0-9]+", lambda one: one[0].split()[0] + " N", error.__notes__[-1]
+        )
+        assert said == f"{who} was loading batch 1 (indices 4 to 7)."
+
+
+@EVERYWHERE
+def test_a_key_of_any_type_is_named(place):
+    dataset = {"a": 1, "b": 2}
+    error = raised_by(DataLoader(dataset, sampler=["a", "x" * 1000], **PLACES[place]))
+    assert type(error) is KeyError
+    (note,) = [note for note in own_notes(error) if note.startswith("The sample of")]
+    assert re.fullmatch(r"The sample of index 'x+\.\.\.x+' failed\.", note)
+
+
+@EVERYWHERE
+def test_the_index_in_a_subset_is_named(place):
+    """torch's Subset loads a whole batch by one call, but from a dataset without such a call."""
+    subset = Subset(Numbers(12, 6), [3, 4, 5, 6, 7])
+    error = raised_by(DataLoader(subset, batch_size=5, **PLACES[place]))
+    assert "The sample of index 3 failed." in own_notes(error)
+
+
+class Lists:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        if 6 in indices:
+            raise Bad("no 6")
+        return indices
+
+
+@EVERYWHERE
+def test_of_samples_that_one_call_loads_the_range_is_named(place):
+    for dataset in (Lists(), Subset(Lists(), range(12))):
+        error = raised_by(DataLoader(dataset, batch_size=4, **PLACES[place]))
+        assert "One call of __getitems__ for indices 4 to 7 failed." in own_notes(error)
+
+
+class Stream(IterableDataset):
+    """Raises once, in place of its sample 5, and goes on."""
+
+    def __iter__(self) -> Any:
+        self.number = -1
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number == 5:
+            raise Bad("no 5")
+        if self.number == 9:
+            raise StopIteration
+        return self.number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_the_number_of_a_bad_sample_of_an_iterable_dataset_is_named(workers, batch_size):
+    error = raised_by(DataLoader(Stream(), batch_size=batch_size, num_workers=workers))
+    where = " in this worker" if workers else ""
+    assert (
+        f"The dataset's iterator failed at sample 5, counted from 0{where} since the epoch began."
+    ) in own_notes(error)
+
+
+class Resumable(Stream):
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+    def __iter__(self) -> Any:
+        self.number = getattr(self, "number", -1)
+        return self
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_after_resuming_samples_are_counted_from_there(workers):
+    first = DataLoader(Resumable(), batch_size=2, num_workers=workers)
+    next(iter(first))
+    second = DataLoader(Resumable(), batch_size=2, num_workers=workers)
+    second.load_state_dict(first.state_dict())
+    error = raised_by(second)
+    where = " in this worker" if workers else ""
+    (note,) = [note for note in own_notes(error) if note.startswith("The dataset's iterator")]
+    assert note == (
+        f"The dataset's iterator failed at sample 3, counted from 0{where} since its state was "
+        "loaded."
+    )
+
+
+def test_an_exception_that_is_raised_again_names_only_its_last_sample():
+    error = Bad("always the same")
+    error.add_note("Sample 3 of the user's own words.")
+
+    def fail(index: int) -> int:
+        raise error
+
+    batches = iter(DataLoader(Calls(fail, 3), batch_size=1))
+    for index in range(3):
+        with pytest.raises(Bad):
+            next(batches)
+        assert error.__notes__ == [
+            "Sample 3 of the user's own words.", f"The sample of index {index} failed.",
+        ]  # fmt: skip
+
+
+def test_an_interrupt_gets_no_note(monkeypatch):
+    class Alarm(Exception):  # noqa: N818 - as users name theirs
+        pass
+
+    def ring(_signal: int, _frame: Any) -> None:
+        raise Alarm
+
+    def sample(index: int) -> int:
+        if index == 2:
+            signal.raise_signal(signal.SIGUSR1)
+        return index
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        with pytest.raises(Alarm) as raised:
+            list(DataLoader(Calls(sample, 4)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not hasattr(raised.value, "__notes__")
+
+
+# ---------------------------------------------------------------- tracebacks
+
+
+@EVERYWHERE
+def test_a_traceback_shows_the_datasets_frames_and_none_of_the_loaders(place):
+    error = raised_by(DataLoader(Numbers(12, 6), batch_size=4, **PLACES[place]))
+    shown = whole_text(error)
+    files = re.findall(r'File "([^"]+)"', str(error) if PLACES[place] else shown)
+    assert files
+    assert not [file for file in files if file.startswith(OURS)]
+    assert "in __getitem__" in shown
+    if place == "processes":
+        assert not re.findall(rf'File "{OURS}', shown)
+
+
+@EVERYWHERE
+def test_an_error_of_a_samplers_own_has_its_frames(place):
+    def sampler() -> Any:
+        yield 0
+        raise Bad("no further index")
+
+    error = raised_by(DataLoader(range(4), sampler=sampler(), **PLACES[place]))
+    assert "in sampler" in whole_text(error)
+
+
+# ---------------------------------------------------------------- ragged batches
+
+
+def ragged(index: int) -> dict[str, Any]:
+    return {"id": index, "image": torch.zeros(3 if index % 4 else 4, 2)}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "options", [{}, {"on_error": "skip"}, {"seed": 1}, {"fetch_concurrency": 2}]
+)
+def test_samples_of_several_shapes_are_named(place, options):
+    error = raised_by(DataLoader(Calls(ragged, 8), batch_size=4, **options, **PLACES[place]))
+    assert type(error) is RuntimeError
+    said = (
+        "stack expects each tensor to be equal size, but got [4, 2] at entry 0 and [3, 2] at "
+        "entry 1\n"
+        "The samples of this batch have different shapes of sample['image']: [4, 2] for index 0; "
+        "[3, 2] for indices 1 to 3. Pad them in collate_fn= (torch.nn.utils.rnn.pad_sequence pads "
+        "along the first dimension), or bring them to one shape in the dataset."
+    )
+    text = str(error)
+    if place == "in-process":
+        assert text == said
+    else:
+        where = "process" if place == "processes" else "thread"
+        first, second, *_ = text.splitlines()
+        assert re.fullmatch(f"Caught RuntimeError in DataLoader worker {where} [01].", first)
+        assert second == "Original Traceback (most recent call last):"
+        assert text.endswith(f"\nRuntimeError: {said}\n")
+    assert OURS not in whole_text(error)
+
+
+@EVERYWHERE
+def test_arrays_of_several_shapes_are_named(place):
+    arrays = Calls(lambda index: np.zeros(3 if index else 4), 4)
+    error = raised_by(DataLoader(arrays, batch_size=4, **PLACES[place]))
+    assert ("have different shapes of sample: [4] for index 0; [3] for indices 1 to 3. Pad") in str(
+        error
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_a_stream_are_named_by_their_place_in_the_batch(workers):
+    stream = Streams(lambda: iter([torch.zeros(3), torch.zeros(4), torch.zeros(4)]))
+    error = raised_by(DataLoader(stream, batch_size=3, num_workers=workers))
+    assert "[3] for sample 0 of the batch; [4] for samples 1 to 2 of the batch. Pad" in str(error)
+
+
+def test_skipped_samples_do_not_shift_the_indices():
+    def sample(index: int) -> torch.Tensor:
+        if index == 1:
+            raise Bad
+        return torch.zeros(3 if index == 3 else 4)
+
+    error = raised_by(DataLoader(Calls(sample, 4), batch_size=4, on_error="skip"))
+    assert "[4] for indices 0, 2; [3] for index 3. Pad" in str(error)
+
+
+def test_shards_of_a_step_are_explained_too():
+    error = raised_by(ShardedDataLoader(Calls(ragged, 8), batch_size=4, num_shards=2))
+    assert "[4, 2] for index 0; [3, 2] for indices 1 to 3. Pad" in str(error)
+
+
+# ---------------------------------------------------------------- a late batch
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_timeout_says_how_to_go_on_and_what_replaces_a_worker(threads):
+    gate = Gate()
+
+    def sample(index: int) -> int:
+        gate.pass_through()
+        return index
+
+    loader = DataLoader(Calls(sample, 2), num_workers=1, timeout=0.3, thread_pool=threads)
+    batches = iter(loader)
+    with pytest.raises(LoaderTimeoutError) as raised:
+        next(batches)
+    first = re.sub("pid [0-9]+", "pid N", str(raised.value).splitlines()[0])
+    who = "worker thread 0" if threads else "worker 0 (pid N)"
+    assert first == (
+        f"DataLoader timed out after 0.3 seconds. Batch 0 (indices 0) is with {who}. No batch is "
+        "lost. A for loop ends here; call next() on the same iterator to go on waiting, or give "
+        "sample_timeout= to replace a worker whose sample hangs."
+    )
+    gate.open(2)
+    assert [batch.item() for batch in batches] == [0, 1]
+    loader.close()
+    gate.close()

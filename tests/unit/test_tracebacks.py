@@ -1,0 +1,68 @@
+"""Which frames of a traceback the user is shown."""
+
+import traceback
+
+import pytest
+from torch.utils.data import default_collate
+
+from shmloader.batch.fetch import MapFetcher
+from shmloader.engine.engine import Engine
+from shmloader.sampling.checks import whole_number
+from shmloader.tracebacks import format_for_user, user_part, without_ours
+
+
+class Dataset:
+    """A dataset that calls ours in turn."""
+
+    def __getitem__(self, index):
+        return whole_number(index, "index", minimum=0)
+
+
+def raised_by(call):
+    """What a call raises, without the frame of this function."""
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    error = raised.value
+    return error.with_traceback(error.__traceback__.tb_next)
+
+
+def names_of(entry):
+    return [frame.name for frame in traceback.extract_tb(entry)]
+
+
+def fetch(*indices):
+    fetcher = MapFetcher(Dataset(), True, default_collate, False)
+    return raised_by(lambda: fetcher.fetch(indices))
+
+
+def test_frames_before_the_users_first_are_left_out_and_later_ones_are_kept():
+    entry = fetch(0, -1).__traceback__
+    assert names_of(entry) == ["<lambda>", "fetch", "_load_each", "__getitem__", "whole_number"]
+    entry = entry.tb_next
+    assert names_of(user_part(entry)) == ["__getitem__", "whole_number"]
+    assert names_of(without_ours(entry)) == ["__getitem__"]
+
+
+def test_an_error_of_our_own_keeps_its_frames():
+    entry = raised_by(lambda: whole_number(-1, "index", minimum=0)).__traceback__.tb_next
+    assert names_of(user_part(entry)) == ["whole_number"]
+    assert without_ours(entry) is None
+
+
+def test_an_error_that_the_engine_hands_on_has_no_frames():
+    engine = Engine.__new__(Engine)
+    error = ValueError("of a worker")
+    entry = raised_by(lambda: engine._raise_told(error)).__traceback__.tb_next
+    assert names_of(entry) == ["_raise_told"]
+    assert user_part(entry) is None
+    assert user_part(None) is None
+
+
+def test_the_text_is_python_s_but_for_those_frames():
+    error = fetch("x")
+    error.__traceback__ = error.__traceback__.tb_next
+    first, frame, *_, last, note = format_for_user(error).splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert frame.endswith("in __getitem__")
+    assert last == "TypeError: index should be an int, but got index='x'"
+    assert note == "The sample of index 'x' failed."
