@@ -65,6 +65,8 @@ class DataLoader(MeasuredLoader[_T_co]):
     dropped. You may keep batches for as long as you like: beyond four, they are copied out of
     their slots.
 
+    ``docs/reference/arguments.md`` has all arguments and defaults in one table.
+
     Args:
         dataset: Map-style or iterable dataset, or a data pipe, as for torch's loader.
 
