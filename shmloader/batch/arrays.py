@@ -44,12 +44,35 @@ def is_plain_data(dataset: Any) -> bool:
         return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
     if kind is Subset:
         # Indices of another type, such as a subclass of Tensor, may run the user's code, too.
-        return type(dataset.indices) in (*_ARRAYS, *_SEQUENCES) and is_plain_data(dataset.dataset)
+        indices = type(dataset.indices)
+        is_plain = indices in (*_ARRAYS, *_SEQUENCES, SharedList)
+        return is_plain and is_plain_data(dataset.dataset)
     if kind is ConcatDataset:
         return all(map(is_plain_data, dataset.datasets))
     if kind is StackDataset:
         return all(map(is_plain_data, _values_of(dataset.datasets)))
     return False
+
+
+_PLAIN_SAMPLES = (torch.Tensor, np.ndarray, bool, int, float, str, bytes)
+
+
+def are_plain(samples: Sequence[Any]) -> bool:
+    """Whether torch's ``default_collate`` runs no code of the user's for these samples.
+
+    This is known of tensors, arrays, numbers and texts, and of tuples, lists and dicts of these, if
+    all samples are alike.
+    """
+    kinds = set(map(type, samples))
+    if len(kinds) != 1:
+        return False
+    (kind,) = kinds
+    if kind in _PLAIN_SAMPLES or kind.__module__ == "numpy":
+        return True
+    if kind not in (tuple, list, dict):
+        return False
+    parts = [sample.values() for sample in samples] if kind is dict else samples
+    return len(set(map(len, parts))) == 1 and all(map(are_plain, zip(*parts, strict=True)))
 
 
 def find_columns(dataset: Any) -> Columns | None:

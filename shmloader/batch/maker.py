@@ -7,7 +7,8 @@ timer. The caller puts the batch into a slot or a queue, or returns it to the us
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import CoroutineType
 from typing import Any
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
@@ -16,7 +17,7 @@ from shmloader.batch.fetch import FetchConfig, OnError, SampleLoader, TolerantFe
 from shmloader.batch.sample_rng import SampleRng, loading
 from shmloader.batch.sample_watch import SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.batch.timer import Timer
-from shmloader.sampling.rng import kept
+from shmloader.memory.collate import is_plain
 
 
 class BatchMaker:
@@ -39,8 +40,6 @@ class BatchMaker:
         timer: The timer that measures the work.
         rng: The samples' random number generators; None without a seed.
         concurrent_fetcher: Loads several samples at once; None loads one after the other.
-        keeps_global: Whether the process's global generators, which a sample's seed sets, are put
-            back after each batch. True in the main process, where the user uses them, too.
         begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
             :meth:`SampleRng.wrap`.
         sample_watch: Watches how long samples take; None if they may take any time.
@@ -58,14 +57,13 @@ class BatchMaker:
         timer: Timer,
         rng: SampleRng | None = None,
         concurrent_fetcher: ConcurrentFetcher | None = None,
-        keeps_global: bool = False,
         begins_collate: bool = True,
         sample_watch: SampleWatch | None = None,
         watch_samples: Callable[[Any], Any] | None = None,
     ) -> None:
         self.rng = rng
         self.timer = timer
-        self._keeps_global = keeps_global and rng is not None
+        collates_plainly = rng is not None and is_plain(collate_fn)
         if not plan.is_iterable and concurrent_fetcher is None:
             collate_fn = _refusing_coroutines(collate_fn)
         collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
@@ -77,6 +75,7 @@ class BatchMaker:
                 may_fail=on_error != "raise",
                 begins_samples=concurrent_fetcher is None,
                 begins_collate=begins_collate,
+                collates_plainly=collates_plainly,
             )
         sample_loader = None
         if concurrent_fetcher is not None:
@@ -114,14 +113,7 @@ class BatchMaker:
 
     def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
         """Set the position of a ticket's samples in a ``with`` block, which gets plain indices."""
-        if self._keeps_global:
-            return self._loading_here(indices)
         return loading(self.rng, indices)
-
-    @contextlib.contextmanager
-    def _loading_here(self, indices: Any) -> Iterator[Any]:
-        with kept(), loading(self.rng, indices) as plain:
-            yield plain
 
     def take_report(self) -> SampleReport | None:
         """Return the report on samples since the last call; None where bad samples are raised."""
@@ -149,7 +141,8 @@ def _refusing_coroutines(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
 
     def collate(samples: Any) -> Any:
         first = samples[0] if isinstance(samples, list) and samples else samples
-        if not inspect.iscoroutine(first):
+        # What inspect.iscoroutine() tells, without a call for each batch.
+        if type(first) is not CoroutineType:
             return collate_fn(samples)
         # Copied now, since collate_fn may change the list.
         own = list(samples) if isinstance(samples, list) else [samples]

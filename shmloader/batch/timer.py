@@ -38,7 +38,7 @@ class Timer:
         def timed(samples: Any) -> Any:
             began_ns = _now_ns()
             # Before collating, which may change the list.
-            self.count(len(samples) if counts_items else 1)
+            self._sample_count += len(samples) if counts_items else 1
             try:
                 return collate_fn(samples)
             finally:

@@ -44,7 +44,12 @@ class Histogram:
 
     def add(self, other: "Histogram") -> None:
         """Add the durations of another histogram."""
-        self._counts = list(map(operator.add, self._counts, other._counts))
+        if not other.count:
+            return
+        if self.count:
+            self._counts = list(map(operator.add, self._counts, other._counts))
+        else:
+            self._counts = other._counts.copy()
         self.count += other.count
         self.total_ns += other.total_ns
         self.max_ns = max(self.max_ns, other.max_ns)

@@ -124,8 +124,8 @@ class LoaderConfig:
             self.on_error == "raise"
             and self.fetch.auto_collation
             and not self.fetch.is_iterable
-            and is_plain(self.collate_fn)
             and may_be_columns(self.dataset)
+            and is_plain(self.collate_fn)
         )
 
     def watch_failures(self, failures: FailureList[FailedSample]) -> FailureWatch | None:

@@ -66,6 +66,8 @@ class DataLoader(MeasuredLoader[_T_co]):
     dropped. You may keep batches for as long as you like: beyond four, they are copied out of
     their slots.
 
+    ``docs/reference/arguments.md`` has all arguments and defaults in one table.
+
     Args:
         dataset: Map-style or iterable dataset, or a data pipe, as for torch's loader.
 
@@ -96,9 +98,12 @@ class DataLoader(MeasuredLoader[_T_co]):
             that depend on the seed; its ``set_epoch``, if any, is called with the epoch. These
             generators are set anew before each sample and before each collate, and
             :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
-            fetched one by one, even if the dataset has ``__getitems__``. With
-            ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state
-            of the process's generators is restored after each batch. A position is one in this
+            fetched one by one, even if the dataset has ``__getitems__``. Setting the generators
+            takes about 9 µs a sample. It is left out for tensors, arrays, lists, and torch's
+            ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these, which
+            draw nothing. With ``thread_pool=True``, only ``sample_rng()`` is set. With
+            ``num_workers=0``, the state of the process's generators is restored after each batch
+            that has set them, which takes about 18 µs. A position is one in this
             loader's order: with a sampler that is cut for ranks (``DistributedSampler``), random
             numbers depend on the rank as well, so give all ranks the same seed. Where the dataset
             is cut for ranks, give each rank its own seed. Samples of an iterable dataset depend on

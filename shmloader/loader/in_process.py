@@ -37,7 +37,7 @@ from shmloader.loader.iterator import EngineIterator
 from shmloader.memory.collate import is_plain
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.inline import InlinePool, ResumeError
-from shmloader.sampling.rng import global_rng_state, kept, with_global_rng_state
+from shmloader.sampling.rng import global_rng_state, with_global_rng_state
 
 
 class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
@@ -178,8 +178,13 @@ class LocalMaker:
         rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
         sample_rng: SampleRng | None = None
         if fetch.seed is not None:
-            sample_rng = SampleRng(fetch.seed, epoch=epoch, sets_global=fetch.sets_global_rngs)
-        with _as_before(checkpoint.rng) if sample_rng is None else kept():
+            sample_rng = SampleRng(
+                fetch.seed,
+                epoch=epoch,
+                sets_global=fetch.sets_global_rngs,
+                restores_global=True,
+            )
+        with _as_before(checkpoint.rng if sample_rng is None else None):
             self._maker = BatchMaker(
                 fetch,
                 config.dataset,
@@ -189,7 +194,6 @@ class LocalMaker:
                 timer=timer,
                 rng=sample_rng,
                 concurrent_fetcher=concurrent_fetcher,
-                keeps_global=True,
             )
             if fetch.is_iterable and sample_rng is None:
                 load_iterator(self._maker.fetcher, saved)

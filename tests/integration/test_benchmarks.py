@@ -118,14 +118,16 @@ def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
     assert re.search(r"^order of 100,000 samples, .* MB of memory$", done.stdout, re.MULTILINE)
 
 
-def test_the_seeding_benchmark_prints_what_a_seed_costs():
-    done = run("seeding.py", "--smallest")
+def test_the_benchmark_of_a_seed_s_cost_has_a_row_for_each_kind_of_dataset():
+    done = run("seed_cost.py", "--smallest")
     assert done.returncode == 0, done.stderr
-    for part in ("random.seed, 128 bits", "numpy.random.seed, 32 bits", "digest"):
-        assert re.search(rf"^\| {part} \| yes \| [\d.]+ \(", done.stdout, re.MULTILINE), done.stdout
-    for where in ("in-process", "1 worker"):
-        row = rf"^\| seed=0, {where} \| [\d.]+ \([^|]+ \| -?[\d.]+ \("
+    for part in ("the digest", "random", "numpy.random", "torch"):
+        row = rf"^\| a sample: {part} \| [\d.]+ \("
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    for kind in ("TensorDataset", "list of ints", "code, no draws", "code, six draws on an image"):
+        for workers in (0, 2):
+            row = rf"^\| {kind} \| {workers} \| ([\d.]+ \([^|]+ \| ){{3}}-?[\d.]+ \("
+            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
 
 
 def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():

@@ -900,3 +900,72 @@ def test_the_seed_of_torchs_generator_fits_a_tensor(workers) -> None:
         (batch,) = loader
     assert batch.dtype is torch.int64
     assert len(set(batch.tolist())) == 64
+
+
+# ---------------------------------------------------------------- what cannot draw
+
+
+class Fragile(torch.Tensor):
+    """Draws where torch's collate function stacks it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.stack:
+            return torch.tensor(global_draws())
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Sealed(np.random.PCG64):
+    """A generator of numpy's whose state can be neither read nor set."""
+
+    @property
+    def state(self) -> Any:
+        raise LookupError("the state was read")
+
+
+@pytest.fixture
+def sealed():
+    """Make a sealed generator that of ``numpy.random``."""
+    own = np.random.get_bit_generator()
+    with contextlib.ExitStack() as stack:
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(np.random.set_bit_generator, own)
+        np.random.set_bit_generator(Sealed(3))
+        yield
+
+
+@pytest.mark.usefixtures("sealed")
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(torch.arange(6)),
+        TensorDataset(torch.arange(6.0, requires_grad=True)),
+        [torch.ones(2)] * 6,
+        list(range(6)),
+        [(torch.ones(2), "text")] * 6,
+    ],
+)
+def test_nothing_is_saved_or_seeded_for_what_cannot_draw(dataset) -> None:
+    assert len(list(DataLoader(dataset, 2, shuffle=True, seed=5))) == 3
+    with pytest.raises(LookupError, match="the state was read"):
+        list(DataLoader(Calls(augmented, 6), 2, seed=5))
+
+
+def test_collate_draws_by_the_position_where_a_sample_s_own_class_draws() -> None:
+    samples = [torch.ones(2).as_subclass(Fragile)] * 6
+    once, again = ([batch.tolist() for batch in DataLoader(samples, 2, seed=5)] for _ in range(2))
+    torch.manual_seed(9)
+    assert once == again
+    assert len(set(map(tuple, once))) == 3
+    assert [batch.tolist() for batch in DataLoader(samples, 2, seed=6)] != once
+
+
+@pytest.mark.parametrize("normals", [0, 1])
+def test_a_normal_number_in_waiting_stays_the_user_s(normals) -> None:
+    """numpy makes normal numbers in pairs, and keeps the second one."""
+    np.random.seed(3)
+    expected = np.random.RandomState(3).randn(normals + 8).tolist()
+    found = [float(np.random.randn()) for _ in range(normals)]
+    for _ in zip(range(4), loader_of(seed=5), strict=False):
+        found += [float(np.random.randn()), float(np.random.randn())]
+    assert found == expected

@@ -1,4 +1,4 @@
-"""Which datasets run no code of the user's."""
+"""Which datasets and samples run no code of the user's."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import share
-from shmloader.batch.arrays import is_plain_data
+from shmloader.batch.arrays import are_plain, is_plain_data
 
 
 class OwnList(list):
@@ -46,6 +46,7 @@ TENSORS = TensorDataset(torch.arange(3))
         TENSORS,
         Subset(TENSORS, [0, 2]),
         Subset(Subset([1, 2, 3], range(2)), np.arange(1)),
+        Subset(TENSORS, share([0, 2] * 1000)),
         ConcatDataset([TENSORS, Subset(TENSORS, [1])]),
         StackDataset(TENSORS, [1, 2, 3]),
         StackDataset(a=TENSORS, b=np.arange(3)),
@@ -72,3 +73,37 @@ def test_datasets_of_torch_over_arrays_and_lists_run_no_code_of_the_user_s(datas
 )
 def test_any_other_dataset_may_run_code_of_the_user_s(dataset) -> None:
     assert not is_plain_data(dataset)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1, 2],
+        [1.5, 2.5],
+        ["a", "b"],
+        [torch.ones(2), torch.ones(3)],
+        [np.ones(2), np.ones(2)],
+        [np.float32(1), np.float32(2)],
+        [(torch.ones(2), 1), (torch.ones(2), 2)],
+        [{"a": [1, "b"]}, {"a": [2, "c"]}],
+    ],
+)
+def test_torch_collates_tensors_numbers_and_texts_without_code_of_the_user_s(samples) -> None:
+    assert are_plain(samples)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        [1, 2.5],
+        [torch.ones(2), torch.ones(2).as_subclass(OwnTensor)],
+        [(1, 2), (1, object())],
+        [(1, 2), (1,)],
+        [{"a": 1}, {"a": 1, "b": object()}],
+        [OwnList([1]), OwnList([2])],
+        [None, None],
+    ],
+)
+def test_other_samples_may_run_code_of_the_user_s_in_torch_s_collate(samples) -> None:
+    assert not are_plain(samples)

@@ -25,9 +25,9 @@ class Draws(torch.utils.data.Dataset):
         return index, random.random(), int(sample_rng().integers(1 << 30))
 
 
-def make_maker(dataset, on_error="raise", seed=None, **options):
+def make_maker(dataset, on_error="raise", seed=None, restores_global=False, **options):
     plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False, seed=seed)
-    rng = None if seed is None else SampleRng(seed)
+    rng = None if seed is None else SampleRng(seed, restores_global=restores_global)
     return BatchMaker(
         plan, dataset, list, on_error, where="here", timer=Timer(), rng=rng, **options
     )
@@ -64,13 +64,13 @@ def test_samples_draw_by_their_position_whatever_was_made_before():
     assert make_maker(Draws(), seed=2).make(ticket) != first
 
 
-@pytest.mark.parametrize("keeps_global", [False, True])
-def test_the_global_generators_are_put_back_where_they_are_the_users(keeps_global):
-    maker = make_maker(Draws(), seed=1, keeps_global=keeps_global)
+@pytest.mark.parametrize("restores", [False, True])
+def test_the_global_generators_are_put_back_where_they_are_the_users(restores):
+    maker = make_maker(Draws(), seed=1, restores_global=restores)
     before = random.getstate(), torch.get_rng_state().tolist()
     maker.make(PositionedIndices([5, 6], 0, 8))
     after = random.getstate(), torch.get_rng_state().tolist()
-    assert (after == before) == keeps_global
+    assert (after == before) == restores
     random.setstate(before[0])
     torch.set_rng_state(torch.tensor(before[1], dtype=torch.uint8))
 
