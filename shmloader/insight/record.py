@@ -4,6 +4,7 @@ A record is written by the consumer's thread alone, with a few additions per bat
 read it, and may see a batch half added.
 """
 
+import collections
 import dataclasses
 import itertools
 import time
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shmloader.insight.histogram import Histogram
 from shmloader.insight.measurements import (
+    PLACES,
     STAGES,
     BatchTimes,
     Counts,
@@ -21,6 +23,10 @@ from shmloader.insight.measurements import (
     WorkTimes,
 )
 from shmloader.insight.trace import Trace, Traced
+
+# The number of waits that are remembered, to tell whether a worker was idle meanwhile. A worker is
+# idle for no longer than the consumer takes for a window of batches.
+_WAITS_KEPT = 512
 
 
 class Failures(Protocol):
@@ -31,13 +37,21 @@ class Failures(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class WorkerSums:
-    """Sums over the batches of one worker that were delivered."""
+    """Sums over the batches of one worker that were delivered.
+
+    ``idle_ns`` and ``idle_awaited_ns`` are about the time between the worker's batches, so they
+    leave out its start and the epoch's end, when there is nothing left to load. Like ``span_ns``,
+    ``idle_ns`` is computed when a record is copied or added to another.
+    """
 
     batches: int = 0
     busy_ns: int = 0
     fetch_ns: int = 0
     collate_ns: int = 0
+    idle_ns: int = 0
+    idle_awaited_ns: int = 0
     first_ns: int = 0
+    last_ns: int = 0
     span_ns: int = 0
     cpu_ns: int = 0
     stalled_ns: int | None = None
@@ -68,6 +82,7 @@ class Record:
         last_ns: When ``iter()`` or ``next()`` returned last.
         iter_ns: Time until the iterator was made.
         startup_ns: ``iter_ns`` and the wait for the first batch.
+        waited: Where the next batch was while the consumer waited, in ns; see :data:`PLACES`.
         failures: Batches that raised, and once the epoch is over also samples that failed.
     """
 
@@ -106,21 +121,33 @@ class Record:
         self.waits = Histogram()
         self.loads = Histogram()
         self.stages = dict.fromkeys(STAGES, 0)
+        self.waited = dict.fromkeys(PLACES, 0)
+        # The last waits for batches that were not loaded yet: from when until when.
+        self._waits_kept: collections.deque[tuple[int, int]] = collections.deque(maxlen=_WAITS_KEPT)
         self.workers: dict[int, WorkerSums] = {}
         self._turn_ns = 0
 
     # On the consumer's thread ----------------------------------------------------------------
 
-    def note_begun(self) -> None:
-        """Note that ``iter()`` returns."""
+    def note_begun(self, draw_ns: int = 0) -> None:
+        """Note that ``iter()`` returns, which was in the sampler for ``draw_ns``."""
         self.last_ns = time.monotonic_ns()
         self.iter_ns = self.last_ns - self.first_ns
+        self.waited["draw"] += draw_ns
+        self.waited["start"] += self.iter_ns - draw_ns
         if self.trace is not None:
             begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
             self.trace.note(begun)
 
-    def note_wait(self, began_ns: int, ended_ns: int) -> None:
-        """Note a call of ``next()`` whose batch, if any, has no times of its own."""
+    def note_wait(self, began_ns: int, ended_ns: int, place: str = "other") -> None:
+        """Note a call of ``next()`` whose batch, if any, has no times of its own.
+
+        Args:
+            began_ns: When it was called.
+            ended_ns: When it returned or raised.
+            place: What the time was for, of :data:`PLACES`.
+        """
+        self.waited[place] += ended_ns - began_ns
         if self.trace is not None:
             self.trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
         self._add_wait(began_ns, ended_ns)
@@ -131,12 +158,13 @@ class Record:
         if self.waits.count == 1:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
-    def note_batch(
+    def note_batch(  # noqa: PLR0912, PLR0915 - each call of a part would cost 0.1 µs a batch
         self,
         times: BatchTimes,
         asked_ns: int,
         taken_ns: int,
         stage: tuple[str, int, int] | None,
+        draw_ns: int = 0,
     ) -> None:
         """Note a batch that an engine delivered.
 
@@ -146,6 +174,7 @@ class Record:
             taken_ns: When the consumer had it.
             stage: Name of the stage after the engine, and when that began and ended; None without
                 such a stage.
+            draw_ns: How long the call of ``next()`` was in the sampler.
         """
         worker_id, offered_ns, sent_ns, work, looked_ns, seen_ns, handed_ns, nbytes, _ = times
         began_ns, fetch_ns, collate_ns, encode_ns, sample_count = work
@@ -182,7 +211,26 @@ class Record:
         self.nbytes += nbytes
         worker = self.workers.get(worker_id)
         if worker is None:
-            worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns)
+            worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns, last_ns=began_ns)
+        # The wait until the batch was loaded; then until it was noticed; and the rest, in which it
+        # is built, pinned or copied, and another one drawn.
+        at_ns, waited = asked_ns, self.waited
+        if end_ns > asked_ns:
+            at_ns = self._note_awaited(times, asked_ns, end_ns, is_first=not worker.batches)
+        if handed_ns > at_ns:
+            waited["transport"] += handed_ns - at_ns
+            at_ns = handed_ns
+        if stage is not None and stage_ended_ns > at_ns:
+            at_ns = self._note_staged(stage, at_ns)
+        at_ns += draw_ns
+        waited["draw"] += draw_ns
+        if taken_ns > at_ns:
+            waited["build"] += taken_ns - at_ns
+        else:  # it drew while the batch was not here yet
+            waited["draw"] -= at_ns - taken_ns
+        if self._waits_kept and self._waits_kept[-1][1] > worker.last_ns:
+            worker.idle_awaited_ns += self._awaited_ns(worker.last_ns, began_ns)
+        worker.last_ns = end_ns
         worker.batches += 1
         worker.busy_ns += busy_ns
         worker.fetch_ns += fetch_ns
@@ -191,8 +239,62 @@ class Record:
         if self.trace is not None:
             self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
 
+    def _note_awaited(
+        self, times: BatchTimes, asked_ns: int, end_ns: int, *, is_first: bool
+    ) -> int:
+        """Note a wait for a batch that was not loaded yet, up to the end of its loading.
+
+        Args:
+            times: The times of the batch.
+            asked_ns: When the consumer asked for it.
+            end_ns: When it was loaded.
+            is_first: Whether it is its worker's first batch of the epoch.
+
+        Returns:
+            ``end_ns``.
+        """
+        waited, at_ns = self.waited, asked_ns
+        began_ns, fetch_ns, collate_ns, _, _ = times.work
+        fetched_ns = began_ns + fetch_ns
+        for place, until_ns in (
+            ("start" if is_first else "send", times.sent_ns),
+            ("start" if is_first else "queue", began_ns),
+            ("fetch", fetched_ns),
+            ("collate", fetched_ns + collate_ns),
+            ("encode", end_ns),
+        ):
+            if until_ns > at_ns:
+                waited[place] += until_ns - at_ns
+                at_ns = until_ns
+        self._waits_kept.append((max(asked_ns, began_ns) if is_first else asked_ns, end_ns))
+        return end_ns
+
+    def _note_staged(self, stage: tuple[str, int, int], at_ns: int) -> int:
+        """Note a wait from ``at_ns`` until the stage was done; return when that was."""
+        name, began_ns, ended_ns = stage
+        if began_ns > at_ns:
+            self.waited["build"] += began_ns - at_ns
+            at_ns = began_ns
+        self.waited[name] += ended_ns - at_ns
+        return ended_ns
+
+    def _awaited_ns(self, began_ns: int, ended_ns: int) -> int:
+        """Return for how long of a span of time the consumer waited for a batch to be loaded."""
+        awaited_ns = 0
+        for since_ns, until_ns in reversed(self._waits_kept):
+            if until_ns <= began_ns:
+                break
+            awaited_ns += max(0, min(until_ns, ended_ns) - max(since_ns, began_ns))
+        return awaited_ns
+
     def note_local_batch(
-        self, work: WorkTimes, asked_ns: int, taken_ns: int, nbytes: int, stage: str
+        self,
+        work: WorkTimes,
+        asked_ns: int,
+        taken_ns: int,
+        nbytes: int,
+        stage: str,
+        draw_ns: int = 0,
     ) -> None:
         """Note a batch that the consumer's thread loaded.
 
@@ -202,15 +304,23 @@ class Record:
             taken_ns: When ``next()`` returned.
             nbytes: Bytes that the batch takes.
             stage: Name of the stage after collate.
+            draw_ns: How long the call of ``next()`` was in the sampler.
         """
         self._add_wait(asked_ns, taken_ns)
         if self.trace is not None:
             here = (work, stage)
             self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
-        self.stages["fetch"] += work.fetch_ns
-        self.stages["collate"] += work.collate_ns
-        self.stages[stage] += work.encode_ns
-        self.loads.note(work.fetch_ns + work.collate_ns)
+        _, fetch_ns, collate_ns, encode_ns, _ = work
+        stages, waited = self.stages, self.waited
+        stages["fetch"] += fetch_ns
+        stages["collate"] += collate_ns
+        stages[stage] += encode_ns
+        waited["draw"] += draw_ns
+        waited["fetch"] += fetch_ns
+        waited["collate"] += collate_ns
+        waited[stage] += encode_ns
+        waited["build"] += max(0, taken_ns - asked_ns - draw_ns - fetch_ns - collate_ns - encode_ns)
+        self.loads.note(fetch_ns + collate_ns)
         self.batches += 1
         self.samples += work.sample_count
         self.nbytes += nbytes
@@ -283,15 +393,20 @@ class Record:
         self.loads.add(other.loads)
         for name, duration_ns in other.stages.items():
             self.stages[name] += duration_ns
+        for name, duration_ns in other.waited.items():
+            self.waited[name] += duration_ns
         for worker_id, theirs in list(other.workers.items()):
             ours = self.workers.setdefault(worker_id, WorkerSums())
             ours.batches += theirs.batches
             ours.busy_ns += theirs.busy_ns
             ours.fetch_ns += theirs.fetch_ns
             ours.collate_ns += theirs.collate_ns
+            ours.idle_ns += theirs.idle_ns
+            ours.idle_awaited_ns += theirs.idle_awaited_ns
             ours.span_ns += theirs.span_ns
             if theirs.first_ns:
                 ours.span_ns += max(0, other.last_ns - theirs.first_ns)
+                ours.idle_ns += max(0, theirs.last_ns - theirs.first_ns - theirs.busy_ns)
             ours.cpu_ns += theirs.cpu_ns
             if theirs.stalled_ns is not None:
                 ours.stalled_ns = (ours.stalled_ns or 0) + theirs.stalled_ns
