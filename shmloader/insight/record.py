@@ -77,7 +77,7 @@ class Record:
     Attributes:
         lane: Number of the iterator among those at work at the same time; 0 for a single one.
         is_over: Whether the epoch has ended or was given up.
-        trace: Receives every batch while a trace is being recorded; None otherwise.
+        traced: What was noted since a trace began; None while none is being recorded.
         first_ns: When the epoch began.
         last_ns: When ``iter()`` or ``next()`` returned last.
         iter_ns: Time until the iterator was made.
@@ -105,7 +105,9 @@ class Record:
         self.keeps_workers = keeps_workers
         self.lane = 0
         self.is_over = False
-        self.trace: Trace | None = None
+        self.traced: Record | None = None
+        self._trace: Trace | None = None
+        self._is_part = False
         self._in_order = in_order
         self.counts = counts
         self._counts_begun = None if counts is None else dataclasses.replace(counts)
@@ -129,15 +131,52 @@ class Record:
 
     # On the consumer's thread ----------------------------------------------------------------
 
+    def trace_with(self, trace: Trace | None, *, from_now: bool = False) -> None:
+        """Pass every call to a trace from now on, and sum them up apart; with None, stop that.
+
+        Args:
+            trace: The trace.
+            from_now: Whether the epoch began earlier, so that the trace has only a part of it.
+        """
+        self._trace = trace
+        if trace is None:
+            if self.traced is not None:
+                self.traced.end()
+                self.traced.is_over = self.is_over
+            self.traced = None
+            return
+        self.traced = Record(
+            self.epoch,
+            self.kind,
+            self.worker_count,
+            keeps_workers=self.keeps_workers,
+            in_order=self._in_order,
+            counts=self.counts,
+            readings=self._readings,
+            failed=self._failed,
+            begin_ns=None if from_now else self.first_ns,
+        )
+        self.traced._is_part = from_now
+        if from_now:
+            for worker_id, sums in self.workers.items():
+                self.traced.workers[worker_id] = WorkerSums(
+                    first_ns=sums.last_ns, last_ns=sums.last_ns
+                )
+        trace.parts.append(self.traced)
+
     def note_begun(self, draw_ns: int = 0) -> None:
         """Note that ``iter()`` returns, which was in the sampler for ``draw_ns``."""
-        self.last_ns = time.monotonic_ns()
-        self.iter_ns = self.last_ns - self.first_ns
+        self._add_begun(time.monotonic_ns(), draw_ns)
+        if self._trace is not None and self.traced is not None:
+            begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
+            self._trace.note(begun)
+            self.traced._add_begun(self.last_ns, draw_ns)
+
+    def _add_begun(self, ended_ns: int, draw_ns: int) -> None:
+        self.last_ns = ended_ns
+        self.iter_ns = ended_ns - self.first_ns
         self.waited["draw"] += draw_ns
         self.waited["start"] += self.iter_ns - draw_ns
-        if self.trace is not None:
-            begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
-            self.trace.note(begun)
 
     def note_wait(self, began_ns: int, ended_ns: int, place: str = "other") -> None:
         """Note a call of ``next()`` whose batch, if any, has no times of its own.
@@ -148,14 +187,15 @@ class Record:
             place: What the time was for, of :data:`PLACES`.
         """
         self.waited[place] += ended_ns - began_ns
-        if self.trace is not None:
-            self.trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
+        if self._trace is not None and self.traced is not None:
+            self._trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
+            self.traced.note_wait(began_ns, ended_ns, place)
         self._add_wait(began_ns, ended_ns)
 
     def _add_wait(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
         self.waits.note(ended_ns - began_ns)
-        if self.waits.count == 1:
+        if self.waits.count == 1 and not self._is_part:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
     def note_batch(  # noqa: PLR0912, PLR0915 - each call of a part would cost 0.1 µs a batch
@@ -210,13 +250,14 @@ class Record:
         self.samples += sample_count
         self.nbytes += nbytes
         worker = self.workers.get(worker_id)
+        is_first = worker is None
         if worker is None:
             worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns, last_ns=began_ns)
         # The wait until the batch was loaded; then until it was noticed; and the rest, in which it
         # is built, pinned or copied, and another one drawn.
         at_ns, waited = asked_ns, self.waited
         if end_ns > asked_ns:
-            at_ns = self._note_awaited(times, asked_ns, end_ns, is_first=not worker.batches)
+            at_ns = self._note_awaited(times, asked_ns, end_ns, is_first=is_first)
         if handed_ns > at_ns:
             waited["transport"] += handed_ns - at_ns
             at_ns = handed_ns
@@ -236,8 +277,9 @@ class Record:
         worker.fetch_ns += fetch_ns
         worker.collate_ns += collate_ns
         self._add_wait(asked_ns, taken_ns)
-        if self.trace is not None:
-            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
+        if self._trace is not None and self.traced is not None:
+            self._trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
+            self.traced.note_batch(times, asked_ns, taken_ns, stage, draw_ns)
 
     def _note_awaited(
         self, times: BatchTimes, asked_ns: int, end_ns: int, *, is_first: bool
@@ -307,9 +349,10 @@ class Record:
             draw_ns: How long the call of ``next()`` was in the sampler.
         """
         self._add_wait(asked_ns, taken_ns)
-        if self.trace is not None:
+        if self._trace is not None and self.traced is not None:
             here = (work, stage)
-            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
+            self._trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
+            self.traced.note_local_batch(work, asked_ns, taken_ns, nbytes, stage, draw_ns)
         _, fetch_ns, collate_ns, encode_ns, _ = work
         stages, waited = self.stages, self.waited
         stages["fetch"] += fetch_ns
@@ -329,6 +372,8 @@ class Record:
         """End the record: no batch follows. May be called again."""
         if not self.is_over:
             self.is_over = True
+            if self.traced is not None:
+                self.traced.end()
             self._final = self.engine_counts(), self._usage(thoroughly=False)
             failed, self._failed = self.failure_count(), None
             self.failures = failed
@@ -439,7 +484,7 @@ class Statistics:
 
     Attributes:
         epochs: Number of epochs begun.
-        trace: See :attr:`Record.trace`.
+        trace: The trace that is being recorded; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -461,15 +506,29 @@ class Statistics:
         taken = {other.lane for other, _ in still_open}
         record.lane = next(lane for lane in itertools.count() if lane not in taken)
         self._state = _State(past, (*still_open, (record, weakref.ref(iterator))))
-        record.trace = self.trace
+        if self.trace is not None:
+            record.trace_with(self.trace)
         self._newest = record
         self.epochs += 1
 
     def trace_with(self, trace: Trace | None) -> None:
-        """Pass every batch to a trace from now on; with None, stop that."""
+        """Pass every call to a trace from now on; with None, stop that."""
+        self._end_abandoned()
         self.trace = trace
         for record, _ in self._state.open:
-            record.trace = trace
+            if trace is None or not record.is_over:
+                record.trace_with(trace, from_now=True)
+
+    @staticmethod
+    def traced(trace: Trace) -> tuple[Record | None, int]:
+        """Return the sum of what a trace has, and of how many epochs that is."""
+        parts = [part for part in trace.parts if part.waits.count or part.iter_ns]
+        if len(parts) == 1:
+            return parts[0].copy(), 1
+        total = None
+        for part in parts:
+            total = _sum(total, part)
+        return total, len(parts)
 
     def newest(self) -> Record | None:
         """Return a snapshot of the newest epoch; None before the first."""

@@ -55,7 +55,7 @@ def _write_page(run: TracedRun, path: Path) -> None:
     fields = {
         # "</script>" would end the script around the data, and "<!--" would change where it ends.
         "data": data.replace("<", "\\u003c"),
-        "epoch": html.escape(run.epoch),
+        "epochs": html.escape(run.epochs),
         "verdict": re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict)),
         # The table ends with the verdict, which the page shows at the top.
         "table": html.escape(run.table.removesuffix(run.verdict).rstrip()),

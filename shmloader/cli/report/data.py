@@ -73,7 +73,7 @@ class TracedRun:
         waits: For each call of ``next()``, when it began and how long it took, in milliseconds.
         verdict: The verdict's sentence.
         table: The statistics as they print.
-        epoch: The epoch of the verdict and the figures, in words. The trace may have others.
+        epochs: The epochs that were recorded, in words.
         figures: The most important figures: names and values.
     """
 
@@ -82,7 +82,7 @@ class TracedRun:
     waits: list[tuple[float, float]]
     verdict: str
     table: str
-    epoch: str
+    epochs: str
     figures: list[tuple[str, str]]
 
 
@@ -110,7 +110,7 @@ def read_trace(path: Path) -> TracedRun:
             waits,
             _text(about["verdict"]),
             _text(about["table"]),
-            f"epoch {_number_of(about['stats']['epoch'])}",
+            _epochs_of(about["stats"]),
             _figures_of(about["stats"]),
         )
     except OSError as error:
@@ -156,6 +156,12 @@ def _number_of(value: object) -> int:
 def _span(event: dict[str, Any]) -> tuple[float, float]:
     """Return when a slice began, and how long it took, in milliseconds."""
     return _amount(event["ts"]) / 1e3, _amount(event["dur"]) / 1e3
+
+
+def _epochs_of(stats: dict[str, Any]) -> str:
+    if stats["epoch"] is not None:
+        return f"epoch {_number_of(stats['epoch'])}"
+    return f"{_number_of(stats['epochs'])} epochs"
 
 
 def _figures_of(stats: dict[str, Any]) -> list[tuple[str, str]]:
