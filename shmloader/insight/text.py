@@ -28,7 +28,8 @@ _STAGES = {
     "device": "copying to the device, device_transform",
 }
 
-_PLACES = {
+#: What each of :class:`~shmloader.insight.WaitPlaces` means.
+PLACES_IN_WORDS = {
     "start": "iter(), or its worker was starting",
     "draw": "the batch sampler was drawing",
     "send": "no worker had room for it",
@@ -37,7 +38,7 @@ _PLACES = {
     "collate": "in collate_fn",
     "encode": "being described by its worker",
     "transport": "loaded, on its way to the main process",
-    "build": "being built or copied out of its slot, and handed over",
+    "build": "being built (or copied out of its slot) and handed over",
     "pin": "being pinned",
     "device": "being copied to the device, in device_transform",
     "end": "there was none: the epoch ended",
@@ -155,7 +156,7 @@ def _worker_rows(stats: "LoaderStats") -> list[tuple[object, ...]]:
 def _wait_rows(stats: "LoaderStats") -> list[tuple[str, str, str, str]]:
     total_s = stats.wait.total_s
     return [
-        (name, seconds(spent_s), f"{spent_s / total_s:.0%}", _PLACES[name])
+        (name, seconds(spent_s), f"{spent_s / total_s:.0%}", PLACES_IN_WORDS[name])
         for name, spent_s in stats.wait.places._asdict().items()
         if spent_s > _SHOWN_SHARE * total_s
     ]

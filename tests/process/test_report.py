@@ -103,6 +103,8 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
     seen = browse(tmp_path / "page.html", width)
     assert f'data-drawn="{BATCHES}"' in seen
     assert "data-error" not in seen
+    _, text, spent_s = max(read_trace(trace).places, key=lambda place: place[2])
+    assert f"<span>{text}</span><b>{shown(spent_s)}</b>" in seen
     wide = re.search(r'data-wide="(-?\d+)"', seen)
     assert wide is not None
     assert int(wide[1]) <= 0, "it has to be scrolled sideways"
@@ -118,6 +120,12 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
         assert USE in colours["timeline"]
         assert READY in colours["stack"]
         assert READY in colours["stock"]
+
+
+def shown(spent_s: float) -> str:
+    """A duration as the page's script writes it."""
+    spent_ms = spent_s * 1e3
+    return f"{spent_s:.2f} s" if spent_ms >= 1000 else f"{spent_ms:.3g} ms"
 
 
 # What would end the page's script, or be taken for a place of its template.
@@ -251,8 +259,10 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options, begun) -> None:
         assert sum(worker["batches"] for worker in stats["workers"]) == count
         assert stats["nbytes"] == sum(batch.nbytes for batch in run.batches)
         assert stats["samples"] == sum(batch.samples for batch in run.batches)
-    shown = dict(run.figures)
-    assert shown["waited for data"] == f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
+    assert sum(spent_s for _, _, spent_s in run.places) == pytest.approx(wait["total_s"])
+    assert (
+        dict(run.figures)["waited for data"] == f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
+    )
     if begun == "inside":  # from iter() to the end of the last next(), without the time between
         ends = [at + took for at, took in run.waits]
         second = run.begins[1][0]

@@ -74,6 +74,7 @@ def _data_of(run: TracedRun) -> dict[str, Any]:
         "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins[:_MAX_BATCHES]],
         "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MAX_BATCHES]],
         "figures": run.figures,
+        "places": [[name, text, spent_s * 1e3] for name, text, spent_s in run.places],
     }
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.measurements import STAGES
-from shmloader.insight.text import seconds
+from shmloader.insight.measurements import PLACES, STAGES
+from shmloader.insight.text import PLACES_IN_WORDS, seconds
 
 _TAKEN = re.compile(r"next\(\) → batch (\d{1,15})")
 _LOADED = re.compile(r"batch (\d{1,15})")
@@ -75,6 +75,8 @@ class TracedRun:
         table: The statistics as they print.
         epochs: The epochs that were recorded, in words.
         figures: The most important figures: names and values.
+        places: Where the next batch was while the consumer waited: the name of the place, what it
+            means, and the seconds of waiting. Places without any are left out.
     """
 
     batches: list[TracedBatch]
@@ -84,6 +86,7 @@ class TracedRun:
     table: str
     epochs: str
     figures: list[tuple[str, str]]
+    places: list[tuple[str, str, float]]
 
 
 def read_trace(path: Path) -> TracedRun:
@@ -112,6 +115,7 @@ def read_trace(path: Path) -> TracedRun:
             _text(about["table"]),
             _epochs_of(about["stats"]),
             _figures_of(about["stats"]),
+            _places_of(about["stats"]["wait"]["places"]),
         )
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
@@ -178,9 +182,16 @@ def _figures_of(stats: dict[str, Any]) -> list[tuple[str, str]]:
         if _number_of(worker["batches"])
     ]
     if shares:
-        figures.append(("workers busy", f"{sum(shares) / len(shares):.0%} of {len(shares)}"))
+        figures.append(("workers busy, mean", f"{sum(shares) / len(shares):.0%}"))
     figures.append(("samples a second", f"{_amount(stats['samples_per_s']):,.0f}"))
     return figures
+
+
+def _places_of(values: object) -> list[tuple[str, str, float]]:
+    if not isinstance(values, list) or len(values) != len(PLACES):
+        raise ValueError("the places of the wait are not a list of as many as there are")
+    spent = dict(zip(PLACES, map(_amount, values), strict=True))
+    return [(name, PLACES_IN_WORDS[name], spent_s) for name, spent_s in spent.items() if spent_s]
 
 
 def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
