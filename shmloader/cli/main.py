@@ -85,6 +85,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seconds", type=_number(0.1, float, "a number"), default=5.0, help=seconds_help
     )
+    rounds_help = "number of turns of each of the best settings, to compare them (%(default)s)"
+    command.add_argument(
+        "--rounds", type=_number(3, int, "a whole number"), default=5, help=rounds_help
+    )
     plot_help = "draw the speeds into a file (png, svg or pdf)"
     command.add_argument("--plot", type=Path, metavar="FILE", help=plot_help)
     command.set_defaults(run=tune)

@@ -31,6 +31,7 @@ class StagedEngine:
         in_transit: See :attr:`EngineBase.in_transit`.
         told: See :attr:`EngineBase.told`.
         delivery: See :attr:`EngineBase.delivery`.
+        draw_ns: See :attr:`EngineBase.draw_ns`.
         staged: :attr:`Ready.staged` of the batch that was returned last.
     """
 
@@ -49,12 +50,13 @@ class StagedEngine:
         self.in_transit = False
         self.told = 0
         self.delivery: Delivery | None = None
+        self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
-        self._tickets_out = 0
+        self._tickets_out = self.draw_ns = 0
         thread = self.owner.begin()
         try:
             for _ in range(self._window):
@@ -84,6 +86,7 @@ class StagedEngine:
         self.in_transit = False
         self.told = 0
         self.delivery = None  # the one of the last call is reported only once
+        self.draw_ns = 0
         thread = self.owner.thread
         if thread is None:
             self._engine.check_open()
@@ -191,6 +194,7 @@ class StagedEngine:
 
     def _draw_one(self, thread: EngineThread) -> bool:
         """Draw a ticket for the engine's thread. Returns False if the sampler has ended."""
+        began_ns = time.monotonic_ns()
         try:
             indices = self._draw()
         except StopIteration:
@@ -207,6 +211,7 @@ class StagedEngine:
                 thread.wake()
             self.told = id(error)
             raise
+        self.draw_ns += time.monotonic_ns() - began_ns
         self._tickets_out += 1
         thread.inbox.put(indices, self._wake)
         return True

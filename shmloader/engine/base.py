@@ -55,6 +55,9 @@ class EngineBase(abc.ABC):
         delivery: Describes what the last call of ``next_batch`` returned, or raised in place of a
             batch; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
+        draw_ns: How long the last call of :meth:`start`, :meth:`restart` or :meth:`next_batch` was
+            in the sampler. Stays 0 while the engine belongs to a thread of its own, since the
+            user's thread draws then.
         is_dynamic: Whether tickets wait in the engine until a worker has room for them. A thread
             then has to be inside ``next_batch`` all the time, or workers stay idle.
 
@@ -78,6 +81,7 @@ class EngineBase(abc.ABC):
         self.told = 0
         self.delivery: Delivery | None = None
         self.counts = Counts()
+        self.draw_ns = 0
         # When the last call of next_batch began to look for answers.
         self._looked_ns = 0
         #: Times of a stage; None here, since an engine is no stage.
@@ -105,6 +109,7 @@ class EngineBase(abc.ABC):
         """Begin a further epoch with the same workers."""
 
     def _prime(self) -> None:
+        self.draw_ns = 0
         try:
             for _ in range(self._window):
                 self._offer()
@@ -145,7 +150,7 @@ class EngineBase(abc.ABC):
         # An interrupt in between may lose a ticket that was assigned but not sent.
         was_in_transit, self.in_transit = self.in_transit, True
         for indices in self._inbox or ():
-            self._offer_indices(indices)
+            self._offer_indices(indices, time.monotonic_ns())
         self.in_transit = was_in_transit
 
     @abc.abstractmethod
@@ -177,6 +182,7 @@ class EngineBase(abc.ABC):
         self.in_transit = False
         self.told = 0
         self.delivery = None
+        self.draw_ns = 0
         self._looked_ns = time.monotonic_ns()
         self.check_open()
         try:
@@ -265,6 +271,7 @@ class EngineBase(abc.ABC):
     def _offer(self) -> None:
         """Draw one index batch and send it to a worker."""
         was_in_transit, self.in_transit = self.in_transit, True
+        began_ns = time.monotonic_ns()
         try:
             indices = self._draw()
         except StopIteration:
@@ -273,7 +280,9 @@ class EngineBase(abc.ABC):
         except BaseException as error:
             self._note_sampler_error(error)
             raise
-        self._offer_indices(indices)
+        drawn_ns = time.monotonic_ns()
+        self.draw_ns += drawn_ns - began_ns
+        self._offer_indices(indices, drawn_ns)
         self.in_transit = was_in_transit
 
     def _note_sampler_error(self, error: BaseException) -> None:
@@ -286,8 +295,13 @@ class EngineBase(abc.ABC):
             self.delivery = None  # the error comes in place of the batch
 
     @abc.abstractmethod
-    def _offer_indices(self, indices: object) -> None:
-        """Send an index batch to a worker."""
+    def _offer_indices(self, indices: object, now_ns: int) -> None:
+        """Send an index batch to a worker.
+
+        Args:
+            indices: The index batch.
+            now_ns: The time.
+        """
 
     def _replace_ticket(self) -> None:
         """Offer a ticket in place of one that yields no batch."""

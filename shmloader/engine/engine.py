@@ -293,6 +293,7 @@ class Engine(EngineBase):
         scheduler = self._scheduler
         while True:
             self.in_transit = True
+            began_ns = time.monotonic_ns()
             try:
                 indices = self._draw()
             except StopIteration:
@@ -300,6 +301,7 @@ class Engine(EngineBase):
             except BaseException as error:
                 self._note_sampler_error(error)
                 raise
+            self.draw_ns += time.monotonic_ns() - began_ns
             ticket = scheduler.offer_inline(indices)
             answer = self._pool.send(ticket, scheduler.epoch)
             if type(answer) is StreamEnd:
@@ -449,8 +451,7 @@ class Engine(EngineBase):
 
     # Tickets out -------------------------------------------------------------------------
 
-    def _offer_indices(self, indices: object) -> None:
-        now_ns = time.monotonic_ns()
+    def _offer_indices(self, indices: object, now_ns: int) -> None:
         ticket = self._scheduler.offer(indices, now_ns)
         if self._has_queue:
             assert ticket is not None

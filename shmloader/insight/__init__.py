@@ -11,8 +11,17 @@ from shmloader.insight.snapshot import (
     SlotStats,
     Stages,
     StageStats,
+    WaitPlaces,
     WaitStats,
     WorkerStats,
 )
 
-__all__ = ["LoaderStats", "SlotStats", "StageStats", "Stages", "WaitStats", "WorkerStats"]
+__all__ = [
+    "LoaderStats",
+    "SlotStats",
+    "StageStats",
+    "Stages",
+    "WaitPlaces",
+    "WaitStats",
+    "WorkerStats",
+]

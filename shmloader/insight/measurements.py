@@ -25,6 +25,24 @@ STAGES = (
     "device",
 )
 
+#: Where the next batch was while the consumer waited for it; the fields of
+#: :class:`~shmloader.insight.WaitPlaces`.
+PLACES = (
+    "start",
+    "draw",
+    "send",
+    "queue",
+    "fetch",
+    "collate",
+    "encode",
+    "transport",
+    "build",
+    "pin",
+    "device",
+    "end",
+    "other",
+)
+
 
 class WorkTimes(NamedTuple):
     """What a worker has measured of a batch, sent with the batch's answer.

@@ -4,6 +4,7 @@ A record is written by the consumer's thread alone, with a few additions per bat
 read it, and may see a batch half added.
 """
 
+import collections
 import dataclasses
 import itertools
 import time
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shmloader.insight.histogram import Histogram
 from shmloader.insight.measurements import (
+    PLACES,
     STAGES,
     BatchTimes,
     Counts,
@@ -21,6 +23,10 @@ from shmloader.insight.measurements import (
     WorkTimes,
 )
 from shmloader.insight.trace import Trace, Traced
+
+# The number of waits that are remembered, to tell whether a worker was idle meanwhile. A worker is
+# idle for no longer than the consumer takes for a window of batches.
+_WAITS_KEPT = 512
 
 
 class Failures(Protocol):
@@ -31,13 +37,21 @@ class Failures(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class WorkerSums:
-    """Sums over the batches of one worker that were delivered."""
+    """Sums over the batches of one worker that were delivered.
+
+    ``idle_ns`` and ``idle_awaited_ns`` are about the time between the worker's batches, so they
+    leave out its start and the epoch's end, when there is nothing left to load. Like ``span_ns``,
+    ``idle_ns`` is computed when a record is copied or added to another.
+    """
 
     batches: int = 0
     busy_ns: int = 0
     fetch_ns: int = 0
     collate_ns: int = 0
+    idle_ns: int = 0
+    idle_awaited_ns: int = 0
     first_ns: int = 0
+    last_ns: int = 0
     span_ns: int = 0
     cpu_ns: int = 0
     stalled_ns: int | None = None
@@ -63,11 +77,12 @@ class Record:
     Attributes:
         lane: Number of the iterator among those at work at the same time; 0 for a single one.
         is_over: Whether the epoch has ended or was given up.
-        trace: Receives every batch while a trace is being recorded; None otherwise.
+        traced: What was noted since a trace began; None while none is being recorded.
         first_ns: When the epoch began.
         last_ns: When ``iter()`` or ``next()`` returned last.
         iter_ns: Time until the iterator was made.
         startup_ns: ``iter_ns`` and the wait for the first batch.
+        waited: Where the next batch was while the consumer waited, in ns; see :data:`PLACES`.
         failures: Batches that raised, and once the epoch is over also samples that failed.
     """
 
@@ -90,7 +105,9 @@ class Record:
         self.keeps_workers = keeps_workers
         self.lane = 0
         self.is_over = False
-        self.trace: Trace | None = None
+        self.traced: Record | None = None
+        self._trace: Trace | None = None
+        self._is_part = False
         self._in_order = in_order
         self.counts = counts
         self._counts_begun = None if counts is None else dataclasses.replace(counts)
@@ -106,37 +123,88 @@ class Record:
         self.waits = Histogram()
         self.loads = Histogram()
         self.stages = dict.fromkeys(STAGES, 0)
+        self.waited = dict.fromkeys(PLACES, 0)
+        # The last waits for batches that were not loaded yet: from when until when.
+        self._waits_kept: collections.deque[tuple[int, int]] = collections.deque(maxlen=_WAITS_KEPT)
         self.workers: dict[int, WorkerSums] = {}
         self._turn_ns = 0
 
     # On the consumer's thread ----------------------------------------------------------------
 
-    def note_begun(self) -> None:
-        """Note that ``iter()`` returns."""
-        self.last_ns = time.monotonic_ns()
-        self.iter_ns = self.last_ns - self.first_ns
-        if self.trace is not None:
-            begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
-            self.trace.note(begun)
+    def trace_with(self, trace: Trace | None, *, from_now: bool = False) -> None:
+        """Pass every call to a trace from now on, and sum them up apart; with None, stop that.
 
-    def note_wait(self, began_ns: int, ended_ns: int) -> None:
-        """Note a call of ``next()`` whose batch, if any, has no times of its own."""
-        if self.trace is not None:
-            self.trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
+        Args:
+            trace: The trace.
+            from_now: Whether the epoch began earlier, so that the trace has only a part of it.
+        """
+        self._trace = trace
+        if trace is None:
+            if self.traced is not None:
+                self.traced.end()
+                self.traced.is_over = self.is_over
+            self.traced = None
+            return
+        self.traced = Record(
+            self.epoch,
+            self.kind,
+            self.worker_count,
+            keeps_workers=self.keeps_workers,
+            in_order=self._in_order,
+            counts=self.counts,
+            readings=self._readings,
+            failed=self._failed,
+            begin_ns=None if from_now else self.first_ns,
+        )
+        self.traced._is_part = from_now
+        if from_now:
+            for worker_id, sums in self.workers.items():
+                self.traced.workers[worker_id] = WorkerSums(
+                    first_ns=sums.last_ns, last_ns=sums.last_ns
+                )
+        trace.parts.append(self.traced)
+
+    def note_begun(self, draw_ns: int = 0) -> None:
+        """Note that ``iter()`` returns, which was in the sampler for ``draw_ns``."""
+        self._add_begun(time.monotonic_ns(), draw_ns)
+        if self._trace is not None and self.traced is not None:
+            begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
+            self._trace.note(begun)
+            self.traced._add_begun(self.last_ns, draw_ns)
+
+    def _add_begun(self, ended_ns: int, draw_ns: int) -> None:
+        self.last_ns = ended_ns
+        self.iter_ns = ended_ns - self.first_ns
+        self.waited["draw"] += draw_ns
+        self.waited["start"] += self.iter_ns - draw_ns
+
+    def note_wait(self, began_ns: int, ended_ns: int, place: str = "other") -> None:
+        """Note a call of ``next()`` whose batch, if any, has no times of its own.
+
+        Args:
+            began_ns: When it was called.
+            ended_ns: When it returned or raised.
+            place: What the time was for, of :data:`PLACES`.
+        """
+        self.waited[place] += ended_ns - began_ns
+        if self._trace is not None and self.traced is not None:
+            self._trace.note(Traced(self.epoch, began_ns, ended_ns, lane=self.lane))
+            self.traced.note_wait(began_ns, ended_ns, place)
         self._add_wait(began_ns, ended_ns)
 
     def _add_wait(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
         self.waits.note(ended_ns - began_ns)
-        if self.waits.count == 1:
+        if self.waits.count == 1 and not self._is_part:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
-    def note_batch(
+    def note_batch(  # noqa: PLR0912, PLR0915 - each call of a part would cost 0.1 µs a batch
         self,
         times: BatchTimes,
         asked_ns: int,
         taken_ns: int,
         stage: tuple[str, int, int] | None,
+        draw_ns: int = 0,
     ) -> None:
         """Note a batch that an engine delivered.
 
@@ -146,6 +214,7 @@ class Record:
             taken_ns: When the consumer had it.
             stage: Name of the stage after the engine, and when that began and ended; None without
                 such a stage.
+            draw_ns: How long the call of ``next()`` was in the sampler.
         """
         worker_id, offered_ns, sent_ns, work, looked_ns, seen_ns, handed_ns, nbytes, _ = times
         began_ns, fetch_ns, collate_ns, encode_ns, sample_count = work
@@ -181,18 +250,93 @@ class Record:
         self.samples += sample_count
         self.nbytes += nbytes
         worker = self.workers.get(worker_id)
+        is_first = worker is None
         if worker is None:
-            worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns)
+            worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns, last_ns=began_ns)
+        # The wait until the batch was loaded; then until it was noticed; and the rest, in which it
+        # is built, pinned or copied, and another one drawn.
+        at_ns, waited = asked_ns, self.waited
+        if end_ns > asked_ns:
+            at_ns = self._note_awaited(times, asked_ns, end_ns, is_first=is_first)
+        if handed_ns > at_ns:
+            waited["transport"] += handed_ns - at_ns
+            at_ns = handed_ns
+        if stage is not None and stage_ended_ns > at_ns:
+            at_ns = self._note_staged(stage, at_ns)
+        at_ns += draw_ns
+        waited["draw"] += draw_ns
+        if taken_ns > at_ns:
+            waited["build"] += taken_ns - at_ns
+        else:  # it drew while the batch was not here yet
+            waited["draw"] -= at_ns - taken_ns
+        if self._waits_kept and self._waits_kept[-1][1] > worker.last_ns:
+            worker.idle_awaited_ns += self._awaited_ns(worker.last_ns, began_ns)
+        worker.last_ns = end_ns
         worker.batches += 1
         worker.busy_ns += busy_ns
         worker.fetch_ns += fetch_ns
         worker.collate_ns += collate_ns
         self._add_wait(asked_ns, taken_ns)
-        if self.trace is not None:
-            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
+        if self._trace is not None and self.traced is not None:
+            self._trace.note(Traced(self.epoch, asked_ns, taken_ns, times, stage, lane=self.lane))
+            self.traced.note_batch(times, asked_ns, taken_ns, stage, draw_ns)
+
+    def _note_awaited(
+        self, times: BatchTimes, asked_ns: int, end_ns: int, *, is_first: bool
+    ) -> int:
+        """Note a wait for a batch that was not loaded yet, up to the end of its loading.
+
+        Args:
+            times: The times of the batch.
+            asked_ns: When the consumer asked for it.
+            end_ns: When it was loaded.
+            is_first: Whether it is its worker's first batch of the epoch.
+
+        Returns:
+            ``end_ns``.
+        """
+        waited, at_ns = self.waited, asked_ns
+        began_ns, fetch_ns, collate_ns, _, _ = times.work
+        fetched_ns = began_ns + fetch_ns
+        for place, until_ns in (
+            ("start" if is_first else "send", times.sent_ns),
+            ("start" if is_first else "queue", began_ns),
+            ("fetch", fetched_ns),
+            ("collate", fetched_ns + collate_ns),
+            ("encode", end_ns),
+        ):
+            if until_ns > at_ns:
+                waited[place] += until_ns - at_ns
+                at_ns = until_ns
+        self._waits_kept.append((max(asked_ns, began_ns) if is_first else asked_ns, end_ns))
+        return end_ns
+
+    def _note_staged(self, stage: tuple[str, int, int], at_ns: int) -> int:
+        """Note a wait from ``at_ns`` until the stage was done; return when that was."""
+        name, began_ns, ended_ns = stage
+        if began_ns > at_ns:
+            self.waited["build"] += began_ns - at_ns
+            at_ns = began_ns
+        self.waited[name] += ended_ns - at_ns
+        return ended_ns
+
+    def _awaited_ns(self, began_ns: int, ended_ns: int) -> int:
+        """Return for how long of a span of time the consumer waited for a batch to be loaded."""
+        awaited_ns = 0
+        for since_ns, until_ns in reversed(self._waits_kept):
+            if until_ns <= began_ns:
+                break
+            awaited_ns += max(0, min(until_ns, ended_ns) - max(since_ns, began_ns))
+        return awaited_ns
 
     def note_local_batch(
-        self, work: WorkTimes, asked_ns: int, taken_ns: int, nbytes: int, stage: str
+        self,
+        work: WorkTimes,
+        asked_ns: int,
+        taken_ns: int,
+        nbytes: int,
+        stage: str,
+        draw_ns: int = 0,
     ) -> None:
         """Note a batch that the consumer's thread loaded.
 
@@ -202,15 +346,24 @@ class Record:
             taken_ns: When ``next()`` returned.
             nbytes: Bytes that the batch takes.
             stage: Name of the stage after collate.
+            draw_ns: How long the call of ``next()`` was in the sampler.
         """
         self._add_wait(asked_ns, taken_ns)
-        if self.trace is not None:
+        if self._trace is not None and self.traced is not None:
             here = (work, stage)
-            self.trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
-        self.stages["fetch"] += work.fetch_ns
-        self.stages["collate"] += work.collate_ns
-        self.stages[stage] += work.encode_ns
-        self.loads.note(work.fetch_ns + work.collate_ns)
+            self._trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
+            self.traced.note_local_batch(work, asked_ns, taken_ns, nbytes, stage, draw_ns)
+        _, fetch_ns, collate_ns, encode_ns, _ = work
+        stages, waited = self.stages, self.waited
+        stages["fetch"] += fetch_ns
+        stages["collate"] += collate_ns
+        stages[stage] += encode_ns
+        waited["draw"] += draw_ns
+        waited["fetch"] += fetch_ns
+        waited["collate"] += collate_ns
+        waited[stage] += encode_ns
+        waited["build"] += max(0, taken_ns - asked_ns - draw_ns - fetch_ns - collate_ns - encode_ns)
+        self.loads.note(fetch_ns + collate_ns)
         self.batches += 1
         self.samples += work.sample_count
         self.nbytes += nbytes
@@ -219,6 +372,8 @@ class Record:
         """End the record: no batch follows. May be called again."""
         if not self.is_over:
             self.is_over = True
+            if self.traced is not None:
+                self.traced.end()
             self._final = self.engine_counts(), self._usage(thoroughly=False)
             failed, self._failed = self.failure_count(), None
             self.failures = failed
@@ -283,15 +438,20 @@ class Record:
         self.loads.add(other.loads)
         for name, duration_ns in other.stages.items():
             self.stages[name] += duration_ns
+        for name, duration_ns in other.waited.items():
+            self.waited[name] += duration_ns
         for worker_id, theirs in list(other.workers.items()):
             ours = self.workers.setdefault(worker_id, WorkerSums())
             ours.batches += theirs.batches
             ours.busy_ns += theirs.busy_ns
             ours.fetch_ns += theirs.fetch_ns
             ours.collate_ns += theirs.collate_ns
+            ours.idle_ns += theirs.idle_ns
+            ours.idle_awaited_ns += theirs.idle_awaited_ns
             ours.span_ns += theirs.span_ns
             if theirs.first_ns:
                 ours.span_ns += max(0, other.last_ns - theirs.first_ns)
+                ours.idle_ns += max(0, theirs.last_ns - theirs.first_ns - theirs.busy_ns)
             ours.cpu_ns += theirs.cpu_ns
             if theirs.stalled_ns is not None:
                 ours.stalled_ns = (ours.stalled_ns or 0) + theirs.stalled_ns
@@ -324,7 +484,7 @@ class Statistics:
 
     Attributes:
         epochs: Number of epochs begun.
-        trace: See :attr:`Record.trace`.
+        trace: The trace that is being recorded; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -346,15 +506,29 @@ class Statistics:
         taken = {other.lane for other, _ in still_open}
         record.lane = next(lane for lane in itertools.count() if lane not in taken)
         self._state = _State(past, (*still_open, (record, weakref.ref(iterator))))
-        record.trace = self.trace
+        if self.trace is not None:
+            record.trace_with(self.trace)
         self._newest = record
         self.epochs += 1
 
     def trace_with(self, trace: Trace | None) -> None:
-        """Pass every batch to a trace from now on; with None, stop that."""
+        """Pass every call to a trace from now on; with None, stop that."""
+        self._end_abandoned()
         self.trace = trace
         for record, _ in self._state.open:
-            record.trace = trace
+            if trace is None or not record.is_over:
+                record.trace_with(trace, from_now=True)
+
+    @staticmethod
+    def traced(trace: Trace) -> tuple[Record | None, int]:
+        """Return the sum of what a trace has, and of how many epochs that is."""
+        parts = [part for part in trace.parts if part.waits.count or part.iter_ns]
+        if len(parts) == 1:
+            return parts[0].copy(), 1
+        total = None
+        for part in parts:
+            total = _sum(total, part)
+        return total, len(parts)
 
     def newest(self) -> Record | None:
         """Return a snapshot of the newest epoch; None before the first."""

@@ -11,6 +11,48 @@ from shmloader.insight.verdict import Finding, judge
 _NS = 1e9
 
 
+class WaitPlaces(NamedTuple):
+    """Where the next batch was while the consumer waited for it, in seconds.
+
+    The fields add up to ``WaitStats.total_s``. The verdict is based on them. Without workers, the
+    consumer's own thread loads the batch meanwhile, so only ``start``, ``draw``, ``fetch``,
+    ``collate``, ``build``, ``pin`` and ``device`` occur. Where torch's own iterator loads, all is
+    in ``start`` and ``other``.
+
+    Attributes:
+        start: ``iter()`` made the iterator, or the batch's worker had not begun its first batch of
+            the epoch, because the worker was starting.
+        draw: The batch sampler drew indices, on the consumer's thread: most often those of a later
+            batch.
+        send: The indices were drawn, and no worker had room for them.
+        queue: The indices were sent, and the worker was busy with earlier batches.
+        fetch: The worker was loading the samples.
+        collate: The worker was in ``collate_fn``.
+        encode: The worker described the batch for the main process.
+        transport: The batch was loaded, and the main process had not noticed that yet.
+        build: Tensors were made of the slot or copied out of it, and the batch was handed over;
+            with ``device="cpu"``, ``device_transform`` was called.
+        pin: The batch was copied into page-locked memory.
+        device: The batch was copied to the device, or ``device_transform`` was called.
+        end: There was no next batch: the epoch ended, and so did workers that do not persist.
+        other: An error was raised in place of the batch, or it is not known where the batch was.
+    """
+
+    start: float = 0.0
+    draw: float = 0.0
+    send: float = 0.0
+    queue: float = 0.0
+    fetch: float = 0.0
+    collate: float = 0.0
+    encode: float = 0.0
+    transport: float = 0.0
+    build: float = 0.0
+    pin: float = 0.0
+    device: float = 0.0
+    end: float = 0.0
+    other: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitStats:
     """How long the consumer waited, in seconds.
@@ -23,6 +65,7 @@ class WaitStats:
         p99_s: 99th percentile.
         max_s: Longest call of ``next()``.
         startup_s: The part of ``total_s`` in ``iter()`` and the first ``next()`` of each epoch.
+        places: Where the next batch was meanwhile.
     """
 
     total_s: float = 0.0
@@ -32,6 +75,7 @@ class WaitStats:
     p99_s: float = 0.0
     max_s: float = 0.0
     startup_s: float = 0.0
+    places: WaitPlaces = WaitPlaces()  # noqa: RUF009 - it cannot change
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +106,9 @@ class WorkerStats:
         busy_share: ``busy_s`` as a share of the time since it began its first batch; 0 to 1.
         fetch_s: The part of ``busy_s`` in the dataset.
         collate_s: The part of ``busy_s`` in ``collate_fn``.
+        idle_s: Seconds between its batches, from the end of one to the beginning of the next.
+        idle_awaited_s: The part of ``idle_s`` in which the consumer waited for a batch that another
+            worker had not loaded yet.
         cpu_s: CPU seconds that it has used, including its start.
         stalled_s: Seconds in which it could have run but no core was free; None where the system
             does not report it.
@@ -76,6 +123,8 @@ class WorkerStats:
     busy_share: float = 0.0
     fetch_s: float = 0.0
     collate_s: float = 0.0
+    idle_s: float = 0.0
+    idle_awaited_s: float = 0.0
     cpu_s: float = 0.0
     stalled_s: float | None = None
     pss_bytes: int | None = None
@@ -202,12 +251,16 @@ class LoaderStats:
 
     @property
     def finding(self) -> Finding:
-        """The rule that made the verdict."""
+        """The rule that made the verdict: a member of ``shmloader.insight.verdict.Finding``."""
         return judge(self)[0]
 
     @property
     def verdict(self) -> str:
-        """What limits the speed and what to change, in one sentence."""
+        """What limits the speed and what to change, in one sentence.
+
+        It names the cause of most of the wait; two causes if the second has at least three quarters
+        of the first's weight. Nearly full memory comes before all others.
+        """
         return judge(self)[1]
 
     def __str__(self) -> str:
@@ -251,6 +304,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
             waits.percentile(99) / _NS,
             waits.max_ns / _NS,
             record.startup_ns / _NS,
+            WaitPlaces(**{name: spent_ns / _NS for name, spent_ns in record.waited.items()}),
         ),
         stages=Stages(
             **{
@@ -288,6 +342,8 @@ def _worker_stats(worker_id: int, sums: WorkerSums) -> WorkerStats:
         min(1.0, sums.busy_ns / sums.span_ns) if sums.span_ns else 0.0,
         sums.fetch_ns / _NS,
         sums.collate_ns / _NS,
+        sums.idle_ns / _NS,
+        sums.idle_awaited_ns / _NS,
         sums.cpu_ns / _NS,
         None if sums.stalled_ns is None else sums.stalled_ns / _NS,
         sums.pss_bytes,

@@ -28,6 +28,26 @@ _STAGES = {
     "device": "copying to the device, device_transform",
 }
 
+#: What each of :class:`~shmloader.insight.WaitPlaces` means.
+PLACES_IN_WORDS = {
+    "start": "iter(), or its worker was starting",
+    "draw": "the batch sampler was drawing",
+    "send": "no worker had room for it",
+    "queue": "its worker was busy with earlier batches",
+    "fetch": "in the dataset",
+    "collate": "in collate_fn",
+    "encode": "being described by its worker",
+    "transport": "loaded, on its way to the main process",
+    "build": "being built (or copied out of its slot) and handed over",
+    "pin": "being pinned",
+    "device": "being copied to the device, in device_transform",
+    "end": "there was none: the epoch ended",
+    "other": "not known, or an error was raised",
+}
+_WAIT_COLUMN = "where the next batch was while the consumer waited"
+# Places with a smaller share of the wait are not printed.
+_SHOWN_SHARE = 0.01
+
 _WORKER_COLUMNS = ("worker", "batches", "busy", "CPU", "no core", "memory")
 
 
@@ -65,6 +85,10 @@ def write_table(stats: "LoaderStats") -> str:
         if stage.total_s:
             bar = "█" * round(_BAR * stage.mean_s / longest)
             lines.append(f"  {name:<10}{seconds(stage.mean_s):>9}  {bar:<{_BAR}}  {_STAGES[name]}")
+    places = _wait_rows(stats)
+    if places:
+        lines += ["", _WAIT_COLUMN]
+    lines += [f"  {name:<10}{spent:>9}  {share:>5}  {text}" for name, spent, share, text in places]
     if stats.workers:
         lines += ["", *(_row(*cells) for cells in (_WORKER_COLUMNS, *_worker_rows(stats)))]
     lines += ["", stats.verdict]
@@ -95,6 +119,9 @@ def write_html(stats: "LoaderStats") -> str:
     ]
     if stages:
         parts.append(_html_table(stages, ("stage", "mean time per batch", "")))
+    places = _wait_rows(stats)
+    if places:
+        parts.append(_html_table(places, ("place", "waited", "share", _WAIT_COLUMN)))
     if stats.workers:
         parts.append(_html_table(_worker_rows(stats), _WORKER_COLUMNS))
     return "\n".join([*parts, verdict])
@@ -124,6 +151,15 @@ def _worker_rows(stats: "LoaderStats") -> list[tuple[object, ...]]:
         busy, cpu = f"{worker.busy_share:.0%}", seconds(worker.cpu_s)
         rows.append((worker.worker_id, worker.batches, busy, cpu, stalled, memory))
     return rows
+
+
+def _wait_rows(stats: "LoaderStats") -> list[tuple[str, str, str, str]]:
+    total_s = stats.wait.total_s
+    return [
+        (name, seconds(spent_s), f"{spent_s / total_s:.0%}", PLACES_IN_WORDS[name])
+        for name, spent_s in stats.wait.places._asdict().items()
+        if spent_s > _SHOWN_SHARE * total_s
+    ]
 
 
 def _row(first: object, *others: object) -> str:

@@ -14,9 +14,12 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmloader.insight.measurements import BatchTimes, WorkTimes
+
+if TYPE_CHECKING:
+    from shmloader.insight.record import Record
 
 _CONSUMER, _ENGINE, _STAGE, _FIRST_WORKER = 1, 2, 3, 10
 # Distance from the track numbers of one iterator to those of the next.
@@ -63,9 +66,15 @@ class Traced(NamedTuple):
 
 
 class Trace:
-    """Records calls until they are written: about half a kilobyte per batch."""
+    """Records calls until they are written: about half a kilobyte per batch.
+
+    Attributes:
+        begun_ns: When it began.
+        parts: The sums of what was recorded, one record for each epoch.
+    """
 
     def __init__(self) -> None:
+        self.parts: list[Record] = []
         self.begun_ns = time.monotonic_ns()
         self._calls: list[Traced] = []
 

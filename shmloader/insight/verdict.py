@@ -1,10 +1,17 @@
 """Says what limits the speed and what to change, by rules over the statistics. Pure.
 
-The rules are tried in order, and the first that holds makes the verdict. First comes what may end
-the run (memory), then whether there is anything to gain at all, then the causes of waiting, from
-the special to the general.
+First comes what may end the run (memory), then whether there is anything to gain at all. The cause
+is then read from where the next batch was while the consumer waited
+(:class:`~shmloader.insight.WaitPlaces`): these places form groups, and the group with the largest
+share of the wait is the cause. If a second group has nearly as much, both are named, so that two
+similar epochs do not name one each.
+
+If the workers had not loaded the next batch yet, further rules say why. They are tried in order,
+and two rules that advise the opposite of each other have a gap between their thresholds: "add
+workers" and "use fewer workers" never follow each other in similar epochs.
 """
 
+import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
@@ -15,24 +22,40 @@ if TYPE_CHECKING:
 
 #: A consumer that waits for a smaller share of its time than this would gain nothing.
 IDLE_SHARE = 0.05
-#: Workers, or a stage's thread, that are busy for a larger share than this are the limit.
-BUSY_SHARE = 0.75
-#: Start-up is the limit where it is a larger share of all waiting than this.
-STARTUP_SHARE = 0.5
-#: Workers that wait for a core for a larger share of their busy time than this are too many.
+#: Below this share there is little to gain, and the verdict says so.
+LITTLE_SHARE = 0.1
+#: A second cause is named as well if its share of the wait is at least this part of the first's.
+SECOND_CAUSE = 0.75
+#: Workers are held up by a slow batch if they are idle, while the consumer waits for it, for a
+#: larger part of what is possible than this.
+HELD_UP_SHARE = 0.5
+#: More batches loaded ahead would help if workers are idle, while the consumer does not wait, for a
+#: larger part than this of the time that they would need.
+AHEAD_SHARE = 0.5
+#: Workers that wait for a core for a larger share of their busy time than this compete for cores.
 STALLED_SHARE = 0.3
-#: A batch in a hundred is a straggler if it takes this many times as long as the median.
-STRAGGLER_FACTOR = 3.0
-#: A stage that delays batches for a larger share of the wait than this is its cause.
-HELD_SHARE = 0.5
+#: Workers wait for something else if they compute, or want a core, for less than the first share of
+#: their busy time, and compute if they do so for more than the second.
+WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
+#: Workers that use a smaller share of all cores than this do not compete with each other alone.
+CORES_SHARE = 0.6
 #: Collating is slow where it takes a larger share of the workers' time than this.
 COLLATE_SHARE = 0.5
-#: Copying batches out is the cause where it is a larger share of the wait than this.
-COPY_SHARE = 0.3
-#: Workers wait for something if they compute, or want a core, for a smaller share than this.
-COMPUTING_SHARE = 0.5
+#: Slots are held where a larger share of the batches than this was copied out of them.
+COPIED_SHARE = 0.5
 #: Memory is near its limit where a smaller share than this of it is left.
 FREE_SHARE = 0.1
+
+# The places of a wait that have one cause; the fields of WaitPlaces.
+_GROUPS = {
+    "start": ("start", "end"),
+    "draw": ("draw",),
+    "work": ("send", "queue", "fetch", "collate", "encode"),
+    "delivery": ("transport", "build"),
+    "pin": ("pin",),
+    "device": ("device",),
+    "errors": ("other",),
+}
 
 
 class Finding(enum.Enum):
@@ -41,18 +64,22 @@ class Finding(enum.Enum):
     NOTHING_YET = "nothing yet"
     MEMORY = "memory near the limit"
     NOTHING_TO_GAIN = "nothing to gain"
+    SEVERAL = "several causes"
     START_UP = "start-up"
     IN_PROCESS = "no workers"
+    SAMPLER = "slow sampler"
     PINNING = "pinning"
     DEVICE_COPY = "device copy"
     SLOTS_HELD = "slots held by the consumer"
+    DELIVERY = "delivering"
+    ERRORS = "errors in place of batches"
+    CORES_TAKEN = "cores taken by others"
     TOO_MANY_WORKERS = "too many workers"
     STRAGGLERS = "stragglers"
-    CORES_TAKEN = "cores taken by others"
     BURSTS = "wanted in bursts"
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
-    DELIVERY = "drawing and delivering"
+    CORES_BUSY = "all cores busy"
     OTHER_LOADER = "another loader"
 
 
@@ -60,11 +87,13 @@ def judge(stats: "LoaderStats") -> tuple[Finding, str]:
     """Return the rule that holds, and its sentence."""
     if not stats.batches:
         return Finding.NOTHING_YET, "No batch has been delivered yet."
-    waited = f"The consumer waited {stats.wait.share:.0%} of the time for data"
-    finding, text = _near_a_limit(stats) or _nothing_to_gain(stats) or _cause(stats)
-    if finding in (Finding.MEMORY, Finding.NOTHING_TO_GAIN):
-        return finding, text
-    return finding, f"{waited}; {text}"
+    share = stats.wait.share
+    found = _near_a_limit(stats) or _nothing_to_gain(stats)
+    if found is not None:
+        return found
+    finding, text = _cause(stats)
+    little = " (there is little to gain)" if share < LITTLE_SHARE else ""
+    return finding, f"The consumer waited {share:.0%} of the time for data{little}; {text}"
 
 
 def _near_a_limit(stats: "LoaderStats") -> tuple[Finding, str] | None:
@@ -95,112 +124,212 @@ def _nothing_to_gain(stats: "LoaderStats") -> tuple[Finding, str] | None:
 
 
 def _cause(stats: "LoaderStats") -> tuple[Finding, str]:
-    startup_s, waited_s = stats.wait.startup_s, stats.wait.total_s
-    if stats.num_workers and startup_s > STARTUP_SHARE * waited_s:
-        remedy = "persistent_workers=True saves that in all epochs but the first, and"
-        if stats.persistent_workers:
-            remedy = "later epochs find their workers ready;"
-        return Finding.START_UP, (
-            f"{seconds(startup_s)} of {seconds(waited_s)} of waiting was for first batches: "
-            f"{remedy} a dataset that is quicker to start saves more."
-        )
+    if stats.kind in ("torch", "other"):
+        return Finding.OTHER_LOADER, _of_another_loader(stats)
+    places = stats.wait.places._asdict()
+    groups = {name: sum(places[one] for one in of) for name, of in _GROUPS.items()}
+    first, second = sorted(groups, key=groups.__getitem__, reverse=True)[:2]
+    if groups[second] < SECOND_CAUSE * groups[first] or not groups[second]:
+        return _of_group(stats, first)
+    # In a fixed order, because either may be the larger one next time.
+    named = [name for name in _GROUPS if name in (first, second)]
+    (finding, one), (other_finding, other) = (_of_group(stats, name) for name in named)
+    if finding is other_finding:  # without workers, the consumer's own thread does it all
+        return _of_group(stats, first)
+    return Finding.SEVERAL, (
+        f"there are two causes of about the same weight. First, {one} Second, {other}"
+    )
+
+
+def _of_another_loader(stats: "LoaderStats") -> str:
     if stats.kind == "torch":
-        return Finding.OTHER_LOADER, (
+        return (
             "what the loader does meanwhile is not known: torch's own iterator loads, since the "
             "dataset is a data pipe, or this system has no memfd or pidfd."
         )
-    if stats.kind == "other":
-        return Finding.OTHER_LOADER, (
-            "what the loader does meanwhile is not known, since it is not one of shmloader's."
-        )
-    if stats.kind == "in-process":
-        busiest = _busiest(stats)
-        remedy = f"give the loader workers (num_workers=; this process may use {_cores(stats)})"
-        if busiest in ("build", "pin", "device"):  # workers would not do that
-            remedy = "make that cheaper, or raise batch_size"
-        return Finding.IN_PROCESS, (
-            f"it loads the data itself, mostly in {_NAMES[busiest]}: {remedy}."
-        )
-    return _of_the_main_process(stats) or _of_the_workers(stats)
+    return "what the loader does meanwhile is not known, since it is not one of shmloader's."
 
 
-def _of_the_main_process(stats: "LoaderStats") -> tuple[Finding, str] | None:
-    steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
-    pin_s, device_s = stats.stages.pin.total_s, stats.stages.device.total_s
-    if pin_s > BUSY_SHARE * steady_s:
+def _of_group(stats: "LoaderStats", group: str) -> tuple[Finding, str]:
+    """Return the rule of a group of places, and its sentence, which does not begin with a capital.
+
+    Args:
+        stats: The statistics.
+        group: A key of ``_GROUPS``.
+    """
+    places, waited_s = stats.wait.places, stats.wait.total_s
+    if group == "start":
+        return Finding.START_UP, _of_start(stats)
+    if group == "draw":
+        return Finding.SAMPLER, (
+            f"for {_share(places.draw, waited_s)} of that, the batch sampler was drawing indices, "
+            "which it does on the consumer's thread: make the sampler cheaper, for example by "
+            "drawing many indices at once."
+        )
+    if stats.kind == "in-process" and group != "errors":
+        return Finding.IN_PROCESS, _of_this_thread(stats, group)
+    if group == "work":
+        return _of_the_workers(stats)
+    return _of_delivery(stats) if group == "delivery" else _of_a_stage(stats, group)
+
+
+def _of_a_stage(stats: "LoaderStats", group: str) -> tuple[Finding, str]:
+    places, waited_s = stats.wait.places, stats.wait.total_s
+    if group == "pin":
         return Finding.PINNING, (
-            f"the thread that pins was busy {_share(pin_s, steady_s)}: copy batches straight to "
-            "the device (device=), or use smaller types (uint8, converted there)."
+            f"for {_share(places.pin, waited_s)} of that, the next batch was being pinned: copy "
+            "batches straight to the device (device=), or use smaller types (uint8, converted "
+            "there)."
         )
-    if device_s > BUSY_SHARE * steady_s:
+    if group == "device":
         return Finding.DEVICE_COPY, (
-            f"the thread that copies to the device was busy {_share(device_s, steady_s)}: use "
-            "smaller types (uint8, converted by device_transform=), or make device_transform= "
-            "cheaper."
+            f"for {_share(places.device, waited_s)} of that, the next batch was being copied to "
+            "the device: use smaller types (uint8, converted by device_transform=), or make "
+            "device_transform= cheaper."
         )
+    return Finding.ERRORS, (
+        f"for {_share(places.other, waited_s)} of that, an error was raised in place of a batch: "
+        "mend these samples, or have them skipped (on_error=)."
+    )
+
+
+def _of_delivery(stats: "LoaderStats") -> tuple[Finding, str]:
     copied, lent = stats.slots.copied, stats.slots.lent
-    # Building views takes microseconds: seconds there are copies.
-    if copied > lent and stats.stages.build.total_s > COPY_SHARE * stats.wait.total_s:
+    if copied > COPIED_SHARE * (copied + lent):
         return Finding.SLOTS_HELD, (
             f"{copied} of {copied + lent} batches were copied out of their slots, since too many "
             "earlier ones were still held: drop each batch after use, or keep clones of the parts "
             "that you need."
         )
-    return None
+    places = stats.wait.places
+    return Finding.DELIVERY, (
+        f"for {_share(places.transport + places.build, stats.wait.total_s)} of that, the next "
+        "batch was loaded and being delivered: raise batch_size, so that there are fewer batches, "
+        "or make what is done with each of them on the consumer's thread cheaper (unpickling its "
+        "objects, device_transform= on the CPU)."
+    )
+
+
+def _of_start(stats: "LoaderStats") -> str:
+    places = stats.wait.places
+    spent_s = places.start + places.end
+    of_all = f"{seconds(spent_s)} of {seconds(stats.wait.total_s)} of waiting was for"
+    if not stats.num_workers:
+        return f"{of_all} iter(): make the start of the sampler or the dataset cheaper."
+    remedy = "persistent_workers=True saves that in all epochs but the first, and"
+    if stats.persistent_workers:
+        remedy = "later epochs find their workers ready;"
+    return (
+        f"{of_all} the start and the end of workers: {remedy} a dataset that is quicker to start "
+        "saves more."
+    )
+
+
+def _of_this_thread(stats: "LoaderStats", group: str) -> str:
+    places = stats.wait.places._asdict()
+    busiest = max(_GROUPS[group], key=places.__getitem__)
+    remedy = "make that cheaper, or raise batch_size"  # workers would not do that
+    if group == "work":
+        remedy = f"give the loader workers (num_workers=; this process may use {_cores(stats)})"
+    return f"it loads the data itself, mostly in {_NAMES[busiest]}: {remedy}."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """What the workers did.
+
+    Attributes:
+        busy: How busy they were, in words.
+        busy_s: Seconds in which they loaded batches, in all.
+        wanted_s: Seconds in which they computed, or could have but no core was free.
+        stalled_s: Seconds in which no core was free.
+    """
+
+    busy: str
+    busy_s: float
+    wanted_s: float
+    stalled_s: float
+
+
+def _work_of(stats: "LoaderStats") -> _Work:
+    working = [worker for worker in stats.workers if worker.batches]
+    share = sum(worker.busy_share for worker in working) / max(1, len(working))
+    cpu_s = stalled_s = 0.0
+    for worker in working:
+        # What they used before their first batch is not told apart. It is left out as if they had
+        # used or wanted a core all the time until then.
+        span_s = worker.busy_s / worker.busy_share if worker.busy_share else 0.0
+        start_s = max(0.0, stats.elapsed_s - span_s)
+        cpu_s += max(0.0, worker.cpu_s - start_s)
+        stalled_s += max(0.0, (worker.stalled_s or 0.0) - start_s)
+    return _Work(
+        f"workers were busy {share:.0%}",
+        sum(worker.busy_s for worker in working),
+        cpu_s + stalled_s,
+        stalled_s,
+    )
 
 
 def _of_the_workers(stats: "LoaderStats") -> tuple[Finding, str]:
+    """Return why the workers had not loaded the next batch yet."""
+    work = _work_of(stats)
+    is_computing = work.wanted_s > COMPUTING_SHARE * work.busy_s
+    if is_computing and work.stalled_s > STALLED_SHARE * work.busy_s:
+        return _of_cores(stats, work)
     working = [worker for worker in stats.workers if worker.batches]
-    busy_s = sum(worker.busy_s for worker in working)
-    busy_share = sum(worker.busy_share for worker in working) / max(1, len(working))
-    stalled_s = sum(worker.stalled_s or 0.0 for worker in stats.workers)
-    busy = f"workers were busy {busy_share:.0%}"
-    # Workers that have little to do may wait for a core now and then.
-    is_stalled = stalled_s > STALLED_SHARE * max(busy_s, stats.elapsed_s * stats.num_workers / 2)
-    stalled = f"{busy}, but for {_share(stalled_s, busy_s)} of that no core was free"
-    if is_stalled and stats.num_workers > stats.machine.cores:
-        return Finding.TOO_MANY_WORKERS, (
-            f"{stalled} for them: {stats.num_workers} workers compete for {_cores(stats)}; lower "
-            "num_workers."
-        )
-    is_idle = busy_share < BUSY_SHARE
-    is_uneven = stats.load_p99_s > STRAGGLER_FACTOR * stats.load_p50_s > 0
-    stages, held_s = stats.stages, HELD_SHARE * stats.wait.total_s
-    # Where workers had to wait for a slow one, the batches behind it were done and waited.
-    if is_idle and is_uneven and stages.reorder.total_s > held_s:
-        return Finding.STRAGGLERS, (
-            f"one batch in a hundred takes {stats.load_p99_s / stats.load_p50_s:.0f} times as long "
-            f"as the median and holds up those behind it, so that {busy}: let later batches come "
-            "first (in_order=False), or raise prefetch_factor."
-        )
-    if is_idle and stages.transport.total_s + stages.build.total_s > held_s:
-        return Finding.DELIVERY, (
-            f"{busy} with batches of {seconds(stats.load_p50_s)}, and the other time went into "
-            "drawing and delivering them: raise batch_size, so that there are fewer, or make the "
-            "sampler (or a device_transform= on the CPU) cheaper."
-        )
-    if is_idle and stages.ready.total_s > held_s:
+    awaited_s = sum(getattr(stats.wait.places, name) for name in _GROUPS["work"])
+    idle_awaited_s = sum(worker.idle_awaited_s for worker in working)
+    # One worker at least is loading the batch that is waited for.
+    if idle_awaited_s > HELD_UP_SHARE * awaited_s * max(1, len(working) - 1):
+        return Finding.STRAGGLERS, _of_stragglers(stats, idle_awaited_s / len(working), awaited_s)
+    idle_ahead_s = sum(worker.idle_s for worker in working) - idle_awaited_s
+    if idle_ahead_s > AHEAD_SHARE * awaited_s * len(working):
         return Finding.BURSTS, (
-            f"{busy}, since batches are wanted in bursts and too few are loaded ahead: raise "
+            f"{work.busy}, since batches are wanted in bursts and too few are loaded ahead: raise "
             "prefetch_factor."
         )
-    if is_stalled:
-        return Finding.CORES_TAKEN, (
-            f"{stalled}: other programs use them ({_cores(stats)}); end these, or use other cores."
+    return _of_their_work(stats, work)
+
+
+def _of_cores(stats: "LoaderStats", work: _Work) -> tuple[Finding, str]:
+    stalled = f"{work.busy}, but for {_share(work.stalled_s, work.busy_s)} of that no core was free"
+    if stats.num_workers > stats.machine.cores:
+        used_s = work.wanted_s - work.stalled_s
+        others = ""
+        if used_s < CORES_SHARE * stats.machine.cores * stats.elapsed_s:
+            others = ", and other programs use them too"
+        return Finding.TOO_MANY_WORKERS, (
+            f"{stalled} for them: {stats.num_workers} workers compete for {_cores(stats)}{others}; "
+            "lower num_workers."
         )
-    return _of_their_work(stats, busy, busy_s, stalled_s)
+    return Finding.CORES_TAKEN, (
+        f"{stalled}: other programs use them ({_cores(stats)}), or other threads of this one; end "
+        "these, or use other cores."
+    )
 
 
-def _of_their_work(
-    stats: "LoaderStats", busy: str, busy_s: float, stalled_s: float
-) -> tuple[Finding, str]:
+def _of_stragglers(stats: "LoaderStats", idle_s: float, awaited_s: float) -> str:
+    slow = ""
+    if stats.load_p50_s:
+        factor = stats.load_p99_s / stats.load_p50_s
+        slow = f" (one in a hundred takes {factor:.0f} times as long as the median)"
+    return (
+        f"a slow batch{slow} holds up those behind it: each worker had nothing to do for "
+        f"{_share(idle_s, awaited_s)} of that, on average. Let later batches come first "
+        "(in_order=False), or raise prefetch_factor."
+    )
+
+
+def _of_their_work(stats: "LoaderStats", work: _Work) -> tuple[Finding, str]:
+    busy, busy_s = work.busy, work.busy_s
     collate_s = stats.stages.collate.total_s
     if collate_s > COLLATE_SHARE * busy_s:
         return Finding.SLOW_COLLATE, (
             f"{busy}, {_share(collate_s, busy_s)} of it in collate_fn: move work from there to the "
             "dataset, or let it write into shmloader.empty()."
         )
-    where = f"{busy}, mostly in {_NAMES[_busiest(stats)]}"
+    seconds_in = {name: getattr(stats.stages, name).total_s for name in _OF_WORKERS}
+    where = f"{busy}, mostly in {_NAMES[max(seconds_in, key=seconds_in.__getitem__)]}"
     turns = ""
     if stats.kind == "threads":
         turns = " Threads run Python code one at a time: for that, leave out thread_pool=True."
@@ -208,32 +337,30 @@ def _of_their_work(
         return Finding.TOO_FEW_WORKERS, (
             f"{where}: add workers ({stats.num_workers} of {_cores(stats)} are used).{turns}"
         )
-    if sum(worker.cpu_s for worker in stats.workers) + stalled_s < COMPUTING_SHARE * busy_s:
+    if work.wanted_s < WAITING_SHARE * busy_s:
         return Finding.TOO_FEW_WORKERS, (
             f"{where}, where they wait more than they compute: add workers, even more than the "
             f"{_cores(stats)}."
         )
-    return Finding.TOO_FEW_WORKERS, (
+    return Finding.CORES_BUSY, (
         f"{where}, on all of {_cores(stats)}: make that cheaper, or use more cores.{turns}"
     )
 
+
+_OF_WORKERS = ("fetch", "collate", "encode")
 
 _NAMES = {
     "fetch": "`__getitem__`",
     "collate": "`collate_fn`",
     "encode": "encoding",
     # Of a loader without workers:
+    "send": "waiting",
+    "queue": "waiting",
+    "transport": "delivering batches",
     "build": "delivering batches (and `device_transform`)",
     "pin": "pinning",
     "device": "copying to the device and `device_transform`",
 }
-
-
-def _busiest(stats: "LoaderStats") -> str:
-    """Return the stage that takes most of the loading time."""
-    seconds_in = {name: stage.total_s for name, stage in stats.stages._asdict().items()}
-    of_workers = ("fetch", "collate", "encode")
-    return max(_NAMES if stats.kind == "in-process" else of_workers, key=seconds_in.__getitem__)
 
 
 def _share(part: float, whole: float) -> str:

@@ -122,7 +122,9 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
 
     def _note_times(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._timer.read(), bytes_of(batch)
-        self._record.note_local_batch(work, began_ns, time.monotonic_ns(), nbytes, self._step)
+        self._record.note_local_batch(
+            work, began_ns, time.monotonic_ns(), nbytes, self._step, self._source.draw_ns
+        )
 
     def _note_streams_ended(self) -> None:
         if self._streams is not None:

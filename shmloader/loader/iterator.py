@@ -111,7 +111,7 @@ class EngineIterator(CountingIterator):
             self._iterate_again(loader)
             self._begin_draws()
             self._source.start(self._sampler_iter)
-            self._record.note_begun()
+            self._record.note_begun(self._source.draw_ns)
         except BaseException:
             if hasattr(self, "_finalizer"):
                 self.close()
@@ -188,7 +188,7 @@ class EngineIterator(CountingIterator):
         begun = self._engine.stream_beginnings
         if begun is not None:
             self._streams = self._parts.streams = begun.copy()
-        self._record.note_begun()
+        self._record.note_begun(self._source.draw_ns)
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
         self._record = self._make_record(worker_count, begin_ns)
@@ -262,7 +262,9 @@ class EngineIterator(CountingIterator):
         source = self._source
         delivery = source.delivery
         if delivery is not None and delivery.times is not None:
-            self._record.note_batch(delivery.times, began_ns, ended_ns, source.staged)
+            self._record.note_batch(
+                delivery.times, began_ns, ended_ns, source.staged, source.draw_ns
+            )
             if self._adapter is not None:
                 busy_ns = sum(delivery.times.work[1:4])
                 self._adapt(self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns))
@@ -277,7 +279,8 @@ class EngineIterator(CountingIterator):
 
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
         record, source = self._record, self._source
-        record.note_wait(began_ns, time.monotonic_ns())
+        place = "end" if isinstance(error, StopIteration) else "other"
+        record.note_wait(began_ns, time.monotonic_ns(), place)
         if isinstance(error, StopIteration):
             record.end()
         elif source.told == id(error) and source.delivery is not None:

@@ -28,6 +28,9 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
         """Return where the time has gone so far. At any time, on any thread, after ``close()`` too.
 
+        ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says what
+        limits the speed and what to change, by where the next batch was while the consumer waited.
+
         A call takes some milliseconds for each living worker, to measure its memory. Where torch's
         own iterator loads (data pipes, or a system without memfd and pidfd), only the batches and
         the waits for them are known.
@@ -36,22 +39,27 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             of: "epoch": the newest epoch, running or over. "total": all epochs since the loader
                 was made, without the time between two of them.
 
+        Returns:
+            A frozen snapshot.
+
         Raises:
             ValueError: If ``of`` is neither.
         """
         if of not in ("epoch", "total"):
             raise ValueError(f"of should be 'epoch' or 'total', but got of={of!r}")
         statistics = self._parts.statistics
+        if of == "epoch":
+            return snapshot(statistics.newest(), min(1, statistics.epochs), self._machine())
+        return snapshot(statistics.total(), statistics.epochs, self._machine())
+
+    def _machine(self) -> Machine:
         root = Path(self._root)
         free = free_memory(root, control_groups(root))
-        machine = Machine(
+        return Machine(
             usable_cores(root),
             None if free is None else free.nbytes,
             "" if free is None else free.limit,
         )
-        if of == "epoch":
-            return snapshot(statistics.newest(), min(1, statistics.epochs), machine)
-        return snapshot(statistics.total(), statistics.epochs, machine)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -59,7 +67,8 @@ class MeasuredLoader(ResumableLoader[_T_co]):
 
         The file opens in ui.perfetto.dev, and ``shmloader report`` makes a page of it. It has the
         batches of all iterators of this loader that were delivered inside the block, and the
-        statistics of the newest epoch. Recording takes about half a kilobyte of memory per batch.
+        statistics of just these batches and of the waits for them. Recording takes about half a
+        kilobyte of memory per batch.
         The file is also written if the block raises.
 
         Args:
@@ -81,7 +90,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             yield
         finally:
             statistics.trace_with(None)
-            stats = self.stats()
+            stats = snapshot(*statistics.traced(trace), self._machine())
             about = {"verdict": stats.verdict, "table": str(stats)}
             trace.write(target, {**about, "stats": dataclasses.asdict(stats)})
 

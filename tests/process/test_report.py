@@ -19,6 +19,7 @@ from shmloader import DataLoader
 from shmloader.cli.main import main
 from shmloader.cli.report.data import read_trace
 from shmloader.insight.measurements import STAGES
+from shmloader.insight.text import seconds
 from tests.late import switched_on
 from tests.process.support import Calls
 
@@ -102,6 +103,8 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
     seen = browse(tmp_path / "page.html", width)
     assert f'data-drawn="{BATCHES}"' in seen
     assert "data-error" not in seen
+    _, text, spent_s = max(read_trace(trace).places, key=lambda place: place[2])
+    assert f"<span>{text}</span><b>{shown(spent_s)}</b>" in seen
     wide = re.search(r'data-wide="(-?\d+)"', seen)
     assert wide is not None
     assert int(wide[1]) <= 0, "it has to be scrolled sideways"
@@ -117,6 +120,12 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
         assert USE in colours["timeline"]
         assert READY in colours["stack"]
         assert READY in colours["stock"]
+
+
+def shown(spent_s: float) -> str:
+    """A duration as the page's script writes it."""
+    spent_ms = spent_s * 1e3
+    return f"{spent_s:.2f} s" if spent_ms >= 1000 else f"{spent_ms:.3g} ms"
 
 
 # What would end the page's script, or be taken for a place of its template.
@@ -200,7 +209,67 @@ def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
     assert f"<h1>{said}</h1>" in page
     assert page.count("The consumer waited") == 1
     assert "12 batches, 12 samples" in page
-    assert "verdict and figures of epoch 0" in page
+    assert "where the time goes · epoch 0<" in page
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 0}, {"seed": 0}, {"thread_pool": True}, {"in_order": False}]
+)
+@pytest.mark.parametrize("begun", ["before", "inside"])
+def test_the_figures_are_those_of_the_charts(tmp_path, options, begun) -> None:
+    """A trace of the last batches of an epoch and of the next one, or of two whole epochs."""
+    options = {"num_workers": 2, **options}
+    with DataLoader(Calls(slow, BATCHES), batch_size=2, **options) as loader:
+        batches = iter(loader)
+        if begun == "before":
+            next(batches)
+            next(batches)
+            time.sleep(0.1)
+        else:
+            list(batches)
+            batches = iter(())
+        with loader.trace(tmp_path / "run.json"):
+            for _ in batches:
+                time.sleep(0.002)
+            for _ in range(1 if begun == "before" else 2):
+                for _ in loader:
+                    time.sleep(0.002)
+        list(loader)  # after the block
+    run = read_trace(tmp_path / "run.json")
+    stats = json.loads((tmp_path / "run.json").read_text())["otherData"]["stats"]
+    count = BATCHES // 2 * 2 - (2 if begun == "before" else 0)
+    assert len(run.batches) == stats["batches"] == count
+    assert run.epochs == "2 epochs"
+    assert stats["epochs"] == 2
+    wait = stats["wait"]
+    took = [took for _, took in run.waits]
+    assert wait["total_s"] * 1e3 == pytest.approx(sum(took) + sum(t for _, t in run.begins))
+    assert sum(wait["places"]) == pytest.approx(wait["total_s"])
+    assert wait["max_s"] * 1e3 == pytest.approx(max(took))
+    assert wait["p50_s"] * 1e3 == pytest.approx(sorted(took)[(len(took) - 1) // 2], rel=0.07)
+    firsts = []
+    for at, spent in run.begins:
+        firsts.append(spent + next(took for when, took in run.waits if when >= at + spent - 1e-3))
+    assert wait["startup_s"] * 1e3 == pytest.approx(sum(firsts))
+    working = options["num_workers"] > 0
+    for name in ("fetch", "collate"):
+        spent_s = stats["stages"][STAGES.index(name)]["total_s"]
+        assert spent_s * 1e3 == pytest.approx(sum(b.stage_ms[name] for b in run.batches))
+    if working:
+        assert sum(worker["batches"] for worker in stats["workers"]) == count
+        assert stats["nbytes"] == sum(batch.nbytes for batch in run.batches)
+        assert stats["samples"] == sum(batch.samples for batch in run.batches)
+    assert sum(spent_s for _, _, spent_s in run.places) == pytest.approx(wait["total_s"])
+    assert (
+        dict(run.figures)["waited for data"] == f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
+    )
+    if begun == "inside":  # from iter() to the end of the last next(), without the time between
+        ends = [at + took for at, took in run.waits]
+        second = run.begins[1][0]
+        elapsed = max(end for end in ends if end < second) - run.begins[0][0]
+        elapsed += max(ends) - second
+        assert stats["elapsed_s"] * 1e3 == pytest.approx(elapsed)
+    assert wait["share"] == pytest.approx(wait["total_s"] / stats["elapsed_s"])
 
 
 def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:

@@ -55,7 +55,7 @@ def _write_page(run: TracedRun, path: Path) -> None:
     fields = {
         # "</script>" would end the script around the data, and "<!--" would change where it ends.
         "data": data.replace("<", "\\u003c"),
-        "epoch": html.escape(run.epoch),
+        "epochs": html.escape(run.epochs),
         "verdict": re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict)),
         # The table ends with the verdict, which the page shows at the top.
         "table": html.escape(run.table.removesuffix(run.verdict).rstrip()),
@@ -74,6 +74,7 @@ def _data_of(run: TracedRun) -> dict[str, Any]:
         "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins[:_MAX_BATCHES]],
         "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MAX_BATCHES]],
         "figures": run.figures,
+        "places": [[name, text, spent_s * 1e3] for name, text, spent_s in run.places],
     }
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.measurements import STAGES
-from shmloader.insight.text import seconds
+from shmloader.insight.measurements import PLACES, STAGES
+from shmloader.insight.text import PLACES_IN_WORDS, seconds
 
 _TAKEN = re.compile(r"next\(\) → batch (\d{1,15})")
 _LOADED = re.compile(r"batch (\d{1,15})")
@@ -73,8 +73,10 @@ class TracedRun:
         waits: For each call of ``next()``, when it began and how long it took, in milliseconds.
         verdict: The verdict's sentence.
         table: The statistics as they print.
-        epoch: The epoch of the verdict and the figures, in words. The trace may have others.
+        epochs: The epochs that were recorded, in words.
         figures: The most important figures: names and values.
+        places: Where the next batch was while the consumer waited: the name of the place, what it
+            means, and the seconds of waiting. Places without any are left out.
     """
 
     batches: list[TracedBatch]
@@ -82,8 +84,9 @@ class TracedRun:
     waits: list[tuple[float, float]]
     verdict: str
     table: str
-    epoch: str
+    epochs: str
     figures: list[tuple[str, str]]
+    places: list[tuple[str, str, float]]
 
 
 def read_trace(path: Path) -> TracedRun:
@@ -110,8 +113,9 @@ def read_trace(path: Path) -> TracedRun:
             waits,
             _text(about["verdict"]),
             _text(about["table"]),
-            f"epoch {_number_of(about['stats']['epoch'])}",
+            _epochs_of(about["stats"]),
             _figures_of(about["stats"]),
+            _places_of(about["stats"]["wait"]["places"]),
         )
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
@@ -158,6 +162,12 @@ def _span(event: dict[str, Any]) -> tuple[float, float]:
     return _amount(event["ts"]) / 1e3, _amount(event["dur"]) / 1e3
 
 
+def _epochs_of(stats: dict[str, Any]) -> str:
+    if stats["epoch"] is not None:
+        return f"epoch {_number_of(stats['epoch'])}"
+    return f"{_number_of(stats['epochs'])} epochs"
+
+
 def _figures_of(stats: dict[str, Any]) -> list[tuple[str, str]]:
     wait = {name: _amount(stats["wait"][name]) for name in _WAITS}
     figures = [
@@ -172,9 +182,16 @@ def _figures_of(stats: dict[str, Any]) -> list[tuple[str, str]]:
         if _number_of(worker["batches"])
     ]
     if shares:
-        figures.append(("workers busy", f"{sum(shares) / len(shares):.0%} of {len(shares)}"))
+        figures.append(("workers busy, mean", f"{sum(shares) / len(shares):.0%}"))
     figures.append(("samples a second", f"{_amount(stats['samples_per_s']):,.0f}"))
     return figures
+
+
+def _places_of(values: object) -> list[tuple[str, str, float]]:
+    if not isinstance(values, list) or len(values) != len(PLACES):
+        raise ValueError("the places of the wait are not a list of as many as there are")
+    spent = dict(zip(PLACES, map(_amount, values), strict=True))
+    return [(name, PLACES_IN_WORDS[name], spent_s) for name, spent_s in spent.items() if spent_s]
 
 
 def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:

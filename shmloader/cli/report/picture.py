@@ -70,7 +70,7 @@ def write_picture(run: TracedRun, path: Path) -> None:
     panels = figure.subplots(len(heights), 1, height_ratios=heights)
     timeline, stack, waits = panels[:3]
     figures = [f"{name}:\N{NO-BREAK SPACE}{value}" for name, value in run.figures]
-    lines = [*textwrap.wrap(run.verdict, 130), f"(verdict and figures of {run.epoch})", ""]
+    lines = [*textwrap.wrap(run.verdict, 130), f"({run.epochs})", ""]
     lines += ["   ·   ".join(some) for some in (figures[:3], figures[3:])]
     title = "\n".join(lines)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
