@@ -233,6 +233,14 @@ class SeededOrder(Sampler[list[Any]]):
         """Forget an epoch that other code set in the sampler, since the loader's was set later."""
         self.take_named_epoch()
 
+    def expect_epoch(self, epoch: int) -> None:
+        """Let any epoch but this one that the user's sampler has by now count as set by the user.
+
+        For an order that is made when earlier epochs of the sampler are over.
+        """
+        if self.own_sampler is None and self._known_epoch is not None:
+            self._known_epoch = epoch - 1
+
     def take_named_epoch(self) -> int | None:
         """Return the epoch that other code has set in the sampler since the last call, if any.
 
