@@ -191,9 +191,9 @@ class StandIn(DataLoader[Any]):
         self._make_own_parts()
         self._make_plan(*_given_samplers(loader))
         plan = self._present_plan
-        plan.next_epoch = vars(loader).get(_EPOCH, 0)
+        plan.counter.next = vars(loader).get(_EPOCH, 0)
         if isinstance(plan.order, SeededOrder):
-            plan.order.expect_epoch(plan.next_epoch)
+            plan.order.expect_epoch(plan.counter.next)
 
     def begin(self, loader: Any, iterator: Any) -> Any:
         """Begin an epoch of the loader, and return its iterator.
@@ -210,7 +210,7 @@ class StandIn(DataLoader[Any]):
             # The loader has it. A cycle would leave ending its workers to the garbage collector.
             self._iterator = None
         if self._sample_seed is not None:
-            vars(loader)[_EPOCH] = self._present_plan.next_epoch
+            vars(loader)[_EPOCH] = self._present_plan.counter.next
         return begun
 
     def check_worker_number_rationality(self) -> None:

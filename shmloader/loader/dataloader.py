@@ -5,6 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -170,18 +171,23 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
             any number, but with "skip" an epoch in which all samples failed raises it as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
-            that has ``state_dict`` and ``load_state_dict``, or whose iterator has them; 0 or None
-            for never. When the loader is resumed, or the worker replaced, an iterable dataset
-            resumes from its last saved state: what was delivered since then is read again and
-            discarded. The batches do not depend on this number; save large states rarely. The
-            state of a map-style dataset is saved after every batch, unless never.
+            that has ``state_dict()`` and ``load_state_dict(state)``, or whose iterator has them; 0
+            or None for never. (Methods of these names that need other arguments are not called.)
+            When the loader is resumed, or the worker replaced, an iterable dataset resumes from its
+            last saved state: what was delivered since then is read again and discarded. The batches
+            do not depend on this number; save large states rarely. The state of a map-style dataset
+            is saved after every batch, unless never.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all epochs,
             oldest first. Each has ``index``, ``error`` (the exception as it would have been
             raised) and ``worker`` (its number; None without workers). ``failures.total`` counts
             them all. A failure is recorded when its batch is delivered, in the order of batches.
-        epoch: Number of the epoch that the next ``iter()`` begins; see :meth:`set_epoch`.
+        epoch: Number of the epoch that is being iterated, from 0; between epochs, of the one that
+            the next ``iter()`` begins. It is the number in states and that of :meth:`set_epoch`.
+            With several iterators, the newest counts. An epoch that is left early is over when its
+            iterator is dropped or closed. (With ``persistent_workers=True`` the loader keeps the
+            iterator, so such an epoch is over when the next one begins.)
 
     Raises:
         ValueError, TypeError: If an argument does not fit, in torch's words.
@@ -345,10 +351,12 @@ class DataLoader(MeasuredLoader[_T_co]):
             resumed = plan.resumed
             try:
                 self._begin_epoch()
-                return super().__iter__()
+                iterator = super().__iter__()
             except BaseException:
                 plan.take_back(resumed)
                 raise
+            plan.counter.iterator = weakref.ref(iterator)
+            return iterator
 
     def _get_iterator(self) -> Any:
         """Return an iterator over a new epoch; torch's ``__iter__`` calls this."""

@@ -234,6 +234,7 @@ class EngineIterator(CountingIterator):
         self._note_streams_ended()
         self._is_exhausted = self._progress.is_ended = True
         source.in_transit = False
+        self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
 
     def _note_streams_ended(self) -> None:
         if self._streams is not None:

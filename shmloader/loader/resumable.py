@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar, cast
 
 import torch.utils.data
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from shmloader.engine.adapting import Adapter
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
@@ -21,12 +21,18 @@ from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import check_state, sealed
 from shmloader.memory.slot import is_supported
+from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.sampler_checkpoint import counts_epochs, has_own_state
 from shmloader.sampling.sampler_order import SamplerOrder
-from shmloader.sampling.seeded_order import SeededOrder, SeededRandomSampler
+from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.sampling.seeded_samplers import (
+    SeededRandomSampler,
+    SeededSampler,
+    SeededSequentialSampler,
+)
 from shmloader.sampling.steps import Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -49,11 +55,11 @@ class _BeginLock:
             yield
 
 
-class _NextEpoch:
+class _Epoch:
     """``loader.epoch``: not a property, so that a subclass may have an attribute of that name."""
 
     def __get__(self, loader: Any, _: object = None) -> Any:
-        return self if loader is None else loader._plan.next_epoch
+        return self if loader is None else loader._plan.present_epoch
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -106,14 +112,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
     ) -> None:
         """Set the plan; called by the constructor with the user's samplers, or None."""
-        seed = self._sample_seed
-        if seed is not None and sampler is None and batch_sampler is None:
-            self._use_seeded_sampler(seed)
         if self.last_batch == "rollover":
             assert self.batch_size is not None
             # Set past torch's guard, which is there for users.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
-        self._set_plan(EpochPlan(self._make_order(sampler, batch_sampler)))
+        seed, counter = self._sample_seed, None
+        if seed is not None and sampler is None and batch_sampler is None:
+            counter = self._use_seeded_sampler(seed)
+        self._set_plan(EpochPlan(self._make_order(sampler, batch_sampler), counter))
 
     def _make_order(
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
@@ -139,7 +145,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             length=cast("Sized", self.dataset) if items is None else None,
             shuffle=isinstance(self.sampler, RandomSampler),
             items=items,
-            own_sampler=self._own_sampler(items),
             may_shard=False,
             is_positioned=True,
         )
@@ -151,17 +156,16 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if carry_over is not None and isinstance(self.batch_sampler, RolloverBatchSampler):
             self.batch_sampler.carry_over = carry_over
 
-    def _use_seeded_sampler(self, seed: int) -> None:
-        """Replace torch's RandomSampler by the order that is delivered."""
+    def _use_seeded_sampler(self, seed: int) -> EpochCounter:
+        """Replace torch's sampler by the order that is delivered, and return its counter."""
+        counter = EpochCounter()
         if type(self.sampler) is RandomSampler:
-            self._set_own_sampler(SeededRandomSampler(self.sampler.data_source, seed))
+            self._set_own_sampler(SeededRandomSampler(self.sampler.data_source, seed, counter))
+        elif type(self.sampler) is SequentialSampler:
+            self._set_own_sampler(SeededSequentialSampler(self.sampler.data_source, seed, counter))
+        return counter
 
-    def _own_sampler(self, items: Iterable[Any] | None) -> SeededRandomSampler | None:
-        """Return the loader's own seeded sampler; None if the user's ``items`` are the order."""
-        sampler = self.sampler
-        return sampler if items is None and isinstance(sampler, SeededRandomSampler) else None
-
-    def _set_own_sampler(self, sampler: SeededRandomSampler) -> None:
+    def _set_own_sampler(self, sampler: SeededSampler) -> None:
         """Set ``sampler``, and the batch sampler over it, past torch's guard."""
         own = self.__dict__
         own["sampler"] = sampler
@@ -170,13 +174,19 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             own["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
         elif isinstance(batches, RolloverBatchSampler):
             batches.sampler = sampler
+        if own["batch_sampler"] is not None:
+            # Of the instance, since frameworks treat a subclass of torch's as one of the user's.
+            own["batch_sampler"].set_epoch = sampler.set_epoch
 
     # Epochs --------------------------------------------------------------------------------
 
-    epoch = _NextEpoch()
+    #: Number of the epoch that is iterated; see the class of the loader.
+    epoch = _Epoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Name the next epoch; without this call, each ``iter()`` begins the next number, from 0.
+
+        An epoch that is being iterated keeps its number.
 
         With a ``seed``, order and random numbers are those of that epoch. The ``set_epoch`` of a
         sampler or batch sampler is called with the number: at each epoch with a seed, otherwise
@@ -383,16 +393,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _unshare_plan(self) -> None:
         """Copy the plan and the samplers: copy.copy() passes on the objects of the original."""
         plan = self._present_plan
-        old = plan.order
+        order, counter = copy.copy(plan.order), copy.copy(plan.counter)
         if isinstance(self.batch_sampler, RolloverBatchSampler):
             self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
-        if isinstance(old, SamplerOrder):
-            order: SeededOrder | SamplerOrder = copy.copy(old)
-            if isinstance(order.index_sampler, RolloverBatchSampler):
+            if isinstance(order, SamplerOrder):
                 order.index_sampler = self.batch_sampler
-        else:
-            sampler = copy.copy(old.own_sampler)
-            if sampler is not None:
-                self._set_own_sampler(sampler)
-            order = old.copy(sampler)
-        self._set_plan(plan.copy(order))
+        if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
+            sampler = copy.copy(self.sampler)
+            sampler.epochs = counter
+            self._set_own_sampler(sampler)
+        self._set_plan(plan.copy(order, counter))

@@ -235,8 +235,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if generator is not None and shuffle:
             items = self.sampler  # torch's, which draws from it
         self._sample_seed = seed
-        if items is None:
-            self._use_seeded_sampler(seed)
+        counter = self._use_seeded_sampler(seed) if items is None else None
         order = SeededOrder(
             batch_size if batch_sampler is None else None,
             shards,
@@ -246,11 +245,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
             length=len(cast("Sized", dataset)) if items is None else None,
             shuffle=shuffle,
             items=items,
-            own_sampler=self._own_sampler(items),
             device_count=len(devices or ()),
             is_positioned=True,
         )
-        self._set_plan(EpochPlan(order))
+        self._set_plan(EpochPlan(order, counter))
         if drop_last or last_batch == "discard":
             what = f"a global batch of {share * max(1, shards) * ranks[1]}"
             warn_of_empty_epochs(order, dataset, what)

@@ -16,6 +16,7 @@ only on a seed and the epoch, and :class:`SamplerOrder`, which draws from torch'
 user's.
 """
 
+import copy
 import logging
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.progress import Progress, numbers_of, runs_of
 from shmloader.sampling.sampler_checkpoint import SamplerCheckpoint
 from shmloader.sampling.sampler_order import SamplerOrder
@@ -37,38 +38,54 @@ class EpochPlan:
 
     Args:
         order: Yields the index batches of an epoch.
+        counter: Numbers the epochs; None for a new one.
 
     Attributes:
         order: The order.
-        epoch: Number of the newest epoch; None before the first.
-        next_epoch: Number of the epoch that :meth:`begin` begins, unless a sampler's epoch was set
-            to another.
-        progress: How far the newest epoch has come.
+        counter: Numbers the epochs, and has the progress of the newest one.
         is_continued: Whether the newest epoch was begun by another run and continues here.
         resumed: The state from which the next epoch continues; None for a new epoch.
         generator: The loader's generator, which users may replace between epochs.
     """
 
-    def __init__(self, order: SeededOrder | SamplerOrder) -> None:
+    def __init__(
+        self, order: SeededOrder | SamplerOrder, counter: EpochCounter | None = None
+    ) -> None:
         self.order = order
-        self.epoch: int | None = None
-        self.next_epoch = 0
-        self.progress = Progress()
+        self.counter = EpochCounter() if counter is None else counter
         self.is_continued = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
         # Whether the run that was resumed here began its epochs with persistent workers.
         self._was_persistent: bool | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but a running epoch: a copy begins its own."""
-        return {**self.__dict__, "epoch": None, "progress": Progress()}
-
-    def copy(self, order: SeededOrder | SamplerOrder) -> "EpochPlan":
-        """Return a copy with another order, in which no epoch runs."""
-        other = EpochPlan(order)
-        other.__dict__.update(self.__getstate__() | {"order": order})
+    def copy(self, order: SeededOrder | SamplerOrder, counter: EpochCounter) -> "EpochPlan":
+        """Return a copy with another order and counter, in which no epoch runs."""
+        other = copy.copy(self)
+        other.order, other.counter = order, counter
         return other
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of the newest epoch; None before the first."""
+        return self.counter.newest
+
+    @property
+    def progress(self) -> Progress:
+        """How far the newest epoch has come."""
+        return self.counter.progress
+
+    @property
+    def present_epoch(self) -> int:
+        """Number of the epoch that is iterated, or else of the one that :meth:`begin` begins."""
+        iterated = self.counter.iterated
+        return self._following_epoch if iterated is None else iterated
+
+    @property
+    def _following_epoch(self) -> int:
+        """Number of the epoch that :meth:`begin` begins."""
+        named = None if self.resumed is not None else self.order.named_epoch()
+        return self.counter.next if named is None else named
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
@@ -78,18 +95,22 @@ class EpochPlan:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; a loaded state of another epoch is discarded."""
-        self.next_epoch = whole_number(epoch, "epoch", minimum=0)
-        resumed = self.resumed
-        if resumed is not None and resumed["epoch"] != self.next_epoch:
+        self.counter.name(epoch)
+        self._drop_state_of_another()
+        self.order.set_epoch(self.counter.next)
+
+    def _drop_state_of_another(self) -> None:
+        """Discard the loaded state if another epoch was named since."""
+        resumed, following = self.resumed, self.counter.next
+        if resumed is not None and resumed["epoch"] != following:
             _log.warning(
                 "the state that was loaded, of epoch %d at batch %d, is discarded, since "
                 "set_epoch(%d) was called",
                 resumed["epoch"],
                 resumed["position"],
-                self.next_epoch,
+                following,
             )
             self.resumed = None
-        self.order.set_epoch(self.next_epoch)
 
     def begin(self, *, draws_seed: bool) -> None:
         """Begin the next epoch, or continue the one whose state was loaded.
@@ -99,17 +120,16 @@ class EpochPlan:
                 persistent workers that are running already.
         """
         self.commit()
-        resumed, self.resumed = self.resumed, None
+        self._drop_state_of_another()  # the loader's own sampler may have been told of the epoch
+        following, resumed, self.resumed = self._following_epoch, self.resumed, None
         self.is_continued = resumed is not None and resumed["origin"]["begun"]
         if resumed is None:
-            named = self.order.take_named_epoch()
-            self.epoch = self.next_epoch if named is None else named
-            self.progress = Progress()
+            epoch, progress = following, Progress()
             before = self._was_persistent
             state = None if before is None else self._match_base_seed(draws_seed, drawn=not before)
         else:
-            self.epoch = resumed["epoch"]
-            self.progress = Progress(resumed["position"], numbers_of(resumed.get("ahead", ())))
+            epoch = resumed["epoch"]
+            progress = Progress(resumed["position"], numbers_of(resumed.get("ahead", ())))
             self._was_persistent = resumed["persistent"]
             origin = resumed["origin"]
             if origin["begun"]:
@@ -119,14 +139,15 @@ class EpochPlan:
                 state = self._match_base_seed(draws_seed, drawn=origin["base_seed"])
                 if "own" in origin:
                     state = {"begun": False, **(state or {}), "own": origin["own"]}
-        self.next_epoch = self.epoch + 1
-        self.order.begin(self.epoch, self.progress, state)
+        self.counter.begin(epoch, progress)
+        self.order.begin(epoch, progress, state)
 
     def take_back(self, resumed: dict[str, Any] | None) -> None:
         """Undo a failed :meth:`begin`: the next epoch still continues from this state."""
+        self.counter.forget_iterator()
         if resumed is not None:
             self.resumed = resumed
-            self.next_epoch = resumed["epoch"]
+            self.counter.next = resumed["epoch"]
 
     def draw(self, drawing: Iterator[Any], *, as_arrays: bool = False) -> Iterator[Any]:
         """Return an iterator of the index batches of the epoch that has begun.
@@ -178,7 +199,7 @@ class EpochPlan:
         if self.epoch is None or progress.is_ended:
             self.commit()
             origin = {**self.checkpoint.dump(is_begun=False), "base_seed": draws_seed}
-            return {"epoch": self.next_epoch, "position": 0, "origin": origin}
+            return {"epoch": self.counter.next, "position": 0, "origin": origin}
         state = {
             "epoch": self.epoch,
             "position": progress.position,
@@ -198,4 +219,4 @@ class EpochPlan:
         self.order.check_position(state["position"], origin.get("rest", ()))
         self.checkpoint.restore(origin)
         self.resumed = state
-        self.next_epoch = state["epoch"]
+        self.counter.next = state["epoch"]

@@ -12,7 +12,7 @@ Guarantees:
 
 import contextlib
 import copy
-import itertools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,12 +38,21 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
 from shmloader.sampling.samplers import IntervalSampler
+from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
 
 # These draw nothing, or from their own generator, whose state depends only on the epoch.
-_OWN = {BatchSampler, RolloverBatchSampler, SequentialSampler, DistributedSampler, IntervalSampler}
+_OWN = {
+    BatchSampler,
+    RolloverBatchSampler,
+    SequentialSampler,
+    DistributedSampler,
+    IntervalSampler,
+    SeededRandomSampler,
+    SeededSequentialSampler,
+}
 _OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
 
 _LONGEST_CHAIN = 8
@@ -115,9 +124,9 @@ def set_epoch_of(sampler: object, epoch: int) -> None:
 def epoch_of(sampler: object) -> int | None:
     """Return the ``epoch`` of a sampler, or of the sampler in a batch sampler, that can be set."""
     for each in (sampler, probe(sampler, "sampler")):
-        if callable(probe(each, "set_epoch")):
-            epoch = probe(each, "epoch")
-            return epoch if type(epoch) is int and epoch >= 0 else None
+        epoch = probe(each, "epoch")
+        if callable(probe(each, "set_epoch")) and type(epoch) is int and epoch >= 0:
+            return epoch
     return None
 
 
@@ -285,19 +294,24 @@ def own_state(sampler: Any) -> Any:
     return copy.deepcopy(sampler.state_dict())
 
 
-def restart_if_exhausted(
-    items: Iterator[Any], restart: Callable[[], Iterator[Any]]
-) -> Iterator[Any]:
-    """Return another iterator of a sampler if ``items``, the first one, yields nothing.
+def has_own_state(thing: object) -> bool:
+    """Whether a sampler, a dataset or its iterator has ``state_dict()`` and ``load_state_dict()``.
 
-    A sampler that reads its state when it is iterated, such as torchdata's
-    StatefulDistributedSampler, may have been saved at the end of an epoch: then the first
-    iterator is exhausted, and the next one yields the whole epoch.
+    Methods of these names that need other arguments belong to another protocol: litdata's and
+    MosaicML's ``StreamingDataset`` have such a ``state_dict``.
     """
-    first = list(itertools.islice(items, 1))
-    return itertools.chain(first, items) if first else restart()
+    methods = probe(thing, "state_dict"), probe(thing, "load_state_dict")
+    return all(callable(method) and _takes(method, count) for count, method in enumerate(methods))
 
 
-def has_own_state(sampler: object) -> bool:
-    """Whether a sampler, or a dataset, has ``state_dict`` and ``load_state_dict``."""
-    return all(callable(probe(sampler, name)) for name in ("state_dict", "load_state_dict"))
+def _takes(method: Callable[..., object], count: int) -> bool:
+    """Whether a method can be called with this number of positional arguments, and no others."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # as for some methods of extension modules
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -29,10 +29,10 @@ from shmloader.sampling.sampler_checkpoint import (
     is_known,
     log_redraw,
     own_state,
-    restart_if_exhausted,
     set_epoch_of,
     size_of_batches,
 )
+from shmloader.sampling.user_iterators import OnlyNext, restart_if_exhausted
 
 # After how many batches a sampler's own state is taken: states may be large, and drawing the
 # batches in between again costs little.
@@ -103,7 +103,7 @@ class SamplerOrder:
         """Set the epoch of samplers that count epochs."""
         set_epoch_of(self.index_sampler, epoch)
 
-    def take_named_epoch(self) -> None:
+    def named_epoch(self) -> None:
         """Return None: a sampler whose epoch other code has set draws that epoch by itself."""
 
     def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
@@ -192,6 +192,8 @@ class ResumableSampler(Iterator[Any]):
     ) -> None:
         self._index_sampler = index_sampler
         self._carry_over = carry_over
+        # The user's own iterator: it may have a state.
+        self._iterator = drawing
         self._drawing = self._registered(drawing)
         self._progress = progress
         self._checkpoint = checkpoint
@@ -269,10 +271,10 @@ class ResumableSampler(Iterator[Any]):
         return self._registered(iter(self._index_sampler))
 
     def _registered(self, drawing: Iterator[Any]) -> Iterator[Any]:
-        """Register an iterator with the carry-over, and return it."""
+        """Register an iterator with the carry-over, and return it for ``next()`` only."""
         if self._carry_over is not None and isinstance(drawing, RolloverEpoch):
             self._carry_over.begin(drawing, drawing)
-        return drawing
+        return OnlyNext(drawing)
 
     def _without_done(self, first: list[Any], items: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches that were not delivered ahead of their turn."""
@@ -285,15 +287,15 @@ class ResumableSampler(Iterator[Any]):
 
     def _find_stateful(self) -> Any:
         """Return the iterator, or the sampler it draws from, that has a state of its own."""
-        if has_own_state(self._drawing):
-            return self._drawing
+        if has_own_state(self._iterator):
+            return self._iterator
         if self._checkpoint.stateful is not None:
             return self._checkpoint.stateful
         outer = self._index_sampler
         if type(outer) is BatchSampler and not is_known(outer.sampler):
             # torch's batch sampler hides the iterator that it draws from, which may have a state.
             inner = iter(outer.sampler)
-            self._drawing = iter(BatchSampler(inner, outer.batch_size, outer.drop_last))
+            self._drawing = iter(BatchSampler(OnlyNext(inner), outer.batch_size, outer.drop_last))
             return inner if has_own_state(inner) else None
         return None
 

@@ -4,11 +4,9 @@ import functools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import Sampler
 
-from shmloader.sampling.checks import whole_number
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import RngState
@@ -19,7 +17,6 @@ from shmloader.sampling.sampler_checkpoint import (
     describe,
     epoch_of,
     log_redraw,
-    restart_if_exhausted,
     set_epoch_of,
     size_of_batches,
 )
@@ -34,42 +31,7 @@ from shmloader.sampling.steps import (
     order_of,
 )
 from shmloader.sampling.steps import step_count as count_steps
-
-# Indices that SeededRandomSampler computes at a time.
-_BLOCK = 8192
-
-
-class SeededRandomSampler(RandomSampler):
-    """The ``sampler`` of a shuffling loader that has a seed: the order that the loader delivers.
-
-    The loader does not draw from it. It is for frameworks that read, wrap or iterate the samplers
-    of a loader; iterating it does not affect the loader.
-
-    Attributes:
-        epoch: Number of the epoch that the next iteration yields: the loader's newest epoch, or
-            the one set by ``set_epoch`` since then, which the loader delivers next.
-        seed: The loader's seed.
-
-    Args:
-        data_source: The dataset; its length may grow.
-        seed: The loader's seed.
-    """
-
-    def __init__(self, data_source: Sized, seed: int) -> None:
-        super().__init__(data_source)
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that is iterated, and delivered by the loader, next."""
-        self.epoch = whole_number(epoch, "epoch", minimum=0)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the indices of the epoch."""
-        length = len(self.data_source)
-        order = order_of(length, self.seed, self.epoch, shuffle=True)
-        for start in range(0, length, _BLOCK):
-            yield from order.at(np.arange(start, min(start + _BLOCK, length))).tolist()
+from shmloader.sampling.user_iterators import restart_if_exhausted
 
 
 class SeededOrder(Sampler[list[Any]]):
@@ -93,7 +55,6 @@ class SeededOrder(Sampler[list[Any]]):
             which may grow.
         shuffle: Whether the indices are shuffled.
         items: A sampler or a batch sampler that yields the order instead.
-        own_sampler: The loader's own sampler; frameworks may read it and set its epoch.
         device_count: Maximum number of index lists in a step of the batch sampler, whose steps must
             then all be lists of index lists; 0 if there is no such rule.
         may_shard: Whether the batch sampler may yield lists of index lists, which are checked;
@@ -112,7 +73,6 @@ class SeededOrder(Sampler[list[Any]]):
         length: int | Sized | None = None,
         shuffle: bool = False,
         items: Iterable[Any] | None = None,
-        own_sampler: SeededRandomSampler | None = None,
         device_count: int = 0,
         may_shard: bool = True,
         is_positioned: bool = False,
@@ -126,12 +86,12 @@ class SeededOrder(Sampler[list[Any]]):
         self._length = length
         self._shuffle = shuffle
         self._items = items
-        self.own_sampler = own_sampler
         self._device_count = device_count
         self._may_shard = may_shard
         self._is_positioned = is_positioned
-        # The epoch of the sampler when it was last set or read here.
-        self._known_epoch = epoch_of(self._counting)
+        # The epoch of the user's sampler when it was last set or read here, and the one that it
+        # may have by now if it counts by itself.
+        self._known_epoch = self._counted_epoch = epoch_of(items)
         self.carry_over = CarryOver()
         self._progress = Progress()
         self._done_ahead: frozenset[int] = frozenset()
@@ -139,11 +99,6 @@ class SeededOrder(Sampler[list[Any]]):
         self._state: dict[str, Any] | None = None
         self._begun_from: dict[str, Any] | None = None
         self._steps: Steps | None = None
-
-    @property
-    def _counting(self) -> Iterable[Any] | None:
-        """The sampler whose epoch other code may set."""
-        return self.own_sampler if self._items is None else self._items
 
     @property
     def index_sampler(self) -> "SeededOrder":
@@ -191,12 +146,6 @@ class SeededOrder(Sampler[list[Any]]):
             "_begun_from": None,
         }
 
-    def copy(self, own_sampler: SeededRandomSampler | None) -> "SeededOrder":
-        """Return a copy with another ``own_sampler``, in which no epoch runs."""
-        other = SeededOrder.__new__(SeededOrder)
-        other.__dict__.update(self.__getstate__() | {"own_sampler": own_sampler})
-        return other
-
     def __iter__(self) -> Iterator[Any]:
         """Begin the epoch, and return an iterator of its steps."""
         steps = self._steps = self._begin()
@@ -216,8 +165,7 @@ class SeededOrder(Sampler[list[Any]]):
         self.epoch = epoch
         self._progress, self._done_ahead = progress, progress.ahead
         self._state = self._begun_from = state
-        if self.own_sampler is not None:
-            self.own_sampler.epoch = self._known_epoch = epoch
+        self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
     def draw(
         self,
@@ -231,25 +179,23 @@ class SeededOrder(Sampler[list[Any]]):
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
         """Forget an epoch that other code set in the sampler, since the loader's was set later."""
-        self.take_named_epoch()
+        self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
     def expect_epoch(self, epoch: int) -> None:
         """Let any epoch but this one that the user's sampler has by now count as set by the user.
 
         For an order that is made when earlier epochs of the sampler are over.
         """
-        if self.own_sampler is None and self._known_epoch is not None:
-            self._known_epoch = epoch - 1
+        self._known_epoch, self._counted_epoch = max(0, epoch - 1), epoch
 
-    def take_named_epoch(self) -> int | None:
-        """Return the epoch that other code has set in the sampler since the last call, if any.
+    def named_epoch(self) -> int | None:
+        """Return the epoch that other code has set in the user's sampler, if any.
 
-        An epoch that is one more than the last known one does not count, since samplers may count
-        epochs by themselves.
+        Once an epoch was drawn, one that is one more than the last known one does not count, since
+        samplers may count epochs by themselves.
         """
-        before, now = self._known_epoch, epoch_of(self._counting)
-        self._known_epoch = now
-        return None if now is None or before is None or now in (before, before + 1) else now
+        now = epoch_of(self._items)
+        return None if now in (None, self._known_epoch, self._counted_epoch) else now
 
     def facts(self) -> dict[str, Any]:
         """Return what a state and this loader must have in common, on any number of ranks."""
@@ -344,10 +290,11 @@ class SeededOrder(Sampler[list[Any]]):
         log_redraw(self._items, start)
         set_epoch_of(self._items, epoch)
         self._known_epoch = epoch_of(self._items)
+        self._counted_epoch = None if self._known_epoch is None else self._known_epoch + 1
         items = iter(self._items)
         if begun_from is None or "own" not in begun_from:
             return items
-        return restart_if_exhausted(items, self._items.__iter__)
+        return restart_if_exhausted(items, functools.partial(iter, self._items))
 
     def _shape(self, steps: Steps, epoch: int, done_ahead: frozenset[int]) -> Iterator[Any]:
         cut = self._cut

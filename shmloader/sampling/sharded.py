@@ -83,8 +83,13 @@ class ShardedSampler(EpochSampler[Any]):
 
     def _draw(self, epoch: int) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
-        rng_state, is_first = RngState(self.seed, epoch), are_known(self.sampler)
-        steps = DrawnSteps(self.sampler.__iter__, rng_state, is_first, self._cut, self.last_batch)
+        steps = DrawnSteps(
+            lambda: iter(self.sampler),
+            RngState(self.seed, epoch),
+            are_known(self.sampler),
+            self._cut,
+            self.last_batch,
+        )
         for step in steps:
             yield from step
 

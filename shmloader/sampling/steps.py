@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
+from shmloader.sampling.user_iterators import OnlyNext
 
 #: What happens to items that do not fill the last global step: they are a shorter step, they are
 #: left out, they come first in the next epoch, or the step is filled up from the epoch's start.
@@ -263,7 +264,7 @@ class DrawnSteps(Steps):
     def _draw_items(self, count: int) -> list[Any]:
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         if self._items is None:
-            self._items = self._draw()
+            self._items = OnlyNext(self._draw())
         waited = len(taken)
         taken += islice(self._items, count - waited)
         self._has_begun = self._has_begun or len(taken) > waited

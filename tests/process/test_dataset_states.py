@@ -152,6 +152,25 @@ def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() ->
             plain.load_state_dict(loader.state_dict())
 
 
+class Foreign(Counting):
+    """A map-style dataset whose state takes arguments, as that of litdata and of MosaicML."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> Any:
+        raise AssertionError("called without knowing how")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_dict_that_takes_arguments_is_none_of_the_protocol(workers) -> None:
+    with make(workers, Foreign()) as loader:
+        first = read(next(iter(loader)))
+        assert "streams" not in loader.state_dict()
+    with make(workers, Foreign()) as other:
+        other.load_state_dict(loader.state_dict())
+        assert [first[0], *(read(batch)[0] for batch in other)] == [
+            [index, index + 1] for index in range(0, LENGTH, 2)
+        ]
+
+
 def test_a_sample_that_failed_has_changed_the_dataset_as_well() -> None:
     class Fails(Counting):
         def __getitem__(self, index: int) -> tuple[int, int]:

@@ -168,9 +168,29 @@ class OnlyLoads(Plain):
         raise AssertionError("given a state that it has not saved")
 
 
+class AsLitdata(OnlyLoads):
+    """Its state takes arguments, as that of litdata's StreamingDataset."""
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> Any:
+        raise AssertionError("called without knowing how")
+
+
+class AsMosaicML(OnlyLoads):
+    """The same for that of MosaicML's StreamingDataset."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        raise AssertionError("called without knowing how")
+
+
+class LoadsMore(OnlySaves):
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
+        raise AssertionError("called without knowing how")
+
+
+WITHOUT_STATES = OnlySaves, OnlyLoads, AsLitdata, AsMosaicML, LoadsMore
+
 KINDS: dict[str, type[Stream]] = {
-    kind.__name__: kind
-    for kind in (Plain, Saved, Eager, SavedIterator, Itself, Heavy, OnlySaves, OnlyLoads)
+    kind.__name__: kind for kind in (Plain, Saved, Eager, SavedIterator, Itself, Heavy)
 }
 
 
@@ -255,13 +275,16 @@ def test_a_loader_goes_on_from_any_batch(kind, workers) -> None:
     assert sum(map(len, seen)) == sum(LENGTHS[workers])
 
 
-@pytest.mark.parametrize("kind", ["OnlySaves", "OnlyLoads"])
-def test_a_dataset_with_one_of_the_two_methods_has_no_state(kind) -> None:
-    loader = DataLoader(KINDS[kind]([5, 3]), batch_size=2, num_workers=2)
+@pytest.mark.parametrize("kind", WITHOUT_STATES)
+@pytest.mark.parametrize(("workers", "lengths"), [(0, [8]), (2, [5, 3])])
+def test_a_dataset_without_both_methods_of_the_protocol_has_no_state(
+    kind, workers, lengths
+) -> None:
+    loader = DataLoader(kind(lengths), batch_size=2, num_workers=workers)
     batches = iter(loader)
     next(batches)
     assert "snapshot" not in str(state_of(loader))
-    other = DataLoader(KINDS[kind]([5, 3]), batch_size=2, num_workers=2)
+    other = DataLoader(kind(lengths), batch_size=2, num_workers=workers)
     resume(other, state_of(loader))
     assert rest(iter(other)) == rest(batches)
 

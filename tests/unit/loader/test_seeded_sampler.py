@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from shmloader import DataLoader, ShardedDataLoader
 
@@ -33,14 +33,15 @@ def test_sampler_and_batch_sampler_are_the_order_that_is_delivered(last_batch) -
         assert sorted(indices) == list(range(LENGTH))
         assert [*itertools.chain(*batches)] == (carried + indices)[: sum(map(len, batches))]
         assert read(loader) == batches
-        assert loader.sampler.epoch == epoch
+        assert loader.sampler.epoch == loader.epoch == epoch + 1
         loader.state_dict()  # commits what rolls over
 
 
 def test_frameworks_know_its_kind() -> None:
     assert isinstance(make().sampler, RandomSampler)
     assert type(make().batch_sampler) is BatchSampler
-    assert type(make(shuffle=False).sampler) is SequentialSampler
+    assert isinstance(make(shuffle=False).sampler, SequentialSampler)
+    assert type(make(shuffle=False).batch_sampler) is BatchSampler
 
 
 @pytest.mark.parametrize("last_batch", ["keep", "rollover"])
@@ -97,7 +98,7 @@ def test_a_copy_has_an_order_of_its_own(kind, last_batch, way) -> None:
     first = next(begun).tolist()
     assert [read(copied), read(copied)] == epochs[1:]
     assert [first, *read(begun)] == epochs[1]
-    assert loader.sampler.epoch == 1
+    assert loader.sampler.epoch == loader.epoch == 2
     assert read(loader) == epochs[2]
 
 
@@ -148,3 +149,121 @@ def test_a_sampler_that_counts_by_itself_does_not_overrule_the_epoch_that_was_na
     next(first)  # only now the sampler is told of epoch 0, and counts on
     iter(loader)
     assert loader.state_dict()["epoch"] == 9
+
+
+def test_the_sampler_told_of_the_next_number_before_the_first_epoch_names_it() -> None:
+    # As Lightning does where it goes on after a checkpoint at the end of epoch 0: it tells the
+    # samplers the number, and calls no load_state_dict.
+    whole = make()
+    epochs = [read(whole) for _ in range(3)]
+    for number in range(3):
+        for tell in (lambda x: x.sampler, lambda x: x.batch_sampler, lambda x: x):
+            loader = make()
+            tell(loader).set_epoch(number)
+            assert loader.epoch == loader.sampler.epoch == number
+            assert read(loader) == epochs[number]
+            tell(loader).set_epoch(number)  # and once more
+            assert read(loader) == epochs[number]
+
+
+def test_a_samplers_own_next_number_before_the_first_epoch_counts() -> None:
+    def distributed():
+        sampler = DistributedSampler(range(LENGTH), 1, 0, seed=5)
+        return DataLoader(torch.arange(LENGTH), 4, sampler=sampler, seed=1)
+
+    whole = distributed()
+    epochs = [read(whole) for _ in range(2)]
+    loader = distributed()
+    loader.sampler.set_epoch(1)
+    assert loader.epoch == 1
+    assert read(loader) == epochs[1]
+
+
+def test_a_state_of_an_epochs_end_that_is_only_saved_changes_nothing() -> None:
+    whole = make()
+    epochs = [read(whole) for _ in range(3)]
+    loader = make()
+    for number in range(3):
+        assert loader.state_dict()["epoch"] == number
+        assert read(loader) == epochs[number]
+        state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (number + 1, 0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
+def test_both_samplers_have_set_epoch_and_are_iterated_as_often_as_one_likes(
+    shuffle, last_batch
+) -> None:
+    loader = make(shuffle=shuffle, last_batch=last_batch)
+    loader.batch_sampler.set_epoch(4)
+    first = list(loader.batch_sampler)
+    assert list(loader.batch_sampler) == first
+    assert len(first) == len(loader.batch_sampler)
+    indices = list(loader.sampler)
+    assert len(indices) == len(loader.sampler) == LENGTH
+    assert [*itertools.chain(*first)] == indices[: sum(map(len, first))]
+    assert read(loader) == first
+    assert loader.epoch == 5
+    again = list(loader.batch_sampler)
+    # What is left over comes first in the next epoch.
+    assert (again == first) is (not shuffle and last_batch != "rollover")
+    assert read(loader) == again
+
+
+class Skipping(BatchSampler):
+    """A batch sampler without the first batches of another: as accelerate's SkipBatchSampler."""
+
+    def __init__(self, batch_sampler, skip_batches) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __iter__(self):
+        for number, batch in enumerate(self.batch_sampler):
+            if number >= self.skip_batches:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+
+@pytest.mark.parametrize("rebuild", [DataLoader, torch.utils.data.DataLoader])
+def test_batches_that_a_framework_skips_are_those_that_were_delivered(rebuild) -> None:
+    whole = make()
+    epochs = [read(whole) for _ in range(2)]
+    loader = make()
+    loader.sampler.set_epoch(1)
+    rest = rebuild(loader.dataset, batch_sampler=Skipping(loader.batch_sampler, 2))
+    assert read(rest) == epochs[1][2:]
+    assert read(loader) == epochs[1]
+
+
+def test_it_is_iterated_inside_a_running_epoch_as_that_epoch() -> None:
+    loader = make()
+    read(loader)
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.sampler.epoch == 1
+    running = list(loader.batch_sampler)
+    loader.sampler.set_epoch(7)
+    assert loader.sampler.epoch == 7
+    assert list(loader.batch_sampler) != running
+    assert loader.epoch == 1  # the one that is iterated
+    assert [batch.tolist() for batch in iterator] == running[1:]
+    assert loader.epoch == 7
+
+
+def test_a_loaded_state_of_another_epoch_than_the_sampler_is_told_is_discarded(caplog) -> None:
+    whole = make()
+    epochs = [read(whole) for _ in range(3)]
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    other.sampler.set_epoch(0)
+    assert read(other) == epochs[0][1:]
+    other.load_state_dict(state)
+    other.sampler.set_epoch(2)
+    assert read(other) == epochs[2]
+    assert "set_epoch(2)" in caplog.text

@@ -1,0 +1,76 @@
+"""The numbers of a loader's epochs: which one is iterated, and which one comes next."""
+
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.sampling.checks import whole_number
+from shmloader.sampling.progress import Progress
+
+
+def _no_iterator() -> None:
+    """Stand for the reference to an iterator that is gone."""
+
+
+class EpochCounter:
+    """Numbers the epochs of one loader, which shares it with the samplers that the loader made.
+
+    Used on the user's thread.
+
+    Attributes:
+        newest: Number of the newest epoch; None before the first.
+        next: Number of the epoch that the next ``iter()`` begins.
+        is_named: Whether ``set_epoch`` has named it since the newest epoch began.
+        progress: How far the newest epoch has come.
+        iterator: Returns the newest epoch's iterator, or None if that is gone.
+
+    Args:
+        first: Number of the first epoch.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self.newest: int | None = None
+        self.next = first
+        self.is_named = False
+        self.progress = Progress()
+        self.iterator: Callable[[], Any] = _no_iterator
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes a copy, in which no epoch has begun."""
+        return EpochCounter, (self.next,)
+
+    @property
+    def iterated(self) -> int | None:
+        """Number of the newest epoch while its iterator can deliver a batch; otherwise None."""
+        iterator = None if self.progress.is_ended else self.iterator()
+        return None if iterator is None or iterator.is_closed else self.newest
+
+    @property
+    def of_samplers(self) -> int:
+        """Number of the epoch that the loader's samplers yield: one that was named comes first."""
+        iterated = self.iterated
+        return self.next if iterated is None or self.is_named else iterated
+
+    def name(self, epoch: object) -> None:
+        """Set the number of the next epoch.
+
+        Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is negative.
+        """
+        self.next = whole_number(epoch, "epoch", minimum=0)
+        self.is_named = True
+
+    def begin(self, epoch: int, progress: Progress) -> None:
+        """Note that an epoch begins. Its iterator is set when there is one."""
+        self.newest, self.next, self.is_named = epoch, epoch + 1, False
+        self.progress, self.iterator = progress, _Beginning
+
+    def forget_iterator(self) -> None:
+        """Note that the newest epoch got no iterator."""
+        self.iterator = _no_iterator
+
+
+class _Beginning:
+    """Stands for the iterator of an epoch while that is being made."""
+
+    is_closed = False

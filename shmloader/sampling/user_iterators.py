@@ -1,0 +1,38 @@
+"""How the iterators of users' samplers are drawn from."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class OnlyNext(Iterator[Any]):
+    """A user's iterator, of which only ``next()`` is called, as torch does.
+
+    An iterator may begin anew when ``iter()`` of it is called, as Lightning's wrapper of batch
+    samplers does for predictions. Loops, ``list()`` and the functions of ``itertools`` call it.
+
+    Args:
+        items: The iterator.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
+def restart_if_exhausted(
+    items: Iterator[Any], restart: Callable[[], Iterator[Any]]
+) -> Iterator[Any]:
+    """Return another iterator of a sampler if ``items``, the first one, yields nothing.
+
+    A sampler that reads its state when it is iterated, such as torchdata's
+    StatefulDistributedSampler, may have been saved at the end of an epoch: then the first
+    iterator is exhausted, and the next one yields the whole epoch.
+    """
+    rest = OnlyNext(items)
+    first = list(itertools.islice(rest, 1))
+    return itertools.chain(first, rest) if first else restart()

@@ -1,0 +1,188 @@
+"""``loader.epoch``: the epoch that is iterated, and between epochs the one that comes next."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import shmloader
+from shmloader import DataLoader, ShardedDataLoader
+
+pytestmark = pytest.mark.timeout(90)
+
+LENGTH = 12
+
+
+class Stream(IterableDataset):
+    """An iterable dataset."""
+
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+
+def plain(**options):
+    return DataLoader(torch.arange(LENGTH), 4, **options)
+
+
+def seeded(**options):
+    return DataLoader(torch.arange(LENGTH), 4, seed=1, shuffle=True, **options)
+
+
+def sharded(**options):
+    return ShardedDataLoader(torch.arange(LENGTH), 2, num_shards=2, **options)
+
+
+def stream(**options):
+    return DataLoader(Stream(), 4, **options)
+
+
+KINDS = [plain, seeded, sharded, stream]
+WAYS = {
+    "in process": {},
+    "workers": {"num_workers": 1},
+    "persistent": {"num_workers": 1, "persistent_workers": True},
+    "a thread": {"num_workers": 1, "thread_pool": True},
+}
+CELLS = [
+    pytest.param(kind, WAYS[way], id=f"{kind.__name__}, {way}")
+    for kind in KINDS
+    for way in WAYS
+    if (kind, way) != (stream, "a thread")
+]
+
+
+@pytest.mark.parametrize(("make", "options"), CELLS)
+def test_it_is_the_epoch_that_is_iterated_and_then_the_next_one(make, options) -> None:
+    with make(**options) as loader:
+        for number in range(3):
+            assert loader.epoch == loader.state_dict()["epoch"] == number
+            iterator = iter(loader)
+            assert loader.epoch == number
+            for _ in iterator:
+                assert loader.epoch == loader.state_dict()["epoch"] == number
+            assert loader.epoch == number + 1
+        warns = pytest.warns(UserWarning, match="seed")
+        with warns if make in (plain, stream) else contextlib.nullcontext():
+            loader.set_epoch(9)
+        assert loader.epoch == loader.state_dict()["epoch"] == 9
+        for _ in loader:
+            assert loader.epoch == 9
+        assert loader.epoch == 10
+
+
+@pytest.mark.parametrize(("make", "options"), CELLS)
+def test_an_epoch_that_is_left_is_over_when_its_iterator_is_dropped_or_closed(
+    make, options
+) -> None:
+    is_persistent = options.get("persistent_workers", False)
+    with make(**options) as loader:
+        for _ in loader:
+            break
+        assert loader.epoch == (0 if is_persistent else 1)  # the loader keeps the iterator
+        iterator = iter(loader)
+        next(iterator)
+        assert loader.epoch == 1
+        iterator.close()
+        assert loader.epoch == 2
+        iterator = iter(loader)
+        assert loader.epoch == 2
+    assert loader.epoch == 3  # closing the loader closes the iterator
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_an_epoch_that_is_named_while_another_is_iterated_comes_after_it(options) -> None:
+    with seeded(**options) as loader:
+        iterator = iter(loader)
+        loader.set_epoch(5)
+        assert loader.epoch == 0
+        list(iterator)
+        assert loader.epoch == 5
+        iterator = iter(loader)
+        assert loader.epoch == 5
+        loader.set_epoch(5)  # the same once more
+        list(iterator)
+        assert loader.epoch == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_of_several_iterators_the_newest_counts(options) -> None:
+    with plain(**options) as loader:
+        older, newer = iter(loader), iter(loader)
+        assert loader.epoch == 1
+        list(older)
+        assert loader.epoch == 1
+        list(newer)
+        assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_an_epoch_that_is_resumed_has_its_own_number(make) -> None:
+    loader = make()
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    assert other.epoch == other.state_dict()["epoch"] == 1
+    for _ in other:
+        assert other.epoch == 1
+    assert other.epoch == 2
+
+
+def test_an_epoch_that_raised_goes_on_and_one_that_ended_by_an_error_is_over() -> None:
+    class Bad:
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __getitem__(self, index: int) -> int:
+            if index in (5, 6):
+                raise KeyError(index)
+            return index
+
+    loader = DataLoader(Bad(), 1)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert loader.epoch == 0
+    loader = DataLoader(Bad(), 1, on_error="skip", max_failures=1)
+    iterator = iter(loader)
+    with pytest.raises(shmloader.TooManyFailures):
+        list(iterator)
+    assert loader.epoch == 1
+
+
+def test_an_iter_that_fails_begins_no_epoch() -> None:
+    class Refuses(Stream):
+        refuses = True
+
+        def __iter__(self):
+            assert loader.epoch in (0, 1)
+            if self.refuses:
+                raise OSError("not now")
+            return super().__iter__()
+
+    loader = DataLoader(Refuses(), 4)
+    with pytest.raises(OSError, match="not now"):
+        iter(loader)
+    between = loader.epoch
+    loader.dataset.refuses = False
+    for _ in loader:
+        assert loader.epoch == between
+    assert loader.epoch == between + 1
+
+
+def test_a_copy_of_a_loader_in_mid_epoch_has_the_next_number() -> None:
+    loader = seeded()
+    iterator = iter(loader)
+    next(iterator)
+    copied = copy.deepcopy(loader)
+    assert (loader.epoch, copied.epoch, copied.sampler.epoch) == (0, 1, 1)
+    list(copied)
+    assert (loader.epoch, loader.sampler.epoch) == (0, 0)

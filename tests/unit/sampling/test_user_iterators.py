@@ -1,0 +1,134 @@
+"""Samplers whose iterator begins anew when ``iter()`` of it is called, as Lightning's wrapper."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+from shmloader import DataLoader, ShardedDataLoader
+from shmloader.sampling import ShardedSampler
+
+LENGTH = 20
+
+
+class Restarting:
+    """A wrapper that is its own iterator, which each call of ``iter()`` begins anew."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self):
+        self.items = iter(self.inner)
+        return self
+
+    def __next__(self):
+        return next(self.items)
+
+
+class Stateful(Restarting):
+    """The same with a state of its own: how many items were drawn."""
+
+    drawn = 0
+
+    def __iter__(self):
+        self.items = itertools.islice(iter(self.inner), self.drawn, None)
+        return self
+
+    def __next__(self):
+        item = next(self.items)
+        self.drawn += 1
+        return item
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state) -> None:
+        self.drawn = state["drawn"]
+
+
+def shuffled():
+    return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def batches():
+    return BatchSampler(shuffled(), 8, drop_last=False)
+
+
+def read(loader, at_most=10):
+    return [batch.tolist() for batch in itertools.islice(loader, at_most)]
+
+
+WAYS = {
+    "plain": lambda wrap: DataLoader(torch.arange(LENGTH), batch_sampler=wrap(batches())),
+    "seeded": lambda wrap: DataLoader(torch.arange(LENGTH), batch_sampler=wrap(batches()), seed=1),
+    "sampler": lambda wrap: DataLoader(torch.arange(LENGTH), 8, sampler=wrap(shuffled())),
+    "seeded sampler": lambda wrap: DataLoader(
+        torch.arange(LENGTH), 8, sampler=wrap(shuffled()), seed=1
+    ),
+    "rollover": lambda wrap: DataLoader(
+        torch.arange(LENGTH), 8, sampler=wrap(shuffled()), last_batch="rollover"
+    ),
+    "sharded": lambda wrap: ShardedDataLoader(torch.arange(LENGTH), 8, sampler=wrap(shuffled())),
+    "dealt": lambda wrap: ShardedDataLoader(torch.arange(LENGTH), batch_sampler=wrap(batches())),
+}
+
+# Not under torch's own batch sampler, which restarts it for each batch.
+CELLS = [cell for cell in itertools.product(WAYS, [Restarting, Stateful])
+         if cell != ("sampler", Stateful)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "wrap"), CELLS)
+def test_an_iterator_that_restarts_is_drawn_to_its_end_and_once(way, wrap) -> None:
+    expected = read(WAYS[way](lambda inner: inner))
+    assert read(WAYS[way](wrap)) == expected
+    assert 2 <= len(expected) <= 3
+
+
+@pytest.mark.parametrize(("way", "wrap"), CELLS)
+def test_an_epoch_of_it_continues_in_another_loader(way, wrap) -> None:
+    whole = read(WAYS[way](wrap))
+    for count in range(len(whole)):
+        loader = WAYS[way](wrap)
+        iterator = iter(loader)
+        assert [next(iterator).tolist() for _ in range(count)] == whole[:count]
+        state = loader.state_dict()
+        resumed = WAYS[way](wrap)
+        resumed.load_state_dict(state)
+        assert read(resumed) == whole[count:]
+
+
+def test_a_state_before_the_first_batch_leaves_none_out() -> None:
+    loader = WAYS["plain"](Restarting)
+    iterator = iter(loader)
+    loader.state_dict()  # draws the first batch ahead
+    assert [batch.tolist() for batch in iterator] == read(WAYS["plain"](Restarting))
+
+
+def test_a_sharded_sampler_takes_such_samplers_too() -> None:
+    plain = ShardedSampler(shuffled(), 4, rank=1, world_size=2)
+    assert list(ShardedSampler(Restarting(shuffled()), 4, rank=1, world_size=2)) == list(plain)
+
+
+class RestartingStream(IterableDataset):
+    """An iterable dataset whose iterator restarts."""
+
+    def __iter__(self):
+        return iter(Restarting(range(LENGTH)))
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_iterable_dataset_is_iterated_by_next_alone(seed) -> None:
+    loader = DataLoader(RestartingStream(), 8, seed=seed)
+    whole = read(loader)
+    assert [len(batch) for batch in whole] == [8, 8, 4]
+    again = DataLoader(RestartingStream(), 8, seed=seed)
+    next(iter(again))
+    resumed = DataLoader(RestartingStream(), 8, seed=seed)
+    resumed.load_state_dict(again.state_dict())
+    assert read(resumed) == whole[1:]
