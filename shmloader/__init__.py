@@ -6,6 +6,7 @@ public names of ``torch.utils.data`` can be imported from here as well, and are 
 The layers; imports run downward only::
 
     cli         the command line
+    installing  torch's own loaders on our engine
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators
@@ -66,6 +67,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.insight import LoaderStats
+from shmloader.installing import InstallReport, install, installed, uninstall
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.measured import CachedBatches
 from shmloader.loader.sharded import ShardedDataLoader
@@ -88,6 +90,7 @@ __all__ = [
     "DataLoader",
     "Dataset",
     "DistributedSampler",
+    "InstallReport",
     "InternalError",
     "IterDataPipe",
     "IterableDataset",
@@ -119,6 +122,8 @@ __all__ = [
     "functional_datapipe",
     "get_worker_info",
     "guaranteed_datapipes_determinism",
+    "install",
+    "installed",
     "non_deterministic",
     "random_split",
     "runtime_validation",
@@ -127,12 +132,14 @@ __all__ = [
     "sampling",
     "sequence",
     "share",
+    "uninstall",
 ]
 
 # Users import these classes from here, so ``repr``, ``help`` and pickles name this module.
 for _value in (
     CachedBatches,
     DataLoader,
+    InstallReport,
     LoaderStats,
     Pipeline,
     PipelineBuilder,

@@ -1,8 +1,8 @@
 """All state that belongs to the process rather than to a loader.
 
 None of it can belong to an object: it is used by hooks that ``os.fork()`` runs, at the
-interpreter's exit, or while an object is unpickled, where no loader is known. Everything else has
-an owner. (``shmloader.faults`` is separate, since it exists for the tests.)
+interpreter's exit, while an object is unpickled, where no loader is known, or by torch's classes.
+Everything else has an owner. (``shmloader.faults`` is separate, since it exists for the tests.)
 
 ======================  =========================================================================
 ``forks``               the number of forks: a page that a child may still read is not reused
@@ -11,6 +11,7 @@ an owner. (``shmloader.faults`` is separate, since it exists for the tests.)
 ``parent_death_pipes``  the pipes that end our workers with this process: a child closes them, too
 ``received``            in a worker, the descriptors that came with its payload
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
+``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
 """
 
@@ -66,6 +67,7 @@ class ProcessState:
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.received: list[int] = []
         self.locked_for_good: list[Any] = []
+        self.installation: Any = None
 
     def close_pipes(self) -> None:
         """Close the pipes in a forked child, which must not keep our workers alive."""

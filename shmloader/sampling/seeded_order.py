@@ -181,6 +181,13 @@ class SeededOrder(Sampler[list[Any]]):
         """Forget an epoch that other code set in the sampler, since the loader's was set later."""
         self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
+    def expect_epoch(self, epoch: int) -> None:
+        """Let any epoch but this one that the user's sampler has by now count as set by the user.
+
+        For an order that is made when earlier epochs of the sampler are over.
+        """
+        self._known_epoch, self._counted_epoch = max(0, epoch - 1), epoch
+
     def named_epoch(self) -> int | None:
         """Return the epoch that other code has set in the user's sampler, if any.
 

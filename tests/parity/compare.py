@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import io
 import itertools
+import os
 import random
 import struct
 import threading
@@ -32,7 +33,10 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from shmloader import DataLoader
+from shmloader import DataLoader, installed
+
+# Whether "ours" is torch's class while `shmloader.install()` is in force (`make test-frameworks`).
+INSTALLED = bool(os.environ.get("SHMLOADER_TEST_INSTALLED"))
 
 SEED = 20240229
 MAX_STEPS = 2000  # of one epoch: a loader that never ends fails instead of hanging
@@ -158,8 +162,14 @@ def run_ours(
     seed: int = SEED,
     **options: Any,
 ) -> Any:
-    """The same with our loader."""
-    return _run(DataLoader, make, drive, seed, options)
+    """The same with our loader, or with torch's on our engine if ``INSTALLED``."""
+    if not INSTALLED:
+        return _run(DataLoader, make, drive, seed, options)
+    with installed() as report:
+        result = _run(TorchLoader, make, drive, seed, options)
+    on_torch = [one for one in report.loaders if one.engine != "shmloader"]
+    assert not on_torch, str(report)
+    return result
 
 
 def _run(loader_class: Any, make: Any, drive: Any, seed: int, options: dict[str, Any]) -> Any:

@@ -43,6 +43,7 @@ OURS = {
     *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence"),
     *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
     *("sample_rng", "share", "CachedBatches", "LoaderStats"),
+    *("install", "installed", "uninstall", "InstallReport"),
     *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
     "SampleTimeoutError",
     *("ClosedLoaderError", "InternalError", "TooManyFailures"),

@@ -1,0 +1,465 @@
+"""``shmloader.install()``: torch's own loaders run on our engine, wherever they are created.
+
+Frameworks create ``torch.utils.data.DataLoader`` themselves, or a subclass of their own. While
+installed, ``iter()`` of such a loader makes a *stand-in*, a loader of ours with the attributes that
+the loader has at that moment, and returns the stand-in's iterator::
+
+    for batch in loader ──▶ torch's DataLoader.__iter__, replaced ──▶ StandIn ──▶ our iterator
+
+The loader itself stays what it is: class, attributes, length and pickles are torch's. A stand-in
+lives for one call of ``iter()``, or as long as the persistent workers that it started.
+
+Guarantees:
+    * What cannot be taken over runs on torch's iterators as before, and the report says why.
+    * Nothing but an iterator refers to a stand-in, so a loader is freed when it is dropped.
+"""
+
+import contextlib
+import inspect
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.utils.data
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from shmloader.batch.fetch import OnError
+from shmloader.loader.arguments import is_data_pipe
+from shmloader.loader.by_torch import describe_unsupported
+from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.iterator import EngineIterator
+from shmloader.memory.slot import is_supported
+from shmloader.process_state import PROCESS
+from shmloader.sampling.seeded_order import SeededOrder
+
+_log = logging.getLogger("shmloader")
+
+_TorchLoader = torch.utils.data.DataLoader
+
+#: What torch's iterators read of a loader, as far as its constructor sets it.
+_TORCHS = (
+    "dataset",
+    "batch_size",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+    "_dataset_kind",
+    "_IterableDataset_len_called",
+    "_DataLoader__multiprocessing_context",
+)
+
+#: A loader that has another one of these decides itself what its iterators do.
+_HOOKS = ("_get_iterator", "_index_sampler", "_auto_collation")
+
+#: Where a loader keeps the number of its next epoch, with ``seed``. It is a plain int, which copies
+#: and pickles of the loader keep.
+_EPOCH = "_shmloader_epoch"
+
+
+class InstallOptions(TypedDict, total=False):
+    """The arguments of :func:`install`; :class:`shmloader.DataLoader` describes them."""
+
+    seed: int | None
+    on_error: OnError
+    max_failures: int | float | Fraction | None
+    sample_timeout: float | None
+    worker_restarts: int
+    thread_pool: bool
+    fetch_concurrency: int | None
+    shm_size: int | str | None
+    device: str | int | torch.device | None
+    device_transform: Callable[[Any], Any] | None
+    device_prefetch: int
+    snapshot_every_n_steps: int | None
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name not in (*inspect.signature(_TorchLoader.__init__).parameters, "self")
+} | {"snapshot_every_n_steps": 0}  # no state of these loaders is ever saved
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledLoader:
+    """A line of an :class:`InstallReport`: loaders of one kind, and what they ran on.
+
+    Attributes:
+        loader: The class of the loaders, with its module.
+        dataset: The class of their datasets.
+        num_workers: Their number of workers.
+        engine: "shmloader", or "torch" if torch's own iterator loads.
+        why: Why it is torch's, or which arguments of :func:`install` were left out; or "".
+        epochs: How many epochs such loaders have begun.
+    """
+
+    loader: str
+    dataset: str
+    num_workers: int
+    engine: str
+    why: str
+    epochs: int
+
+
+class InstallReport:
+    """What the loaders of this process ran on since :func:`install`. Any thread may read it.
+
+    ``str()`` of it is a table. Iterators that were begun in other processes are not in it.
+    """
+
+    def __init__(self) -> None:
+        self._epochs: Counter[tuple[str, str, int, str, str]] = Counter()
+
+    @property
+    def loaders(self) -> tuple[InstalledLoader, ...]:
+        """The kinds of loaders, in the order of their first epochs."""
+        return tuple(InstalledLoader(*key, count) for key, count in self._epochs.copy().items())
+
+    def note(self, kind: type, loader: Any, engine: str, why: str) -> None:
+        """Note that an epoch of a loader has begun.
+
+        Args:
+            kind: The class of the loader.
+            loader: The loader, or its stand-in.
+            engine: "shmloader" or "torch".
+            why: Why it is torch's, or what was left out; or "".
+        """
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        key = (name, type(loader.dataset).__qualname__, loader.num_workers, engine, why)
+        self._epochs[key] += 1
+        # An argument that has no effect is told once; the rest is for those who look for it.
+        is_news = engine == "shmloader" and why and self._epochs[key] == 1
+        _log.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "a %s of %s with num_workers=%s runs on %s%s",
+            *key[:4],
+            f": {why}" if why else "",
+        )
+
+    def __str__(self) -> str:
+        """Return a line for each kind of loader."""
+        lines = [
+            f"{one.loader} of {one.dataset}, num_workers={one.num_workers}: on {one.engine}, "
+            f"{one.epochs} epochs" + (f" ({one.why})" if one.why else "")
+            for one in self.loaders
+        ]
+        return "\n".join(lines) or "no loader has begun an epoch since shmloader.install()"
+
+    __repr__ = __str__
+
+
+class StandIn(DataLoader[Any]):
+    """A loader of ours that has the attributes of a loader of torch's.
+
+    Attributes:
+        kind: The class of torch's loader.
+        left_out: The arguments of :func:`install` that do not fit the loader, and why; or "".
+
+    Args:
+        loader: The loader of torch's.
+        options: The arguments of :func:`install`.
+    """
+
+    def __init__(self, loader: Any, options: InstallOptions) -> None:
+        # torch's constructor has checked these already, and would warn again.
+        own = self.__dict__
+        own.update({name: getattr(loader, name) for name in _TORCHS})
+        own["_DataLoader__initialized"] = True
+        self.kind = type(loader)
+        unfit = _unfit(loader, options)
+        self.left_out = "; ".join(f"without {name}: {why}" for name, why in unfit.items())
+        fit = {name: value for name, value in options.items() if name not in unfit}
+        own.update(_DEFAULTS, **fit)
+        self._iterator = None
+        self._owner = weakref.ref(loader)
+        self._sample_seed = own["seed"]
+        self._make_own_parts()
+        self._make_plan(*_given_samplers(loader))
+        plan = self._present_plan
+        plan.counter.next = vars(loader).get(_EPOCH, 0)
+        if isinstance(plan.order, SeededOrder):
+            plan.order.expect_epoch(plan.counter.next)
+
+    def begin(self, loader: Any, iterator: Any) -> Any:
+        """Begin an epoch of the loader, and return its iterator.
+
+        Args:
+            loader: The loader.
+            iterator: The iterator whose persistent workers load; None for a new one.
+        """
+        self.__dict__["_IterableDataset_len_called"] = loader._IterableDataset_len_called
+        self._iterator = iterator
+        try:
+            begun = iter(self)
+        finally:
+            # The loader has it. A cycle would leave ending its workers to the garbage collector.
+            self._iterator = None
+        if self._sample_seed is not None:
+            vars(loader)[_EPOCH] = self._present_plan.counter.next
+        return begun
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as the loader does."""
+        owner = self._owner()
+        if not self.thread_pool and owner is not None:
+            owner.check_worker_number_rationality()
+
+
+def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
+    """Return which arguments of :func:`install` do not fit a loader, and why.
+
+    Those that change nothing without workers are none of them.
+    """
+    unfit = {}
+    if isinstance(loader.dataset, IterableDataset):
+        names = ("thread_pool", "on_error", "max_failures", "fetch_concurrency")
+        unfit = dict.fromkeys(names, "the dataset is iterable")
+    elif loader.multiprocessing_context is not None:
+        unfit["thread_pool"] = "the loader has a multiprocessing_context"
+    if loader.generator is not None:
+        unfit["seed"] = "the loader has a generator"
+    given = {name for name, value in options.items() if value != _DEFAULTS[name]}
+    without_workers: tuple[str, ...] = ()
+    if loader.num_workers == 0:
+        without_workers = ("thread_pool", "worker_restarts", "sample_timeout")
+    return {name: why for name, why in unfit.items() if name in given} | dict.fromkeys(
+        given.intersection(without_workers), "the loader has no workers"
+    )
+
+
+def _given_samplers(loader: Any) -> tuple[Iterable[Any] | None, Iterable[Any] | None]:
+    """Return the sampler and the batch sampler of a loader, each None if torch's default."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    is_usual = type(batches) is BatchSampler and batches.sampler is sampler
+    if batches is not None and not (is_usual and loader.batch_size is not None):
+        return None, batches
+    if type(sampler) is SequentialSampler:
+        return None, None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return None, None
+    return sampler, None
+
+
+def _why_not(loader: Any, options: InstallOptions) -> str:
+    """Return why a loader of torch's cannot be taken over; "" if it can."""
+    if is_data_pipe(loader.dataset):
+        return "the dataset is a data pipe"
+    for name in _HOOKS:
+        found = inspect.getattr_static(loader, name)
+        if found is not inspect.getattr_static(_TorchLoader, name):
+            return f"{type(loader).__qualname__} has its own {name}"
+    if loader.num_workers and not options.get("thread_pool") and not is_supported():
+        return describe_unsupported()
+    return ""
+
+
+class _Installation:
+    """What is installed in this process.
+
+    Args:
+        options: The arguments of :func:`install`.
+
+    Attributes:
+        report: What the loaders ran on.
+    """
+
+    def __init__(self, options: InstallOptions) -> None:
+        self.options = options
+        self.report = InstallReport()
+        # The iterators with persistent workers. Their stand-ins know the loaders.
+        self._persistent: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def begin(self, loader: Any, by_torch: Callable[[Any], Any]) -> Any:
+        """Begin an epoch of any loader of torch's class.
+
+        Args:
+            loader: The loader.
+            by_torch: torch's own ``__iter__``.
+        """
+        iterator: Any = getattr(loader, "_iterator", None)
+        keeps = bool(loader.persistent_workers and loader.num_workers > 0)
+        goes_on = keeps and iterator is not None
+        if isinstance(loader, DataLoader) or _why_not(loader, self.options):
+            begun = by_torch(loader)
+            if goes_on and begun is iterator:
+                self.note(iterator, loader)
+            return begun
+        stand_in = getattr(iterator, "_stand_in", None) if goes_on else None
+        if goes_on and stand_in is None:  # torch's, from before
+            iterator._shutdown_workers()
+            iterator = None
+        if stand_in is None:
+            stand_in = StandIn(loader, self.options)
+        begun = stand_in.begin(loader, iterator if goes_on else None)
+        if keeps:
+            loader._iterator = begun
+            begun._stand_in = stand_in
+            self._persistent.add(begun)
+        return begun
+
+    def note(self, iterator: Any, loader: Any) -> None:
+        """Note that an iterator of a loader, or of its stand-in, has begun an epoch."""
+        engine = "shmloader" if isinstance(iterator, EngineIterator) else "torch"
+        if isinstance(loader, StandIn):
+            self.report.note(loader.kind, loader, engine, loader.left_out)
+            return
+        why = ""
+        if engine == "torch":
+            has_hooks = isinstance(loader, _TorchLoader)
+            why = _why_not(loader, self.options) if has_hooks else ""
+            why = why or "its iterator is made without the __iter__ of torch's DataLoader"
+        self.report.note(type(loader), loader, engine, why)
+
+    def let_go(self) -> None:
+        """Make the loaders forget the iterators that keep our workers.
+
+        An iterator that is in use delivers the rest of its epoch; its workers end when it is
+        dropped.
+        """
+        for iterator in list(self._persistent):
+            loader = iterator._stand_in._owner()
+            if loader is not None and loader._iterator is iterator:
+                loader._iterator = None
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a method of torch's by a function that calls it; once in a process."""
+    original = getattr(owner, name)
+    if not hasattr(original, "_shmloader"):
+        replacement = make(original)
+        replacement.__name__, replacement.__qualname__ = name, original.__qualname__
+        replacement.__doc__, replacement._shmloader = original.__doc__, original
+        setattr(owner, name, replacement)
+
+
+def _restore(owner: type, name: str) -> None:
+    """Put torch's method back, unless other code has replaced ours: that still calls it."""
+    original = getattr(getattr(owner, name), "_shmloader", None)
+    if original is not None:
+        setattr(owner, name, original)
+
+
+def _iter_with(by_torch: Callable[[Any], Any]) -> Any:
+    def __iter__(self: Any) -> Any:  # noqa: N807 - it becomes a method
+        installation = PROCESS.installation
+        return by_torch(self) if installation is None else installation.begin(self, by_torch)
+
+    return __iter__
+
+
+def _init_with(by_torch: Callable[..., None]) -> Any:
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        by_torch(self, loader, *args, **kwargs)
+        if PROCESS.installation is not None:
+            PROCESS.installation.note(self, loader)
+
+    return __init__
+
+
+def _set(installation: _Installation | None) -> None:
+    """Make an installation the one of this process; None for none."""
+    before, PROCESS.installation = PROCESS.installation, installation
+    if before is not None:
+        before.let_go()
+    if installation is None:
+        _restore(_TorchLoader, "__iter__")
+        _restore(_BaseDataLoaderIter, "__init__")
+    else:
+        _replace(_TorchLoader, "__iter__", _iter_with)
+        _replace(_BaseDataLoaderIter, "__init__", _init_with)
+
+
+def _checked(options: InstallOptions) -> _Installation:
+    """Check the arguments of :func:`install` by making a loader with them."""
+    unknown = options.keys() - InstallOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"install() got unexpected arguments: {', '.join(sorted(unknown))}. What torch's "
+            "loader takes is given to each loader; install() takes "
+            f"{', '.join(InstallOptions.__annotations__)}"
+        )
+    DataLoader([0], num_workers=1, **options)  # type: ignore[arg-type]
+    return _Installation(options)
+
+
+def install(**options: Unpack[InstallOptions]) -> InstallReport:
+    """Make every loader of torch's run on shmloader's engine, from its next ``iter()`` on.
+
+    That is every ``torch.utils.data.DataLoader`` of this process and every subclass, whether it was
+    created before or will be. The loaders keep their class, attributes, order and random numbers,
+    and their batches are the same as before. The arguments apply to each of them, where they fit.
+
+    These loaders run on torch's iterators as before: those whose class has a ``_get_iterator`` of
+    its own, or an ``__iter__`` that does not call torch's, and those of data pipes. Loaders of
+    shmloader's classes keep their own arguments.
+
+    A process that is started by "spawn" or "forkserver" has to call this itself. A second call
+    replaces the arguments and begins a new report.
+
+    Args:
+        options: Any of ``seed``, ``on_error``, ``max_failures``, ``sample_timeout``,
+            ``worker_restarts``, ``thread_pool``, ``fetch_concurrency``, ``shm_size``, ``device``,
+            ``device_transform``, ``device_prefetch`` and ``snapshot_every_n_steps`` of
+            :class:`shmloader.DataLoader`.
+            One that does not fit a loader is left out there, and the report says so:
+            ``thread_pool`` and the three about samples for an iterable dataset, ``seed`` where the
+            loader has a ``generator``. With ``seed``, a loader counts its epochs from 0, or has the
+            ``epoch`` of its sampler if other code sets that.
+
+    Returns:
+        A report of the loaders and what they ran on, which goes on while this is installed.
+
+    Raises:
+        TypeError, ValueError: If an argument is unknown or does not fit, as
+            :class:`shmloader.DataLoader` says it.
+    """
+    installation = _checked(options)
+    _set(installation)
+    return installation.report
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: torch's loaders run on torch's iterators from their next ``iter()`` on.
+
+    Iterators that are in use deliver the rest of their epochs. May be called again.
+    """
+    _set(None)
+
+
+@contextlib.contextmanager
+def installed(**options: Unpack[InstallOptions]) -> Iterator[InstallReport]:
+    """Make every loader of torch's run on shmloader's engine, inside a ``with`` block.
+
+    What was installed before is so again after the block.
+
+    Args:
+        options: As for :func:`install`.
+
+    Returns:
+        A context manager that yields the report; see :func:`install`.
+
+    Raises:
+        TypeError, ValueError: As :func:`install` does.
+    """
+    before, installation = PROCESS.installation, _checked(options)
+    _set(installation)
+    try:
+        yield installation.report
+    finally:
+        _set(before)

@@ -1,0 +1,123 @@
+"""accelerate: ``prepare`` that keeps the class and the arguments of a loader.
+
+``Accelerator.prepare`` reads the attributes of a loader and builds one of torch's class, so what
+shmloader's loader has beyond torch's is lost. The functions here let accelerate decide which
+samples each process loads, and put a loader of shmloader's class in the place of torch's.
+"""
+
+from typing import Any
+
+import accelerate
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
+
+from shmloader.integrations.rebuilding import check_loader, rebuild
+from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.states import sealed
+
+
+class _State:
+    """The state of a prepared loader, as ``Accelerator.save_state`` and ``load_state`` need it.
+
+    Args:
+        prepared: The prepared loader.
+    """
+
+    def __init__(self, prepared: Any) -> None:
+        self._prepared = prepared
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as of the batch that the user has: accelerate loads one ahead."""
+        prepared = self._prepared
+        state = prepared.state_dict() if hasattr(prepared, "dl_state_dict") else None
+        if state is None or state.get("_iterator_finished"):
+            return dict(prepared.base_dataloader.state_dict())
+        return {key: value for key, value in state.items() if not key.startswith("_")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the loader, and tell accelerate the epoch, which it would set to 0."""
+        self._prepared.iteration = state["epoch"]
+        self._prepared.base_dataloader.load_state_dict(state)
+
+
+def prepare(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
+    """Prepare a loader as ``accelerator.prepare`` does, keeping its class and arguments.
+
+    ``dispatch_batches``, ``split_batches`` and ``even_batches`` of the accelerator apply, and
+    ``gather_for_metrics`` knows what was added to the last batch. ``accelerator.save_state`` saves
+    the loader's state and ``load_state`` resumes it, in the middle of an epoch too; not with
+    ``dispatch_batches`` on several processes, where accelerate loads several batches ahead.
+
+    Args:
+        accelerator: The accelerator.
+        loader: A :class:`shmloader.DataLoader`.
+
+    Returns:
+        accelerate's loader. Its ``base_dataloader`` is of the class of ``loader``.
+
+    Raises:
+        TypeError: If ``loader`` is of another class, or a ``ShardedDataLoader``, which divides
+            itself among the ranks.
+    """
+    check_loader(loader, "shmloader.integrations.accelerate.prepare")
+    prepared = accelerator.prepare_data_loader(loader)
+    _put_back(prepared, loader)
+    if not (hasattr(prepared, "split_batches") and accelerator.num_processes > 1):
+        accelerator.register_for_checkpointing(_State(prepared))
+    return prepared
+
+
+def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
+    """Return a loader of the same samples without the first batches, which are not loaded.
+
+    With ``seed``, the random numbers of the other samples are as if all batches were loaded. The
+    length of the loader is that of the whole epoch then.
+
+    Args:
+        prepared: What :func:`prepare` returned.
+        num_batches: Number of batches of this process to leave out.
+
+    Returns:
+        A loader for the rest of one epoch, as ``accelerate.skip_first_batches`` returns.
+    """
+    skipping = accelerate.skip_first_batches(prepared, num_batches)
+    loader, batches = prepared.base_dataloader, skipping.base_dataloader.batch_sampler
+    if loader.seed is None or not isinstance(batches, SkipBatchSampler):
+        _put_back(skipping, loader)
+        return skipping
+    rest = rebuild(loader, loader.dataset, **_order_of(batches.batch_sampler))
+    rest.set_epoch(prepared.iteration)
+    rest.load_state_dict(sealed({**rest.state_dict(), "position": num_batches}))
+    skipping.base_dataloader = rest
+    return skipping
+
+
+def _put_back(prepared: Any, loader: DataLoader[Any]) -> None:
+    """Replace the loader of torch's class inside of accelerate's by one like ``loader``."""
+    base = prepared.base_dataloader
+    if isinstance(base.dataset, IterableDataset):
+        order = {"batch_size": base.batch_size, "drop_last": base.drop_last}
+    elif isinstance(base.sampler, BatchSampler):
+        order = {"sampler": base.sampler, "batch_size": base.batch_size}
+    else:
+        order = _order_of(base.batch_sampler)
+    prepared.base_dataloader = rebuild(loader, base.dataset, **order)
+
+
+def _order_of(batches: Any) -> dict[str, Any]:
+    """Return the arguments that stand for a batch sampler.
+
+    With ``seed``, a sample's random numbers depend on its position in a sampler, but on its batch
+    and the place in that with a batch sampler. So torch's own is taken apart.
+    """
+    if type(batches) is BatchSampler:
+        return {
+            "sampler": batches.sampler,
+            "batch_size": batches.batch_size,
+            "drop_last": batches.drop_last,
+        }
+    if isinstance(batches, BatchSamplerShard):
+        # By these names, a loader knows that it loads a rank's part.
+        batches.rank, batches.num_replicas = batches.process_index, batches.num_processes
+    return {"batch_sampler": batches}

@@ -1,0 +1,56 @@
+"""Loaders with the class and the arguments of another one, but other samples."""
+
+import inspect
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.sharded import ShardedDataLoader
+
+# Arguments that say which samples are in which batch.
+_OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "last_batch")
+
+
+def check_loader(loader: object, caller: str) -> None:
+    """Check that a loader can be rebuilt for a rank.
+
+    Args:
+        loader: The loader.
+        caller: The function that got it, for the message.
+
+    Raises:
+        TypeError: If it is not a loader of shmloader's, or one that is cut for ranks already.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"{caller} needs a shmloader.DataLoader, but got {type(loader).__name__}")
+    if isinstance(loader, ShardedDataLoader):
+        raise TypeError(
+            f"{caller} divides the batches of a loader among the ranks, which ShardedDataLoader "
+            "does itself: give a DataLoader, or use the ShardedDataLoader as it is"
+        )
+
+
+def rebuild(loader: DataLoader[Any], dataset: Any, **order: Any) -> DataLoader[Any]:
+    """Return a loader of the same class, with the same arguments but for those given here.
+
+    Args:
+        loader: The loader, whose constructor takes arguments that are its attributes.
+        dataset: The dataset.
+        order: What says which samples are in which batch: ``batch_sampler``, or ``sampler`` and
+            ``batch_size``, or for an iterable dataset ``batch_size`` and ``drop_last``.
+    """
+    names = set(inspect.signature(DataLoader.__init__).parameters)
+    names |= set(inspect.signature(type(loader).__init__).parameters)
+    arguments = {
+        name: getattr(loader, name)
+        for name in sorted(names - {"self", "dataset", "args", "kwargs", *_OF_ORDER})
+        if hasattr(loader, name)
+    }
+    if loader._adapter is not None:
+        arguments["num_workers"] = "auto"
+    if not arguments["num_workers"]:
+        arguments["prefetch_factor"] = arguments["multiprocessing_context"] = None
+    if isinstance(dataset, IterableDataset):
+        arguments["seed"] = loader.seed
+    return type(loader)(dataset, **arguments, **order)

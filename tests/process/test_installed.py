@@ -1,0 +1,462 @@
+"""`shmloader.install()`: torch's loaders on our engine, created before or after, of any class."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterDataPipe, RandomSampler, TensorDataset
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+import shmloader
+from shmloader.loader.in_process import InProcessIterator
+from shmloader.loader.iterator import EngineIterator, WorkerIterator
+from shmloader.loader.threaded import ThreadIterator
+from tests.process.support import Bad, Numbers, Streams, run_program
+
+KINDS = {
+    "in process": {},
+    "workers": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    """Leave nothing installed."""
+    yield
+    shmloader.uninstall()
+
+
+class Subclass(TorchLoader):
+    """A framework's own loader, with attributes of names that ours has, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seed, self.device, self._plan, self.epoch = "its own", "cuda:7", 3, -1
+        self.begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return super().__iter__()
+
+
+def pairs(length: int = 32) -> TensorDataset:
+    return TensorDataset(torch.arange(2 * length).float().view(length, 2))
+
+
+def firsts(loader: Any) -> list[list[float]]:
+    return [batch[0][:, 0].tolist() for batch in loader]
+
+
+def engines(report: shmloader.InstallReport) -> list[str]:
+    return [one.engine for one in report.loaders]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cls", [TorchLoader, Subclass])
+def test_a_loader_of_torchs_class_runs_on_our_engine_and_gives_the_same_batches(cls, kind):
+    torch.manual_seed(5)
+    loader = cls(pairs(), batch_size=8, shuffle=True, **KINDS[kind])
+    expected = [firsts(loader), firsts(loader)]
+    if loader._iterator is not None:
+        loader._iterator._shutdown_workers()
+    with shmloader.installed() as report:
+        torch.manual_seed(5)
+        loader = cls(pairs(), batch_size=8, shuffle=True, **KINDS[kind])
+        iterator = iter(loader)
+        assert isinstance(iterator, EngineIterator)
+        assert [firsts(iterator), firsts(loader)] == expected
+    (row,) = report.loaders
+    assert (row.engine, row.why, row.epochs) == ("shmloader", "", 2)
+    assert (row.dataset, row.num_workers) == ("TensorDataset", loader.num_workers)
+    assert row.loader == f"{cls.__module__}.{cls.__qualname__}"
+    assert type(loader) is cls
+    assert len(loader) == 4
+
+
+def test_attributes_of_a_subclass_are_not_mistaken_for_ours():
+    with shmloader.installed():
+        loader = Subclass(pairs(), batch_size=8)
+        assert len(firsts(loader)) == 4
+    assert (loader.seed, loader.device, loader._plan, loader.epoch) == ("its own", "cuda:7", 3, -1)
+    assert loader.begun == 1
+
+
+def test_a_loader_with_persistent_workers_changes_engines_at_its_next_epoch():
+    loader = TorchLoader(pairs(), batch_size=8, **KINDS["persistent"])
+    expected = firsts(loader)
+    of_torch = loader._iterator
+    assert isinstance(of_torch, _MultiProcessingDataLoaderIter)
+    processes = of_torch._workers
+    report = shmloader.install()
+    assert firsts(loader) == expected
+    ours = loader._iterator
+    assert isinstance(ours, WorkerIterator)
+    assert not any(process.is_alive() for process in processes)
+    workers = [process.pid for process in ours._workers]
+    assert firsts(loader) == expected
+    assert loader._iterator is ours
+    assert [process.pid for process in ours._workers] == workers
+    assert [one.epochs for one in report.loaders] == [2]
+    del ours
+    shmloader.uninstall()
+    assert firsts(loader) == expected
+    assert isinstance(loader._iterator, _MultiProcessingDataLoaderIter)
+    loader._iterator._shutdown_workers()
+
+
+def test_an_epoch_in_progress_outlives_uninstall():
+    shmloader.install()
+    loader = TorchLoader(pairs(), batch_size=8, **KINDS["persistent"])
+    iterator = iter(loader)
+    next(iterator)
+    shmloader.uninstall()
+    assert loader._iterator is None
+    assert len(list(iterator)) == 3
+
+
+def test_persistent_workers_that_died_are_replaced_in_the_next_epoch():
+    shmloader.install()
+    loader = TorchLoader(pairs(), batch_size=8, **KINDS["persistent"])
+    iterator = iter(loader)
+    for process in iterator._workers:
+        process.kill()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(iterator)
+    assert len(firsts(loader)) == 4
+    assert loader._iterator is not iterator
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_is_freed_when_it_is_dropped_with_its_workers(kind):
+    shmloader.install(seed=1)
+    loader = TorchLoader(pairs(), batch_size=8, **KINDS[kind])
+    iterator = iter(loader)
+    next(iterator)
+    refs = weakref.ref(loader), weakref.ref(iterator)
+    processes = getattr(iterator, "_workers", [])
+    del loader, iterator
+    assert [ref() for ref in refs] == [None, None]
+    for process in processes:
+        process.join(10)
+
+
+def test_a_sampler_that_knows_its_loader_does_not_keep_it_alive():
+    shmloader.install()
+    loader = TorchLoader(pairs(), batch_size=8, **KINDS["persistent"])
+    loader.sampler.loader = loader
+    firsts(loader)
+    ref = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert ref() is None
+
+
+def test_attributes_that_change_between_epochs_are_read_at_each():
+    shmloader.install()
+    loader = TorchLoader(pairs(16), batch_size=8)
+    firsts(loader)
+    loader.collate_fn = len
+    assert list(loader) == [8, 8]
+    loader.num_workers, loader.prefetch_factor = 1, 2
+    iterator = iter(loader)
+    assert isinstance(iterator, WorkerIterator)
+    assert list(iterator) == [8, 8]
+    loader._DataLoader__initialized = False  # as timm and Ultralytics do
+    loader.batch_sampler = [[1, 2, 3], [4]]
+    loader._DataLoader__initialized = True
+    assert list(loader) == [3, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles_are_torchs(kind):
+    shmloader.install(seed=3)
+    loader = TorchLoader(pairs(), batch_size=8, shuffle=True, **KINDS[kind])
+    if kind == "persistent":
+        first = firsts(loader)
+        with pytest.raises(NotImplementedError, match="cannot be pickled"):
+            pickle.dumps(loader)
+        loader._iterator = None
+    else:
+        first = firsts(loader)
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert type(other) is TorchLoader
+        second = firsts(other)  # and it counts on from where the original was
+        assert second != first
+        assert sorted(chain.from_iterable(second)) == sorted(chain.from_iterable(first))
+
+
+def test_a_pickle_of_a_loader_names_nothing_of_ours():
+    shmloader.install(seed=3)
+    loader = TorchLoader(pairs(), batch_size=8)
+    firsts(loader)
+    assert b"shmloader." not in pickle.dumps(loader)
+
+
+class OwnIterator(TorchLoader):
+    """Makes its iterator itself."""
+
+    def _get_iterator(self):
+        return _SingleProcessDataLoaderIter(self)
+
+
+class OwnIter(TorchLoader):
+    """Never asks torch's class for an iterator."""
+
+    def __iter__(self):
+        return _SingleProcessDataLoaderIter(self)
+
+
+class OwnSampler(TorchLoader):
+    """Decides itself what is drawn."""
+
+    @property
+    def _index_sampler(self):
+        return [[1], [2]]
+
+
+class Pipe(IterDataPipe):
+    def __iter__(self):
+        yield from range(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: OwnIterator(pairs()), "OwnIterator has its own _get_iterator"),
+        (lambda: OwnSampler(pairs()), "OwnSampler has its own _index_sampler"),
+        (lambda: OwnIter(pairs()), "made without the __iter__ of torch's DataLoader"),
+        (lambda: TorchLoader(Pipe()), "the dataset is a data pipe"),
+    ],
+    ids=["_get_iterator", "_index_sampler", "__iter__", "data pipe"],
+)
+def test_what_cannot_be_taken_over_runs_as_before_and_the_report_says_why(make, why):
+    expected = list(make())
+    with shmloader.installed() as report:
+        iterator = iter(make())
+        assert type(iterator) is _SingleProcessDataLoaderIter
+        assert len(list(iterator)) == len(expected)
+    (row,) = report.loaders
+    assert (row.engine, row.epochs) == ("torch", 1)
+    assert why in row.why
+    assert why in str(report)
+
+
+def test_an_iterator_hook_that_an_object_has_is_respected():
+    loader = TorchLoader(pairs(), batch_size=8)
+    loader._get_iterator = lambda: iter(["mine"])  # type: ignore[method-assign]
+    with shmloader.installed():
+        assert list(loader) == ["mine"]
+
+
+def test_our_own_loaders_keep_their_arguments():
+    with shmloader.installed(seed=1) as report:
+        loader = shmloader.DataLoader(pairs(), batch_size=8, shuffle=True, seed=9)
+        inside = firsts(loader)
+    assert inside == firsts(shmloader.DataLoader(pairs(), batch_size=8, shuffle=True, seed=9))
+    assert engines(report) == ["shmloader"]
+    assert report.loaders[0].loader == "shmloader.DataLoader"
+
+
+def test_without_an_epoch_the_report_says_so():
+    with shmloader.installed() as report:
+        assert "no loader has begun" in str(report)
+
+
+def test_the_debug_log_says_which_loader_runs_on_what(caplog):
+    with caplog.at_level(logging.DEBUG, "shmloader"), shmloader.installed():
+        list(TorchLoader(pairs()))
+        list(TorchLoader(Pipe()))
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("TensorDataset" in text and "on shmloader" in text for text in texts)
+    assert any("on torch: the dataset is a data pipe" in text for text in texts)
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_options_apply_to_loaders_that_know_nothing_of_them():
+    with shmloader.installed(on_error="skip"):
+        loader = TorchLoader(Numbers(8, 3), batch_size=4, num_workers=1)
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2], [4, 5, 6, 7]]
+    with pytest.raises(Bad):
+        list(TorchLoader(Numbers(8, 3), batch_size=4))
+
+
+def test_with_a_seed_each_epoch_has_an_order_of_its_own_as_with_our_loader():
+    ours = shmloader.DataLoader(pairs(), batch_size=8, shuffle=True, seed=3)
+    expected = [firsts(ours) for _ in range(3)]
+    assert expected[0] != expected[1]
+    for kind in KINDS.values():
+        with shmloader.installed(seed=3):
+            loader = TorchLoader(pairs(), batch_size=8, shuffle=True, **kind)
+            assert [firsts(loader) for _ in range(3)] == expected
+            loader._iterator = None
+
+
+class Shuffler(RandomSampler):
+    """A sampler with an epoch, as accelerate and Lightning set it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(len(self.data_source), generator=generator).tolist())
+
+
+def test_with_a_seed_the_epoch_that_a_framework_sets_in_the_sampler_is_kept():
+    sampler = Shuffler(pairs())
+    sampler.set_epoch(5)
+    expected = list(sampler)
+    with shmloader.installed(seed=3):
+        loader = TorchLoader(pairs(), batch_size=32, sampler=sampler)
+        (first,) = firsts(loader)
+        assert [value / 2 for value in first] == expected
+        assert sampler.epoch == 5
+        firsts(loader)
+        assert sampler.epoch == 6  # counted on, since no other code set it
+
+
+def test_thread_pool_gives_threads_to_map_style_datasets_only():
+    with shmloader.installed(thread_pool=True) as report:
+        assert isinstance(iter(TorchLoader(pairs(), num_workers=1)), ThreadIterator)
+        stream = TorchLoader(Streams(lambda: iter(range(3))), batch_size=None, num_workers=1)
+        iterator = iter(stream)
+        assert isinstance(iterator, WorkerIterator)
+        assert list(iterator) == [0, 1, 2]
+        assert isinstance(iter(TorchLoader(pairs())), InProcessIterator)
+    assert [one.why for one in report.loaders] == [
+        "",
+        "without thread_pool: the dataset is iterable",
+        "without thread_pool: the loader has no workers",
+    ]
+
+
+def test_a_seed_is_left_out_where_the_loader_has_a_generator():
+    def batches():
+        generator = torch.Generator().manual_seed(8)
+        return firsts(TorchLoader(pairs(), batch_size=8, shuffle=True, generator=generator))
+
+    expected = batches()
+    with shmloader.installed(seed=3) as report:
+        assert batches() == expected
+    assert report.loaders[0].why == "without seed: the loader has a generator"
+
+
+def test_what_is_left_out_of_a_loader_is_logged_as_a_warning_once(caplog):
+    loader = TorchLoader(Streams(lambda: iter(range(3))), batch_size=None)
+    with shmloader.installed(on_error="skip"):
+        list(loader)
+        list(loader)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "without on_error: the dataset is iterable" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"on_error": "ignore"}, ValueError, "on_error should be"),
+        ({"worker_restarts": -1}, ValueError, "worker_restarts should be"),
+        ({"thread_pool": True, "shm_size": "1GiB"}, ValueError, "cannot be combined with"),
+        ({"seed": "1"}, TypeError, "seed should be"),
+        ({"batch_size": 8}, TypeError, "unexpected arguments: batch_size"),
+        ({"last_batch": "discard"}, TypeError, "unexpected arguments: last_batch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
+)
+def test_options_are_checked_at_the_call_and_nothing_is_installed(options, error, text):
+    before = TorchLoader.__iter__
+    for call in (shmloader.install, shmloader.installed(**options).__enter__):
+        with pytest.raises(error, match=text):
+            call(**(options if call is shmloader.install else {}))
+    assert TorchLoader.__iter__ is before
+
+
+# ---------------------------------------------------------------- install, uninstall
+
+
+def test_uninstall_puts_torchs_methods_back():
+    before = TorchLoader.__iter__, _BaseDataLoaderIter.__init__
+    shmloader.install()
+    assert TorchLoader.__iter__ is not before[0]
+    assert TorchLoader.__iter__.__name__ == "__iter__"
+    shmloader.install()
+    shmloader.uninstall()
+    shmloader.uninstall()
+    assert (TorchLoader.__iter__, _BaseDataLoaderIter.__init__) == before
+
+
+def test_a_block_inside_another_gives_way_to_the_outer_one():
+    with shmloader.installed() as outer:
+        with shmloader.installed(on_error="skip") as inner:
+            assert len(list(TorchLoader(Numbers(3, 1)))) == 2
+        with pytest.raises(Bad):
+            list(TorchLoader(Numbers(3, 1)))
+    assert [one.epochs for one in (*outer.loaders, *inner.loaders)] == [1, 1]
+    assert type(iter(TorchLoader(pairs()))) is _SingleProcessDataLoaderIter
+
+
+def test_code_that_wraps_our_method_still_works_after_uninstall(monkeypatch):
+    shmloader.install()
+    ours = TorchLoader.__iter__
+
+    def wrapper(self):
+        return ours(self)
+
+    monkeypatch.setattr(TorchLoader, "__iter__", wrapper)
+    shmloader.uninstall()
+    assert type(iter(TorchLoader(pairs()))) is _SingleProcessDataLoaderIter
+    monkeypatch.undo()
+    shmloader.install()
+    shmloader.uninstall()
+    assert not hasattr(TorchLoader.__iter__, "_shmloader")
+
+
+def test_a_loader_inside_a_worker_runs_on_our_engine_too():
+    def nested(_: object) -> str:
+        return type(iter(TorchLoader(pairs()))).__name__
+
+    with shmloader.installed():
+        loader = TorchLoader([1], collate_fn=nested, num_workers=1)
+        assert list(loader) == ["InProcessIterator"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_any_start_method_serve_a_loader_of_torchs(method):
+    with shmloader.installed() as report:
+        loader = TorchLoader(pairs(), batch_size=8, num_workers=2, multiprocessing_context=method)
+        assert len(firsts(loader)) == 4
+    assert engines(report) == ["shmloader"]
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_in_the_middle_of_an_epoch_ends_quietly():
+    run_program(
+        """
+        import shmloader, torch
+        from torch.utils.data import DataLoader
+        shmloader.install()
+        loader = DataLoader(list(range(100)), num_workers=2, persistent_workers=True)
+        iterator = iter(loader)
+        next(iterator)
+        """
+    ).assert_quiet()
