@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-all test-integration check bench bench-peers gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration check docs bench bench-peers gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
 	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
+	@echo "make docs    build the documentation into build/docs, without network"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make bench-peers  compare with other loaders; ROWS=AB selects workloads (benchmarks/peers.py)"
 	@echo "make gpu     probe, test and measure on this machine's GPU, with PYTHON as it is (25 minutes)"
@@ -63,11 +64,17 @@ check: $(STAMP)-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(STAMP)-docs
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet \
+		-d build/doctrees docs build/docs $(ARGS)
+	@echo "build/docs/index.html"
+
 bench: $(STAMP)-test
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
 
 bench-peers: $(PEERS)/.installed
 	@$(PEERS)/bin/python benchmarks/peers.py $(if $(ROWS),--rows=$(ROWS)) $(ARGS)
+	@$(PEERS)/bin/python benchmarks/chart.py
 
 # For machines with a GPU and no network: installs nothing; PYTHON must have the packages.
 # Without setuptools or a C compiler, torch copies large batches instead of our C function.

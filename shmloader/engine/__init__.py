@@ -120,21 +120,21 @@ epoch left
 
 The modules (those marked "pure" import no threads, processes or clock):
 
-=======================  ========================================================================
-``slots``                States of the slots (pure).
-``workers``              Records and states of the workers (pure).
-``routing``              Which worker gets a ticket (pure).
-``scheduler``            Tickets, their order, and epochs: all decisions (pure).
-``base``                 The engine as its caller sees it: tickets in, one batch, how it ends.
-``engine``               Performs what the scheduler decides, and receives the pool's reports.
-``inbox``                Tickets on their way from the user's thread to the engine's.
-``slot_batches``         Builds batches from slots, and frees the slots.
-``adapting``             How many workers ``num_workers="auto"`` should have (pure).
-``failures``             Bad samples: counted, listed, limited.
-``iterable_checkpoints`` Checkpoints of the workers' datasets as of the last delivered batch.
-``streams``              Checkpoints of the workers' datasets as of the last answer (pure).
-``stream_here``          The checkpoint of a dataset in the main process (``num_workers=0``).
-``lateness``             Asks late workers what they are doing, for a timeout's error.
-``wording``              Texts of errors and log messages.
-=======================  ========================================================================
+========================  ========================================================================
+``slots``                 States of the slots (pure).
+``workers``               Records and states of the workers (pure).
+``routing``               Which worker gets a ticket (pure).
+``scheduler``             Tickets, their order, and epochs: all decisions (pure).
+``base``                  The engine as its caller sees it: tickets in, one batch, how it ends.
+``engine``                Performs what the scheduler decides, and receives the pool's reports.
+``inbox``                 Tickets on their way from the user's thread to the engine's.
+``slot_batches``          Builds batches from slots, and frees the slots.
+``adapting``              How many workers ``num_workers="auto"`` should have (pure).
+``failures``              Bad samples: counted, listed, limited.
+``iterable_checkpoints``  Checkpoints of the workers' datasets as of the last delivered batch.
+``streams``               Checkpoints of the workers' datasets as of the last answer (pure).
+``stream_here``           The checkpoint of a dataset in the main process (``num_workers=0``).
+``lateness``              Asks late workers what they are doing, for a timeout's error.
+``wording``               Texts of errors and log messages.
+========================  ========================================================================
 """

@@ -151,6 +151,8 @@ def interrupt(function: Callable[[], object], nth: int, kind: type[BaseException
     errors: list[BaseException] = []
 
     def run() -> None:
+        # Python 3.12 reports instructions only if a frame asked for them before settrace.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(tracer)
         try:
             results.append(function())

@@ -259,7 +259,8 @@ def test_where_locking_is_refused_batches_come_all_the_same_with_one_warning(lat
     loader = make(60)
     with pytest.warns(RuntimeWarning, match=r"69632 bytes was refused: not here") as warned:
         assert late.contents(loader) == ends(60)
-    assert len(warned) == 1
+    # Python 3.12 and later also warn of each fork while threads run.
+    assert len([one for one in warned if one.category is RuntimeWarning]) == 1
     assert late.contents(loader) == ends(60)  # a second warning would be an error
     assert [call[0] for call in late.driver.calls] == ["register"]
     assert (late.count("late copies"), late.count("pageable copies")) == (120, 0)

@@ -433,7 +433,7 @@ def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
 # Systems that refuse something --------------------------------------------------------------------
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

@@ -169,7 +169,7 @@ class Trainer:
         self.pipeline = (
             PipelineBuilder()
             .add_source(range(10_000))
-            .pipe(self.load, concurrency=2)
+            .pipe(self.load, concurrency=2, output_order="input")
             .pipe(self.load_soon)
             .pipe(self.many)
             .add_sink()

@@ -1,0 +1,132 @@
+"""Every code block of the README and the documentation runs as it stands.
+
+The Python blocks of a page run one after the other in one namespace, as a reader types them. Those
+of the README run each alone, as pasted into a file.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shmloader.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+# The pages with blocks; those that are included from elsewhere have none of their own.
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        path: The page.
+        line: Number of its first line in the page.
+        language: What follows the fence.
+        code: Its lines.
+    """
+
+    path: Path
+    line: int
+    language: str
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(path: Path) -> Iterator[Block]:
+    fence, language, first, lines = "", "", 0, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not fence and (found := re.fullmatch(r"\s*(`{3,}|~{3,}|:{3,})\s*(\S*).*", line)):
+            fence, language, first, lines = found[1], found[2], number + 1, []
+        elif fence and line.strip() == fence:
+            yield Block(path, first, language, "\n".join(lines) + "\n")
+            fence = ""
+        elif fence:
+            lines.append(line)
+    assert not fence, f"{path}:{first}: a block without an end"
+
+
+def python_runs() -> list[object]:
+    runs_of_pages = []
+    for path in PAGES:
+        blocks = [block for block in blocks_of(path) if block.language == "python"]
+        runs = [[block] for block in blocks] if path == README else [blocks]
+        for run in filter(None, runs):
+            name = run[0].name if path == README else str(path.relative_to(ROOT))
+            runs_of_pages.append(pytest.param(run, id=name))
+    return runs_of_pages
+
+
+def shell_blocks() -> list[object]:
+    blocks = [block for path in PAGES for block in blocks_of(path)]
+    return [pytest.param(block, id=block.name) for block in blocks if block.language == "sh"]
+
+
+@pytest.mark.parametrize("run", python_runs())
+def test_python_blocks_run_as_they_stand(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    for block in run:
+        # The line numbers of a traceback are those of the page.
+        padded = "\n" * (block.line - 1) + block.code
+        exec(compile(padded, str(block.path), "exec"), module.__dict__)
+    module.__dict__.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("block", shell_blocks())
+def test_commands_exist_and_take_their_arguments(block, capsys):
+    """What the commands do is tested elsewhere: make by CI, the examples in tests/integration."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in block.code.splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        if words[0] == "make":
+            assert words[1] in targets, line
+        elif words[0] == "shmloader":
+            with pytest.raises(SystemExit) as ended:
+                main([*words[1:], "--help"])
+            assert ended.value.code == 0, line
+            known = capsys.readouterr().out
+            for word in words:
+                assert not word.startswith("-") or word in known, line
+        elif words[0] in ("python", "torchrun"):
+            programs = [word for word in words if word.endswith(".py")]
+            assert programs, line
+            assert all((ROOT / program).is_file() for program in programs), line
+        else:
+            assert words[:2] == ["pip", "install"], line
+
+
+def test_every_kind_of_block_is_run_or_known_not_to_be():
+    shown = {"text", "", "sh", "python"}
+    for path in PAGES:
+        for block in blocks_of(path):
+            assert block.language in shown or block.language.startswith("{"), block.name
+
+
+def test_the_readme_has_at_most_150_lines():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_links_of_the_readme_lead_to_files():
+    for path in (README, ROOT / "CONTRIBUTING.md"):
+        links = re.findall(r'\]\(([^)#\s]+)|src="([^"]+)"', path.read_text())
+        for link in filter(None, (one or other for one, other in links)):
+            assert link.startswith("https://") or (ROOT / link).exists(), link
