@@ -28,8 +28,9 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
         """Return where the time has gone so far. At any time, on any thread, after ``close()`` too.
 
-        ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says what
-        limits the speed and what to change, by where the next batch was while the consumer waited.
+        ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says
+        what limits the speed and what to change, by where the next batch was while the consumer
+        waited.
 
         A call takes some milliseconds for each living worker, to measure its memory. Where torch's
         own iterator loads (data pipes, or a system without memfd and pidfd), only the batches and
