@@ -243,8 +243,9 @@ def replay(
                 fetcher.fetch(indices)
             except StopIteration:
                 raise ValueError(
-                    f"the state does not fit: the dataset had yielded {checkpoint.given} batches, "
-                    f"and now ends after {number}"
+                    f"the state does not fit this loader: {checkpoint.given} batches had been "
+                    f"delivered of the dataset when the state was saved, and this loader's dataset "
+                    f"ends after {number}. Give the dataset with which it was saved"
                 ) from None
             except BaseException as error:
                 if number not in failed or isinstance(error, KeyboardInterrupt):
@@ -262,8 +263,9 @@ def replay(
 def _other_samples(checkpoint: IterableCheckpoint) -> ValueError:
     start = "the start" if checkpoint.snapshot is None else "its state"
     return ValueError(
-        f"the state does not fit: read again from {start}, the dataset yields other samples than "
-        f"the {checkpoint.skip} batches that it yielded before, so some samples would be lost and "
+        f"the state does not fit this loader: read again from {start}, its dataset yields other "
+        f"samples than the {checkpoint.skip} batches that were delivered before the state was "
+        "saved, so some samples would be lost and "
         "others repeated. Make its order depend only on the loader's seed=, on the global random "
         "generators of a worker process, or on get_worker_info().seed; or give it state_dict() and "
         "load_state_dict()"

@@ -155,13 +155,16 @@ class IterableCheckpoints:
             Exception: What pickling the user's state raises.
         """
         if not isinstance(state, dict) or not isinstance(state.get("streams"), list):
-            raise ValueError("the state of the workers' datasets is damaged")
+            raise ValueError(
+                "the state is damaged: what it contains of the workers' datasets is "
+                f"{_short(state)}"
+            )
         saved_count, streams = state.get("num_workers"), state["streams"]
         if type(saved_count) is int and saved_count != worker_count:
             raise ValueError(
-                f"the state was saved with num_workers={saved_count} and cannot be loaded with "
-                f"num_workers={worker_count}, since it has the state of each worker's dataset: set "
-                f"num_workers={saved_count}, or start the epoch from the beginning"
+                f"the state does not fit this loader:\n- num_workers: {saved_count} in the state, "
+                f"{worker_count} in this loader. The state has that of each worker's dataset: set "
+                f"num_workers={saved_count}, or start the epoch from the beginning."
             )
         next_worker, base_seed = state.get("next_worker"), state.get("base_seed")
         if (
@@ -172,7 +175,7 @@ class IterableCheckpoints:
             or not (_is_count(base_seed) if worker_count else base_seed is None)
         ):
             raise ValueError(
-                f"the state of the workers' datasets is damaged: {len(streams)} streams, the next "
+                f"the state is damaged: it has {len(streams)} streams of datasets, the next "
                 f"of worker {_short(next_worker)}, base seed {_short(base_seed)}, "
                 f"num_workers={_short(saved_count)}"
             )
@@ -227,10 +230,12 @@ def _load_checkpoint(stream: Any) -> IterableCheckpoint:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if is_interruption(error):
             raise
-        raise ValueError(f"the state of a worker's dataset is damaged: {_short(error)}") from error
+        raise ValueError(
+            f"the state is damaged: a worker's dataset cannot be read: {_short(error)}"
+        ) from error
     if not is_sound:
         raise ValueError(
-            f"the state of a worker's dataset is damaged: it gave {_short(given)} batches, its "
+            f"the state is damaged: a worker's dataset gave {_short(given)} batches, its "
             f"state is after {_short(at)}, has_ended={_short(has_ended)}, check={_short(check)}, "
             f"failed={_short(failed)}"
         )

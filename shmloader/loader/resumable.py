@@ -19,7 +19,7 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
-from shmloader.loader.states import check_state, sealed
+from shmloader.loader.states import BatchArgument, check_state, sealed
 from shmloader.memory.slot import is_supported
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
@@ -333,7 +333,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._check_has_state()
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
-        loaded = copy.deepcopy(check_state(state, self._facts()))
+        loaded = copy.deepcopy(check_state(state, self._facts(), self._batch_argument))
         self._check_streams(loaded)
         self._present_plan.load_state_dict(loaded)
 
@@ -342,18 +342,35 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if "streams" in loaded:
             if not self._saves_dataset:
                 raise ValueError(
-                    "the state contains states of the dataset, which this loader cannot load: its "
-                    "dataset needs state_dict() and load_state_dict(), and the loader a fixed "
-                    "number of worker processes, or none, and snapshot_every_n_steps of 1 or more"
+                    "the state does not fit this loader: the state contains the states of the "
+                    f"dataset, which this loader cannot load: {self._describe_unsaved()}"
                 )
             IterableCheckpoints.load(loaded["streams"], self.num_workers)  # raises if it does not
         elif self._saves_dataset and loaded["position"]:
+            what = "position" if isinstance(self.dataset, IterableDataset) else "state"
             raise ValueError(
-                f"the state is of batch {loaded['position']}, but does not contain the position "
-                "or the state of the dataset: it was saved by a loader whose dataset had no "
-                "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True or "
-                'num_workers="auto"'
+                f"the state does not fit this loader: the state, after {loaded['position']} "
+                f"batches, does not contain the {what} of the dataset, which this loader needs. It "
+                "was saved with a dataset without state_dict(), or with snapshot_every_n_steps=0, "
+                "thread_pool=True or num_workers='auto': set snapshot_every_n_steps=0 to resume "
+                "without it"
             )
+
+    def _describe_unsaved(self) -> str:
+        """Say why this loader does not save the states of its dataset, and what to set."""
+        if not has_own_state(self.dataset):
+            return "its dataset has no state_dict() and load_state_dict()"
+        if self.thread_pool:
+            return "thread_pool=True; set thread_pool=False"
+        if self._adapter is not None:
+            return "num_workers='auto'; set the number of workers with which the state was saved"
+        return f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}; set it to 1 or more"
+
+    @property
+    def _batch_argument(self) -> BatchArgument:
+        """The argument that decides the size of the batches that a state counts."""
+        makes_batches = self.batch_size is None and self.batch_sampler is not None
+        return "batch_sampler" if makes_batches else "batch_size"
 
     def _check_has_state(self) -> None:
         if is_data_pipe(self.dataset):

@@ -17,6 +17,7 @@ from shmloader.loader.arguments import (
 )
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.description import describe_loader
+from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.plan import EpochPlan
@@ -276,6 +277,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _is_in_ranks(self) -> bool:
         """Whether other ranks or shards have to deliver as many samples as this one."""
         return self.world_size > 1 or self._order.is_sharded or self.devices is not None
+
+    @property
+    def _batch_argument(self) -> BatchArgument:
+        """The argument that decides the size of the batches that a state counts."""
+        return "batch_sampler" if self._order.takes_batches else "global batch"
 
     def _wanted_devices(self) -> list[Any]:
         return super()._wanted_devices() if self.devices is None else list(self.devices)

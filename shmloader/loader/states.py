@@ -3,7 +3,7 @@
 import json
 import reprlib
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 from shmloader.batch.fingerprint import fingerprint
 
@@ -21,13 +21,14 @@ _MOST_AHEAD = 100_000_000
 _LARGEST = 1 << 53
 
 # What a state and the loader that takes it must have in common.
-_FACTS = {
-    "length": "dataset length",
-    "global_batch": "global batch size",
-    "sampler": "sampler",
-    "tail": "last_batch",
-    "seed": "seed",
-}
+_FACTS = ("length", "global_batch", "sampler", "tail", "seed")
+
+# Orders by which a loader yields samples if it has no sampler of the user's.
+_SHUFFLED = ("shuffled", "RandomSampler", "BatchSampler(RandomSampler)")
+_SEQUENTIAL = ("in order", "SequentialSampler", "BatchSampler(SequentialSampler)")
+
+#: The argument that decides the size of the batches that a state counts.
+BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
 
 # Earlier names of the values of ``last_batch`` in states.
 _LAST_BATCHES = {"drop": "discard"}
@@ -65,12 +66,15 @@ def _text_of(value: Any) -> str:
     return f"{type(value).__qualname__} {fingerprint(value)}"
 
 
-def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
+def check_state(
+    state: object, facts: dict[str, Any], batches: BatchArgument = "batch_size"
+) -> dict[str, Any]:
     """Check a state before a loader takes it.
 
     Args:
         state: What the user passed.
         facts: ``length`` and so on, of the loader.
+        batches: The loader's argument that decides the size of its batches.
 
     Returns:
         The state as it was passed.
@@ -85,15 +89,15 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
             f"state should be a dict that state_dict() returned, but got {type(state).__name__}"
         )
     version = state.get("version")
-    if version is None or not (_FACTS.keys() | _OTHERS) <= state.keys():
+    if version is None or not _OTHERS.union(_FACTS) <= state.keys():
         raise ValueError(
-            "the state was not saved by a loader of shmloader; its keys: "
-            f"{', '.join(map(repr, state)) or 'none'}"
+            "the state was not saved by a loader of shmloader: pass what state_dict() of such a "
+            f"loader returned. The keys of this one: {', '.join(map(repr, state)) or 'none'}"
         )
     if version not in (1, VERSION):
         raise ValueError(
-            f"the state has version {_short(version)}, but this release of shmloader reads "
-            f"versions up to {VERSION}"
+            f"the state has version {_short(version)}, and this release of shmloader reads "
+            f"versions up to {VERSION}: install the release that has saved it, or a newer one"
         )
     if version == 1 and "streams" in state:
         raise ValueError(
@@ -101,20 +105,78 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
             "were seeded from, so samples would be lost: begin the epoch anew"
         )
     if version != 1 and not _is_whole(state):
-        raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
+        raise ValueError(
+            "the state is damaged, or was changed after state_dict() had returned it: its checksum "
+            f"is wrong: {reprlib.repr(state)}"
+        )
     found = {key: state[key] for key in _FACTS}
     if isinstance(found["tail"], str):
         found["tail"] = _LAST_BATCHES.get(found["tail"], found["tail"])
-    wrong = [
-        f"{name}: {_short(found[key])} found, {facts[key]!r} expected"
-        for key, name in _FACTS.items()
-        if found[key] != facts[key]
-    ]
+    differing = [key for key in _FACTS if found[key] != facts[key]]
+    if len(differing) > 1 and _is_like(found["sampler"], facts["sampler"]):
+        differing = [key for key in differing if key != "sampler"]  # the others decide that
+    wrong = [_describe(key, found[key], facts[key], batches) for key in differing]
     if wrong:
-        raise ValueError(f"the state does not fit this loader ({'; '.join(wrong)})")
+        raise ValueError("\n- ".join(["the state does not fit this loader:", *wrong]))
     if not _is_sound(state):
         raise ValueError(f"the state is damaged: {reprlib.repr(state)}")
     return state
+
+
+def _describe(key: str, saved: object, own: object, batches: BatchArgument) -> str:
+    """Say in what a state and a loader differ, and what to set."""
+    name, remedy = {
+        "length": _of_length,
+        "global_batch": _of_batches,
+        "sampler": _of_order,
+        "tail": _of_last_batch,
+        "seed": _of_seed,
+    }[key](saved, batches)
+    return f"{name}: {_short(saved)} in the state, {_short(own)} in this loader. {remedy}"
+
+
+def _is_like(one: object, other: object) -> bool:
+    """Whether two kinds of samplers differ only by the loader's last_batch or seed."""
+    kinds = [str(sampler).removeprefix("Rollover") for sampler in (one, other)]
+    both = set(kinds)
+    return len(both) == 1 or both <= set(_SHUFFLED) or both <= set(_SEQUENTIAL)
+
+
+def _of_length(_saved: object, _: BatchArgument) -> tuple[str, str]:
+    return "len(dataset)", "Give the dataset with which the state was saved."
+
+
+def _of_batches(saved: object, batches: BatchArgument) -> tuple[str, str]:
+    if batches == "batch_size":
+        return "batch_size", f"Set batch_size={_short(saved)}."
+    if batches == "batch_sampler":
+        return "batches of batch_sampler", "Give a batch_sampler that makes such batches."
+    return (
+        "global batch (batch_size * num_shards * world_size)",
+        f"Set batch_size so that the product is {_short(saved)}.",
+    )
+
+
+def _of_order(saved: object, _: BatchArgument) -> tuple[str, str]:
+    name = "shuffle, sampler or batch_sampler"
+    if saved in _SHUFFLED:
+        return name, "Set shuffle=True."
+    if saved in _SEQUENTIAL:
+        return name, "Set shuffle=False, and give no sampler."
+    if saved is None:
+        return name, "The state is that of an IterableDataset."
+    return name, "Give samplers of these classes."
+
+
+def _of_last_batch(saved: object, batches: BatchArgument) -> tuple[str, str]:
+    if batches == "batch_sampler" and saved in ("keep", "discard"):
+        return "last_batch", f"Give a batch_sampler with drop_last={saved == 'discard'}."
+    also = " (or drop_last=True)" if saved == "discard" else ""
+    return "last_batch", f"Set last_batch={_short(saved)}{also}."
+
+
+def _of_seed(saved: object, _: BatchArgument) -> tuple[str, str]:
+    return "seed", "Give no seed." if saved is None else f"Set seed={_short(saved)}."
 
 
 def _is_whole(state: dict[str, Any]) -> bool:

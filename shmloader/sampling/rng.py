@@ -138,7 +138,9 @@ def load_generator(generator: torch.Generator, text: str) -> None:
     except (ValueError, TypeError, RuntimeError) as error:
         if is_interruption(error):
             raise
-        raise ValueError(f"a generator's state cannot be read: {error}") from error
+        raise ValueError(
+            f"the state is damaged: a generator's state cannot be read: {error}"
+        ) from error
 
 
 #: The process's global random number generators: random, numpy.random and torch's for the CPU.
@@ -193,7 +195,9 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
     except (TypeError, ValueError, LookupError, OverflowError, AttributeError) as error:
         if is_interruption(error):
             raise
-        raise ValueError(f"the state of a random number generator is damaged: {error}") from error
+        raise ValueError(
+            f"the state is damaged: a random number generator's state cannot be read: {error}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -223,13 +223,18 @@ class SamplerCheckpoint:
         count = len(state.get("generators", ()))
         if count != len(self._generators) and self._is_known:
             raise ValueError(
-                "the state does not fit this loader (generators of its samplers: "
-                f"{count} found, {len(self._generators)} expected)"
+                "the state does not fit this loader:\n- number of generators that order the "
+                f"samples: {count} in the state, {len(self._generators)} in this loader. "
+                + (
+                    "Give a generator= to the loader or to its sampler."
+                    if count
+                    else "Give no generator=."
+                )
             )
         if "generator" in state and self._loaders_generator is None:
             raise ValueError(
-                "the state does not fit this loader: it contains the state of the loader's "
-                "generator, and this loader has none (generator=)"
+                "the state does not fit this loader:\n- generator: one in the state, None in this "
+                "loader. Give generator=, whose state is then set."
             )
         self.restore_generators(state)
         self.restore_epochs(state)

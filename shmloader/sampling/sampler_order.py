@@ -358,16 +358,17 @@ class ResumableSampler(Iterator[Any]):
         expected, actual = self._last_checksum, _checksum(last[0])
         if expected is not None and actual is not None and expected != actual:
             raise ValueError(
-                f"the state does not fit: {kind} yields another batch {position - 1} than in the "
-                "run whose state this is. Its order must be the same whenever it is iterated for "
-                "the same epoch (seed it, or give it a generator=, a set_epoch(), or state_dict() "
-                "and load_state_dict())"
+                f"the state does not fit this loader: the {kind} of this loader yields another "
+                f"batch {position - 1} than that of the run whose state this is. Its order must be "
+                "the same whenever it is iterated for the same epoch: seed it, or give it a "
+                "generator=, a set_epoch(), or state_dict() and load_state_dict()"
             )
 
     def _too_few(self, position: int, count: int) -> ValueError:
         return ValueError(
-            f"the state does not fit: it was taken at batch {position} of an epoch, and "
-            f"{describe(self._index_sampler)} yields only {count} batches"
+            f"the state does not fit this loader: it was saved after {position} batches of an "
+            f"epoch, and the {describe(self._index_sampler)} of this loader yields only {count}. "
+            "Give the sampler, dataset and batch_size with which it was saved"
         )
 
     def _take_own_state(self) -> None:

@@ -121,6 +121,11 @@ class SeededOrder(Sampler[list[Any]]):
         return self._num_shards > 0
 
     @property
+    def takes_batches(self) -> bool:
+        """Whether the user's batch sampler makes the batches."""
+        return self._batch_size is None and self._items is not None
+
+    @property
     def may_give_lists(self) -> bool:
         """Whether a step may be a list of index lists; otherwise lists in it are indices."""
         return self.is_sharded or (self._may_shard and self._batch_size is None)
@@ -203,9 +208,8 @@ class SeededOrder(Sampler[list[Any]]):
             kind = "shuffled" if self._shuffle else "in order"
         else:
             kind = describe(self._items)
-        is_dealt = self._batch_size is None and self._items is not None
         batch: int | str = self._cut.global_count
-        if is_dealt:
+        if self.takes_batches:
             size = size_of_batches(self._items)
             batch = f"{batch} whole" + ("" if size is None else f" of {size}")
         return {
@@ -228,7 +232,9 @@ class SeededOrder(Sampler[list[Any]]):
         most = -(-(self._item_count() + len(carried)) // self._cut.global_count)
         if position > most:
             raise ValueError(
-                f"the state does not fit: it was taken at batch {position}, and an epoch has {most}"
+                f"the state does not fit this loader: it was saved after {position} batches of an "
+                f"epoch, and an epoch of this loader has {most}. Give the dataset and batch_size "
+                "with which it was saved"
             )
 
     def checkpoint(

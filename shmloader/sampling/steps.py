@@ -224,8 +224,9 @@ class DrawnSteps(Steps):
                 items = self._draw_items(self._cut.global_count)
                 if not items:
                     raise ValueError(
-                        f"the state does not fit: it was taken at step {count} of an epoch, and "
-                        f"the sampler yields only enough for {number} steps"
+                        f"the state does not fit this loader: it was saved after {count} batches "
+                        f"of an epoch, and the sampler of this loader yields only {number}. Give "
+                        "the sampler, dataset and batch_size with which it was saved"
                     )
                 if number == 0 and self._last_batch == "pad":
                     self._beginning = items

@@ -146,10 +146,36 @@ def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() ->
     with make(2) as loader, make(2, Plain()) as plain:
         next(iter(loader))
         next(iter(plain))
-        with pytest.raises(ValueError, match="does not contain the position or the state of"):
+        with pytest.raises(ValueError, match="state") as raised:
             loader.load_state_dict(plain.state_dict())
-        with pytest.raises(ValueError, match="contains states of the dataset"):
-            plain.load_state_dict(loader.state_dict())
+        assert str(raised.value) == (
+            "the state does not fit this loader: the state, after 1 batches, does not contain the "
+            "state of the dataset, which this loader needs. It was saved with a dataset without "
+            "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True or "
+            "num_workers='auto': set snapshot_every_n_steps=0 to resume without it"
+        )
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match="its dataset has no state_dict"):
+            plain.load_state_dict(state)
+    for options, remedy in (
+        ({"thread_pool": True}, "thread_pool=True; set thread_pool=False"),
+        ({"snapshot_every_n_steps": 0}, "snapshot_every_n_steps=0; set it to 1 or more"),
+        (
+            {"num_workers": "auto", "seed": 1},
+            "num_workers='auto'; set the number of workers with which the state was saved",
+        ),
+    ):
+        with make(2, seed=options.get("seed")) as loader:
+            next(iter(loader))
+            state = loader.state_dict()
+        others = {"num_workers": 2, **options}
+        with make(others.pop("num_workers"), **others) as other:
+            with pytest.raises(ValueError, match="state") as raised:
+                other.load_state_dict(state)
+            assert str(raised.value) == (
+                "the state does not fit this loader: the state contains the states of the "
+                f"dataset, which this loader cannot load: {remedy}"
+            )
 
 
 class Foreign(Counting):

@@ -238,7 +238,7 @@ def test_an_order_that_cannot_be_repeated_is_found_out(workers):
     with make() as loader:
         loader.load_state_dict(state)
         iterator = iter(loader)
-        with pytest.raises(ValueError, match=r"other samples than the \d batches that it yielded"):
+        with pytest.raises(ValueError, match=r"other samples than the \d batches that were"):
             next(iterator)
         with pytest.raises((ValueError, shmloader.ClosedLoaderError), match=r"could|gave before"):
             next(iterator)
@@ -313,7 +313,7 @@ def test_a_stream_that_ends_sooner_than_before_is_found_out():
     dataset.length = 3
     other = shmloader.DataLoader(dataset, BATCH)
     other.load_state_dict(state)
-    with pytest.raises(ValueError, match="had yielded 3 batches, and now ends after 2"):
+    with pytest.raises(ValueError, match=r"3 batches had .* dataset ends after 2"):
         next(iter(other))
 
 

@@ -585,7 +585,7 @@ def test_a_sampler_that_gives_too_little_is_found_out():
     stop(loader, 8)
     other = shmloader.DataLoader(Squares(), 4, sampler=list(range(20)))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="yields only 5 batches"):
+    with pytest.raises(ValueError, match="this loader yields only 5"):
         next(iter(other))
 
 
@@ -668,33 +668,141 @@ def state_of(**options):
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "options", "text"),
     [
-        (list(range(7)), 4, {}, f"dataset length: {LENGTH} found, 7 expected"),
-        (Squares(), 5, {}, "global batch size: 4 found, 5 expected"),
+        (
+            list(range(7)),
+            4,
+            {},
+            (
+                f"len(dataset): {LENGTH} in the state, 7 in this loader. Give the dataset with "
+                "which the state was saved."
+            ),
+        ),
+        (Squares(), 5, {}, "batch_size: 4 in the state, 5 in this loader. Set batch_size=4."),
         (
             Squares(),
             4,
             {"shuffle": True},
-            r"sampler: 'BatchSampler\(SequentialSampler\)' found, 'BatchSampler\(RandomS",
+            (
+                "shuffle, sampler or batch_sampler: 'BatchSampler(SequentialSampler)' in the "
+                "state, 'BatchSampler(RandomSampler)' in this loader. Set shuffle=False, and give "
+                "no sampler."
+            ),
         ),
-        (Squares(), 4, {"drop_last": True}, "last_batch: 'keep' found, 'discard' expected"),
+        (
+            Squares(),
+            4,
+            {"drop_last": True},
+            "last_batch: 'keep' in the state, 'discard' in this loader. Set last_batch='keep'.",
+        ),
+        (
+            Squares(),
+            4,
+            {"batch_sampler": [[0, 1], [2]]},
+            (
+                "batches of batch_sampler: 4 in the state, None in this loader. Give a "
+                "batch_sampler that makes such batches.\n- shuffle, sampler or batch_sampler: "
+                "'BatchSampler(SequentialSampler)' in the state, 'list' in this loader. Set "
+                "shuffle=False, and give no sampler."
+            ),
+        ),
+        (
+            Squares(),
+            5,
+            {"seed": 3},
+            (
+                "batch_size: 4 in the state, 5 in this loader. Set batch_size=4.\n"
+                "- seed: None in the state, 3 in this loader. Give no seed."
+            ),
+        ),
     ],
 )
 def test_another_loader_says_what_was_found_and_what_it_expected(
     dataset, batch_size, options, text
 ):
+    if "batch_sampler" in options:
+        batch_size = 1
     loader = shmloader.DataLoader(dataset, batch_size, **options)
     before = loader.state_dict()
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text follows
         loader.load_state_dict(state_of())
+    assert str(raised.value) == f"the state does not fit this loader:\n- {text}"
     assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "text"),
+    [
+        (
+            {"seed": 3, "shuffle": True},
+            {"seed": 4, "shuffle": True},
+            "seed: 3 in the state, 4 in this loader. Set seed=3.",
+        ),
+        (
+            {"seed": 3, "shuffle": True},
+            {"seed": 3},
+            (
+                "shuffle, sampler or batch_sampler: 'shuffled' in the state, 'in order' in this "
+                "loader. Set shuffle=True."
+            ),
+        ),
+        (
+            {"seed": 3, "sampler": [3, 2]},
+            {"seed": 3},
+            (
+                "shuffle, sampler or batch_sampler: 'list' in the state, 'in order' in this "
+                "loader. Give samplers of these classes."
+            ),
+        ),
+        (
+            {"last_batch": "discard"},
+            {},
+            (
+                "last_batch: 'discard' in the state, 'keep' in this loader. Set "
+                "last_batch='discard' (or drop_last=True)."
+            ),
+        ),
+        (
+            {"last_batch": "rollover"},
+            {"last_batch": "keep"},
+            (
+                "last_batch: 'rollover' in the state, 'keep' in this loader. Set "
+                "last_batch='rollover'."
+            ),
+        ),
+        (
+            {"generator": torch.Generator()},
+            {},
+            (
+                "generator: one in the state, None in this loader. Give generator=, whose state is "
+                "then set."
+            ),
+        ),
+    ],
+)
+def test_each_argument_has_its_remedy(saved, own, text):
+    state = shmloader.DataLoader(Squares(), 4, **saved).state_dict()
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text follows
+        shmloader.DataLoader(Squares(), 4, **own).load_state_dict(state)
+    assert str(raised.value) == f"the state does not fit this loader:\n- {text}"
+
+
+def test_a_global_batch_of_another_size_names_what_it_is_the_product_of():
+    state = shmloader.ShardedDataLoader(Squares(), 4, rank=0, world_size=2).state_dict()
+    other = shmloader.ShardedDataLoader(Squares(), 4, num_shards=3)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text follows
+        other.load_state_dict(state)
+    assert str(raised.value) == (
+        "the state does not fit this loader:\n- global batch (batch_size * num_shards * "
+        "world_size): 8 in the state, 12 in this loader. Set batch_size so that the product is 8."
+    )
 
 
 @pytest.mark.parametrize(
     ("seed", "found", "text"),
     [
-        (None, (4, False), "global batch size: 4 found, 8 expected"),
-        (None, (8, True), "last_batch: 'discard' found, 'keep' expected"),
-        (3, (4, False), "global batch size: '1 whole of 4' found, '1 whole of 8' expected"),
+        (None, (4, False), "batches of batch_sampler: 4 in the state, 8 in this loader. Give"),
+        (None, (8, True), "'keep' in this loader. Give a batch_sampler with drop_last=True."),
+        (3, (4, False), "sampler: '1 whole of 4' in the state, '1 whole of 8' in this loader."),
     ],
 )
 def test_a_batch_sampler_of_torchs_with_other_batches_is_another_loader(seed, found, text):
@@ -716,7 +824,7 @@ def test_a_state_that_calls_discard_by_its_earlier_name_is_loaded(kind):
     other.load_state_dict(sealed({**state, "tail": "drop"}))
     assert [batch.tolist() for batch in other] == [[4, 5, 6, 7]]
     keeps = kind(torch.arange(10), 4, last_batch="keep")
-    with pytest.raises(ValueError, match="last_batch: 'discard' found, 'keep' expected"):
+    with pytest.raises(ValueError, match="last_batch: 'discard' in the state, 'keep' in this"):
         keeps.load_state_dict(sealed({**state, "tail": "drop"}))
 
 
@@ -726,7 +834,7 @@ def test_a_shuffle_by_a_generator_is_another_than_one_by_the_global_stream(found
         shmloader.DataLoader(Squares(), 4, shuffle=True),
         make_loader("shuffled by a generator", 0),
     ]
-    with pytest.raises(ValueError, match=f"samplers: {found} found, {expected} expected"):
+    with pytest.raises(ValueError, match=f"samples: {found} in the state, {expected} in this"):
         loaders[expected].load_state_dict(loaders[found].state_dict())
 
 
@@ -734,9 +842,9 @@ def test_what_is_no_state_is_refused():
     loader = shmloader.DataLoader(Squares(), 4)
     with pytest.raises(TypeError, match="should be a dict that state_dict"):
         loader.load_state_dict([1])
-    with pytest.raises(ValueError, match="loader of shmloader; its keys: '_snapshot'"):
+    with pytest.raises(ValueError, match="keys of this one: '_snapshot'"):
         loader.load_state_dict({"_snapshot": {}})
-    with pytest.raises(ValueError, match="its keys: none"):
+    with pytest.raises(ValueError, match="this one: none"):
         loader.load_state_dict({})
     with pytest.raises(ValueError, match="has version 99"):
         loader.load_state_dict({**state_of(), "version": 99})
@@ -770,7 +878,7 @@ def test_a_generators_state_that_cannot_be_read_is_refused():
     state = loader.state_dict()
     state["origin"]["generators"] = ["no base64"]
     state = sealed(state)
-    with pytest.raises(ValueError, match=r"^a generator's state cannot be read"):
+    with pytest.raises(ValueError, match=r"^the state is damaged: a generator's state cannot"):
         loader.load_state_dict(state)
 
 
@@ -929,7 +1037,7 @@ def test_the_loaders_generator_is_saved_though_no_sampler_draws_from_it(sampler)
                 list(loader)
             assert [read(batch) for batch in loader] == expected
     other = shmloader.DataLoader(Noisy(), 4, sampler=sampler, num_workers=1)
-    with pytest.raises(ValueError, match=r"this loader has none \(generator=\)"):
+    with pytest.raises(ValueError, match=r"generator: one in the state, None in this loader"):
         other.load_state_dict(mid)
 
 
@@ -1011,7 +1119,7 @@ def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
         loader.load_state_dict(state)
         next(iter(loader))
 
-    with pytest.raises(ValueError, match=r"was taken at batch 12.*(yields only|has) 11"):
+    with pytest.raises(ValueError, match=r"was saved after 12 batches.*(yields only|has) 11"):
         go_on()
 
 

@@ -279,8 +279,13 @@ def test_another_number_of_workers_is_refused(worker_count, other):
         "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
     }  # fmt: skip
     assert IterableCheckpoints.load(state, worker_count).dump() == state
-    with pytest.raises(ValueError, match=f"num_workers={worker_count} and .*num_workers={other}, "):
+    with pytest.raises(ValueError, match="the state does not fit") as raised:
         IterableCheckpoints.load(state, other)
+    assert str(raised.value) == (
+        f"the state does not fit this loader:\n- num_workers: {worker_count} in the state, {other} "
+        "in this loader. The state has that of each worker's dataset: set "
+        f"num_workers={worker_count}, or start the epoch from the beginning."
+    )
 
 
 GOOD = {"given": 1, "has_ended": False}
