@@ -27,10 +27,11 @@ from shmloader.batch.arrays import is_plain_data
 from shmloader.batch.maker import describe_coroutines
 from shmloader.device.backend import parse_device
 from shmloader.memory.slot import describe_shm_size
+from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import LastBatch
+from shmloader.sampling.steps import NOT_TAIL, LastBatch
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -57,6 +58,9 @@ NOT_TRANSFORM = (
     "device_transform= is called with each batch on the device; transform samples in the dataset"
 )
 
+# Arguments that are read only by the constructor, beside those that torch knows.
+_FIXED = ("last_batch", "seed", "num_shards", "batchify_fn", "rank", "world_size")
+
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
 
@@ -78,6 +82,23 @@ def is_data_pipe(dataset: object) -> bool:
 def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
     """Return how many batches may be lent at once: on a device, the copied ones and the next."""
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
+
+
+def check_settable(kind: type, name: str) -> None:
+    """Check that setting an attribute of a finished loader has an effect.
+
+    Raises:
+        AttributeError: If it is an argument's old name, or ``epoch``.
+        ValueError: If only the constructor reads it, in torch's words.
+    """
+    if name == "transform":
+        raise AttributeError(f"transform is not an argument: {NOT_TRANSFORM}")
+    if name == "tail":
+        raise AttributeError(f"tail is not an argument: {NOT_TAIL}")
+    if name == "epoch":
+        raise AttributeError("epoch cannot be set: set_epoch() names the next epoch")
+    if name in _FIXED:
+        raise ValueError(f"{name} attribute should not be set after {kind.__name__} is initialized")
 
 
 # Before torch's constructor ------------------------------------------------------------------
@@ -157,11 +178,14 @@ def check_last_batch(
     batch_size: int | None,
     *,
     drop_last: bool,
-    has_batch_sampler: bool,
+    batch_sampler: object = None,
     is_map_style: bool = True,
     is_sharded: bool = False,
 ) -> None:
     """Check ``last_batch``: what happens to samples that do not fill the last batch.
+
+    A batch sampler decides that itself. One that says how, by its ``drop_last``, is accepted, since
+    frameworks make a loader anew from its attributes and such a batch sampler.
 
     Raises:
         ValueError: If it is none of the four, or cannot be combined with the other arguments.
@@ -181,7 +205,7 @@ def check_last_batch(
             f"{got}"
         )
     if is_sharded:
-        if has_batch_sampler and last_batch == "rollover":
+        if batch_sampler is not None and last_batch == "rollover":
             raise ValueError(
                 "last_batch cannot be 'rollover' with a batch_sampler, which makes the batches, "
                 f"{got}"
@@ -192,7 +216,16 @@ def check_last_batch(
             "last_batch='pad' is for ShardedDataLoader, whose ranks need equally many batches; its "
             "padding property counts the repeated samples, which a DataLoader does not"
         )
-    if has_batch_sampler or batch_size is None:
+    drops = _drop_last_of(batch_sampler)
+    if drops is not None:
+        if last_batch != ("discard" if drops else "keep"):
+            warnings.warn(
+                f"last_batch={last_batch!r} has no effect: the batch_sampler makes the batches, "
+                f"and its drop_last is {drops}",
+                stacklevel=4,  # past the constructor and its decorator
+            )
+        return
+    if batch_sampler is not None or batch_size is None:
         raise ValueError(
             f"last_batch needs batch_size: without it, the loader makes no batches, {got}"
         )
@@ -201,6 +234,15 @@ def check_last_batch(
             "last_batch cannot be 'rollover' for an IterableDataset or a data pipe, which make "
             f"their own batches, {got}"
         )
+
+
+def _drop_last_of(batch_sampler: object) -> bool | None:
+    """Return ``drop_last`` of a batch sampler, or of the one that it wraps; None without one."""
+    for each in (batch_sampler, probe(batch_sampler, "batch_sampler")):
+        drops = probe(each, "drop_last")
+        if isinstance(drops, bool):
+            return drops
+    return None
 
 
 def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, what: str) -> None:

@@ -32,6 +32,7 @@ from shmloader.loader.arguments import (
     check_may_have_workers,
     check_num_workers,
     check_seed,
+    check_settable,
     check_thread_pool,
     is_data_pipe,
     is_map_style,
@@ -51,6 +52,7 @@ from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names
 from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
+from shmloader.sampling.rollover import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
 
@@ -82,7 +84,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
             "rollover" puts them first in the next epoch, once the epoch is complete: an epoch that
             is left early neither loses nor repeats the samples that it began with. "pad" is for
-            :class:`shmloader.ShardedDataLoader`. Cannot be combined with ``batch_sampler``.
+            :class:`shmloader.ShardedDataLoader`. A ``batch_sampler`` decides that itself, by its
+            ``drop_last``; it cannot be combined with one that has no such attribute.
 
         **Order and seed**
 
@@ -254,11 +257,15 @@ class DataLoader(MeasuredLoader[_T_co]):
             self._adapter = Adapter(max(1, cores // 2), 2 * cores)
             num_workers = self._adapter.count
         self._sample_seed = check_seed(seed, dataset, has_generator=generator is not None)
+        if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
+            # A framework makes the loader anew, with the batch sampler of another such loader.
+            sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
+            batch_sampler = None
         check_last_batch(
             last_batch,
             batch_size,
             drop_last=drop_last,
-            has_batch_sampler=batch_sampler is not None,
+            batch_sampler=batch_sampler,
             is_map_style=is_map_style(dataset),
         )
         super().__init__(
@@ -270,7 +277,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             num_workers,
             collate_fn,
             pin_memory,
-            True if last_batch == "discard" else drop_last,
+            drop_last or (last_batch == "discard" and batch_sampler is None),
             timeout,
             worker_init_fn,
             multiprocessing_context,
@@ -306,6 +313,17 @@ class DataLoader(MeasuredLoader[_T_co]):
     def failures(self) -> FailureList[FailedSample]:
         """The newest samples that failed; see the class."""
         return self._parts.failures
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute, of which most are read when an epoch begins, as torch does.
+
+        Raises:
+            AttributeError, ValueError: If it would have no effect. (A subclass may have attributes
+                of its own of the same name.)
+        """
+        if self._plan is not None and type(self).__module__.partition(".")[0] == "shmloader":
+            check_settable(type(self), name)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """Return the dataset, the batch size, the workers, and what is not the default."""

@@ -32,6 +32,7 @@ from shmloader.sampling.seeded_samplers import (
     SeededRandomSampler,
     SeededSampler,
     SeededSequentialSampler,
+    SeededShardSampler,
 )
 from shmloader.sampling.steps import Cut, LastBatch
 
@@ -112,7 +113,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
     ) -> None:
         """Set the plan; called by the constructor with the user's samplers, or None."""
-        if self.last_batch == "rollover":
+        if self.last_batch == "rollover" and batch_sampler is None:
             assert self.batch_size is not None
             # Set past torch's guard, which is there for users.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
@@ -131,16 +132,15 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 index_sampler if seed is None else PositionedStreams(index_sampler),
                 is_iterable=is_iterable,
                 batch_size=self.batch_size,
-                last_batch="discard" if self.drop_last else self.last_batch or "keep",
+                last_batch=self._last_batch_of(batch_sampler),
                 seed=seed,
             )
-        last_batch: LastBatch = "discard" if self.drop_last else "keep"
         items = sampler if batch_sampler is None else batch_sampler
         return SeededOrder(
             self.batch_size,
             0,
             Cut(self.batch_size or 1),
-            "rollover" if self.last_batch == "rollover" else last_batch,
+            self._last_batch_of(batch_sampler),
             seed,
             length=cast("Sized", self.dataset) if items is None else None,
             shuffle=isinstance(self.sampler, RandomSampler),
@@ -148,6 +148,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             may_shard=False,
             is_positioned=True,
         )
+
+    def _last_batch_of(self, batch_sampler: object) -> LastBatch:
+        """Return what happens to samples that do not fill a batch that this loader makes."""
+        if self.drop_last:
+            return "discard"
+        return "keep" if batch_sampler is not None else self.last_batch or "keep"
 
     def _set_plan(self, plan: EpochPlan) -> None:
         """Set the plan; the batch sampler begins with what the plan's order carries over."""
@@ -418,5 +424,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
             sampler = copy.copy(self.sampler)
             sampler.epochs = counter
+            if isinstance(sampler, SeededShardSampler) and isinstance(order, SeededOrder):
+                sampler.order = order
             self._set_own_sampler(sampler)
         self._set_plan(plan.copy(order, counter))

@@ -20,9 +20,11 @@ from shmloader.loader.description import describe_loader
 from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
+from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
+from shmloader.sampling.ranks import Ranks, is_cut_for_ranks
 from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.sampling.seeded_samplers import SeededShardSampler
 from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -88,7 +90,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         rank: Number of this process, from 0. If ``world_size`` is None, rank and world size are
             those of the default group of ``torch.distributed``, or else of torchrun's ``RANK`` and
-            ``WORLD_SIZE``, or else 0 of 1.
+            ``WORLD_SIZE``, or else 0 of 1. They are settled when the first epoch begins, so a
+            loader may be made before the processes of a run are launched. Until then, ``len()``,
+            ``state_dict()``, ``load_state_dict()`` and the samplers go by what they are at that
+            moment, and raise ValueError where only one of the two variables is set.
         world_size: Number of ranks.
         num_shards: Number of batches in a step, which is a list then. Cannot be combined with
             ``batch_sampler``, which makes the steps itself.
@@ -125,8 +130,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
         snapshot_every_n_steps: 0 or None if the state of the dataset is never saved.
 
     Attributes:
-        rank: The rank as it was found out.
-        world_size: The number of ranks as it was found out.
+        rank: The rank; until the first epoch begins, as it is known now, or None.
+        world_size: The number of ranks, in the same way.
+        sampler, batch_sampler: Unless you give one, this rank's share of the order, batch after
+            batch, for what reads or iterates a loader's samplers. ``sampler`` counts as torch's
+            ``DistributedSampler``.
 
     Raises:
         ValueError, TypeError: If an argument does not fit.
@@ -185,20 +193,18 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise ValueError("devices is mutually exclusive with device")
         _check_prefetch(prefetch, num_workers, prefetch_factor)
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
+        # Of the order that another loader has divided already, nothing is left to handle.
+        is_cut = any(map(_is_own_share, (sampler, batch_sampler, probe(batch_sampler, "sampler"))))
         check_last_batch(
             last_batch,
             batch_size,
             drop_last=drop_last,
-            has_batch_sampler=batch_sampler is not None,
+            batch_sampler=None if is_cut else batch_sampler,
             is_sharded=True,
         )
         seed = whole_number(seed, "seed", minimum=0)
-        ranks = resolve_ranks(rank, world_size)
-        if generator is not None and ranks[1] > 1:
-            raise ValueError(
-                "generator cannot be given for more than one rank, since ranks could not agree on "
-                f"an order (world_size={ranks[1]}); seed= chooses the order"
-            )
+        self._ranks = Ranks(rank, world_size)
+        _check_generator(generator, self._ranks.known)
         self.devices = devices
         self.prefetch = prefetch
         super().__init__(
@@ -231,32 +237,43 @@ class ShardedDataLoader(DataLoader[_T_co]):
             fetch_concurrency=fetch_concurrency,
             sample_timeout=sample_timeout,
         )
-        self.num_shards = num_shards
-        self.rank, self.world_size = ranks
-        self.last_batch = last_batch
-        self.seed = seed
-        self.batchify_fn = batchify_fn
+        # All public attributes are arguments. These cannot be set any more, and the properties of
+        # the rank and the world size tell what was found out.
+        self.__dict__.update(
+            num_shards=num_shards,
+            rank=rank,
+            world_size=world_size,
+            last_batch=last_batch,
+            seed=seed,
+            batchify_fn=batchify_fn,
+        )
         share = 1 if batch_sampler is not None or batch_size is None else batch_size
         items: Iterable[Any] | None = sampler if batch_sampler is None else batch_sampler
         if generator is not None and shuffle:
             items = self.sampler  # torch's, which draws from it
         self._sample_seed = seed
-        counter = self._use_seeded_sampler(seed) if items is None else None
         order = SeededOrder(
             batch_size if batch_sampler is None else None,
             shards,
-            Cut(share * max(1, shards), *ranks),
-            "discard" if drop_last else last_batch or "pad",
+            Cut(share * max(1, shards)),
+            "keep" if is_cut else "discard" if drop_last else last_batch or "pad",
             seed,
-            length=len(cast("Sized", dataset)) if items is None else None,
+            length=cast("Sized", dataset) if items is None else None,
             shuffle=shuffle,
             items=items,
             device_count=len(devices or ()),
             is_positioned=True,
+            ranks=None if is_cut else self._ranks,
         )
+        counter = EpochCounter()
+        if items is None:
+            own = SeededShardSampler(order, dataset, seed, counter, shuffle=shuffle)
+            self._set_own_sampler(own)
+        self._is_cut = is_cut
         self._set_plan(EpochPlan(order, counter))
-        if drop_last or last_batch == "discard":
-            what = f"a global batch of {share * max(1, shards) * ranks[1]}"
+        known = self._ranks.known
+        if (drop_last or last_batch == "discard") and known is not None:
+            what = f"a global batch of {order.cut.global_count}"
             warn_of_empty_epochs(order, dataset, what)
 
     def __repr__(self) -> str:
@@ -274,9 +291,31 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return True
 
     @property
+    def rank(self) -> int | None:
+        """The rank, from 0; None while the environment does not say it."""
+        known = self._ranks.known
+        return None if known is None else known[0]
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks; None while the environment does not say it."""
+        known = self._ranks.known
+        return None if known is None else known[1]
+
+    def _begin_epoch(self) -> None:
+        self._ranks.settle()
+        _check_generator(self.generator, self._ranks.known)
+        super()._begin_epoch()
+
+    @property
+    def _seed_of_samples(self) -> int | None:
+        # Positions in the global order are different on all ranks.
+        return super()._seed_of_samples if self._is_cut else self._sample_seed
+
+    @property
     def _is_in_ranks(self) -> bool:
         """Whether other ranks or shards have to deliver as many samples as this one."""
-        return self.world_size > 1 or self._order.is_sharded or self.devices is not None
+        return self._ranks.find()[1] > 1 or self._order.is_sharded or self.devices is not None
 
     @property
     def _batch_argument(self) -> BatchArgument:
@@ -317,12 +356,27 @@ def _check_dataset(dataset: object) -> None:
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:
     for given in (sampler, batch_sampler, probe(batch_sampler, "sampler")):
+        if _is_own_share(given):
+            continue
         if isinstance(given, DistributedSampler) or is_cut_for_ranks(given):
             raise ValueError(
                 f"{type(given).__name__} gives a part of the samples to each rank, and "
                 "ShardedDataLoader would divide that part again: use shuffle=True, or a sampler of "
                 "all samples; or use DataLoader with this sampler"
             )
+
+
+def _is_own_share(sampler: object) -> bool:
+    """Whether it is the sampler of another sharded loader: frameworks make loaders of those."""
+    return isinstance(sampler, SeededShardSampler)
+
+
+def _check_generator(generator: object, ranks: tuple[int, int] | None) -> None:
+    if generator is not None and ranks is not None and ranks[1] > 1:
+        raise ValueError(
+            "generator cannot be given for more than one rank, since ranks could not agree on an "
+            f"order (world_size={ranks[1]}); seed= chooses the order"
+        )
 
 
 def _check_prefetch(prefetch: object, num_workers: int | str, prefetch_factor: object) -> None:

@@ -1,8 +1,8 @@
 """The rank of this process and the number of ranks.
 
 They are the user's arguments, else those of ``torch.distributed``, else those of the environment
-variables that ``torchrun`` and others set, else those of a single process. They are read when a
-sampler or a loader is constructed, so they have to be known by then.
+variables that ``torchrun`` and others set, else those of a single process. A sampler reads them
+when it is constructed, a loader when its first epoch begins (:class:`Ranks`).
 """
 
 import os
@@ -46,6 +46,49 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if own >= size:
         raise ValueError(f"rank should be below world_size={size}, but got rank={own}")
     return own, size
+
+
+class Ranks:
+    """The rank of this process and the world size, which are settled when the first epoch begins.
+
+    A loader may be made before the processes of a run are launched. Until it is settled, what asks
+    for the ranks gets those of that moment.
+
+    Args:
+        rank: The user's argument; None to find it out.
+        world_size: The user's argument; None exactly where ``rank`` is.
+
+    Raises:
+        TypeError, ValueError: If the arguments are wrong.
+    """
+
+    def __init__(self, rank: int | None, world_size: int | None) -> None:
+        is_given = rank is not None or world_size is not None
+        self._settled = resolve_ranks(rank, world_size) if is_given else None
+
+    def find(self) -> tuple[int, int]:
+        """Return the rank and the world size.
+
+        Raises:
+            ValueError: If they are not settled, and the environment is wrong.
+        """
+        return resolve_ranks(None, None) if self._settled is None else self._settled
+
+    def settle(self) -> None:
+        """Keep the ranks as they are now.
+
+        Raises:
+            ValueError: If they are not settled, and the environment is wrong.
+        """
+        self._settled = self.find()
+
+    @property
+    def known(self) -> tuple[int, int] | None:
+        """The rank and the world size; None while the environment does not say them."""
+        try:
+            return self.find()
+        except ValueError:
+            return None
 
 
 def _ranks_of_environment() -> tuple[int, int]:

@@ -7,7 +7,7 @@ user leaves early neither loses nor repeats what it began with.
 """
 
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import BatchSampler, Sampler
 
@@ -123,21 +123,38 @@ class RolloverBatchSampler(BatchSampler):
     Args:
         sampler: Yields the indices.
         batch_size: Length of each batch.
+        drop_last: False for torch's batch sampler, with a short last batch and nothing that is
+            carried over: frameworks that predict need every sample, and make a loader's batch
+            sampler anew with that.
     """
 
-    def __init__(self, sampler: Sampler[Any] | Iterable[Any], batch_size: int) -> None:
-        super().__init__(sampler, batch_size, drop_last=False)
+    def __init__(
+        self,
+        sampler: Sampler[Any] | Iterable[Any],
+        batch_size: int,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last)
         self.carry_over = CarryOver()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
         return {**self.__dict__, "carry_over": self.carry_over.copy()}
 
-    def __iter__(self) -> RolloverEpoch:
+    def __iter__(self) -> Iterator[list[Any]]:
         """Return an iterator of full batches. What it leaves over is carried over by the loader."""
+        if not self.drop_last:
+            return super().__iter__()
         return RolloverEpoch(self.sampler, self.carry_over.samples, self.batch_size)
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one."""
+        if not self.drop_last:
+            return super().__len__()
         count = len(self.sampler)  # type: ignore[arg-type]
         return (count + len(self.carry_over.samples)) // self.batch_size
+
+
+def carries_over(batch_sampler: object) -> TypeGuard[RolloverBatchSampler]:
+    """Whether a batch sampler carries samples over to the next epoch."""
+    return isinstance(batch_sampler, RolloverBatchSampler) and batch_sampler.drop_last

@@ -38,7 +38,11 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
 from shmloader.sampling.samplers import IntervalSampler
-from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
+from shmloader.sampling.seeded_samplers import (
+    SeededRandomSampler,
+    SeededSequentialSampler,
+    SeededShardSampler,
+)
 
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
@@ -52,6 +56,7 @@ _OWN = {
     IntervalSampler,
     SeededRandomSampler,
     SeededSequentialSampler,
+    SeededShardSampler,
 }
 _OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
 

@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
+from shmloader.sampling.ranks import Ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
@@ -60,6 +61,7 @@ class SeededOrder(Sampler[list[Any]]):
         may_shard: Whether the batch sampler may yield lists of index lists, which are checked;
             otherwise what it yields is passed on unchanged.
         is_positioned: Whether each step is wrapped in :class:`PositionedIndices`.
+        ranks: Where the rank and the world size are found, in place of those of ``cut``.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class SeededOrder(Sampler[list[Any]]):
         device_count: int = 0,
         may_shard: bool = True,
         is_positioned: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.epoch = 0
         self._batch_size = batch_size
         self._num_shards = num_shards
         self._cut = cut
+        self._ranks = ranks
         self._last_batch = last_batch
         self._seed = seed
         self._length = length
@@ -101,6 +105,17 @@ class SeededOrder(Sampler[list[Any]]):
         self._steps: Steps | None = None
 
     @property
+    def cut(self) -> Cut:
+        """The rank's share of the global order.
+
+        Raises:
+            ValueError: If the ranks are not known yet.
+        """
+        if self._ranks is None:
+            return self._cut
+        return Cut(self._cut.share, *self._ranks.find())
+
+    @property
     def index_sampler(self) -> "SeededOrder":
         """The sampler that torch's iterators iterate."""
         return self
@@ -112,7 +127,7 @@ class SeededOrder(Sampler[list[Any]]):
             TypeError: If the user's sampler has no length.
         """
         return count_steps(
-            self._item_count() + len(self.carry_over.samples), self._cut, self._last_batch
+            self._item_count() + len(self.carry_over.samples), self.cut, self._last_batch
         )
 
     @property
@@ -208,7 +223,7 @@ class SeededOrder(Sampler[list[Any]]):
             kind = "shuffled" if self._shuffle else "in order"
         else:
             kind = describe(self._items)
-        batch: int | str = self._cut.global_count
+        batch: int | str = self.cut.global_count
         if self.takes_batches:
             size = size_of_batches(self._items)
             batch = f"{batch} whole" + ("" if size is None else f" of {size}")
@@ -229,7 +244,7 @@ class SeededOrder(Sampler[list[Any]]):
         if self._items is not None:
             return  # checked when the user's sampler is drawn
         # The steps of the rank that has the most, since the state may be another rank's.
-        most = -(-(self._item_count() + len(carried)) // self._cut.global_count)
+        most = -(-(self._item_count() + len(carried)) // self.cut.global_count)
         if position > most:
             raise ValueError(
                 f"the state does not fit this loader: it was saved after {position} batches of an "
@@ -266,6 +281,23 @@ class SeededOrder(Sampler[list[Any]]):
 
     # -------------------------------------------------------------------------------------
 
+    def steps_of(self, epoch: int, start: int = 0) -> Steps:
+        """Return the steps of this rank in an epoch of the dataset's indices, from a step on."""
+        carried = self.carry_over.samples
+        order = order_of(self._item_count(), self._seed, epoch, shuffle=self._shuffle)
+        if carried:
+            order = Prefixed(carried, order)
+        return OrderSteps(order, self.cut, self._last_batch, start)
+
+    def sample_count(self) -> int:
+        """Return the number of samples of this rank in the running epoch, or in the next one."""
+        cut = self.cut
+        count = self._item_count() + len(self.carry_over.samples)
+        if self._last_batch == "keep":
+            whole, left = divmod(count, cut.global_count)
+            return whole * cut.share + cut.count(left)
+        return count_steps(count, cut, self._last_batch) * cut.share
+
     def _begin(self) -> Steps:
         start, carried = self._progress.position, self.carry_over.samples
         if self._items is not None:
@@ -273,16 +305,13 @@ class SeededOrder(Sampler[list[Any]]):
                 functools.partial(self._begin_items, self.epoch, start),
                 RngState(self._seed, self.epoch),
                 are_known(self._items),
-                self._cut,
+                self.cut,
                 self._last_batch,
                 carried,
                 _sample_count if self._batch_size is None and self._may_shard else _one,
                 start,
             )
-        order = order_of(self._item_count(), self._seed, self.epoch, shuffle=self._shuffle)
-        if carried:
-            order = Prefixed(carried, order)
-        return OrderSteps(order, self._cut, self._last_batch, start)
+        return self.steps_of(self.epoch, start)
 
     def _begin_items(self, epoch: int, start: int) -> Iterator[Any]:
         """Return an iterator of the user's sampler. Called for the first index of an epoch."""
@@ -303,7 +332,7 @@ class SeededOrder(Sampler[list[Any]]):
         return restart_if_exhausted(items, functools.partial(iter, self._items))
 
     def _shape(self, steps: Steps, epoch: int, done_ahead: frozenset[int]) -> Iterator[Any]:
-        cut = self._cut
+        cut = self.cut
         for items in steps:
             number = steps.drawn - 1
             if number in done_ahead:

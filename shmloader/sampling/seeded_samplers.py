@@ -5,12 +5,13 @@ of a loader; iterating them does not affect the loader.
 """
 
 from collections.abc import Iterator, Sized
+from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from shmloader.sampling.epoch_counter import EpochCounter
-from shmloader.sampling.steps import order_of
+from shmloader.sampling.steps import Cut, Steps, order_of
 
 # Indices that SeededRandomSampler computes at a time.
 _BLOCK = 8192
@@ -81,3 +82,70 @@ class SeededSequentialSampler(SeededSampler, SequentialSampler):
         super().__init__(data_source)
         self.seed = seed
         self.epochs = epochs
+
+
+class GlobalOrder(Protocol):
+    """An order of which each rank has a share."""
+
+    @property
+    def cut(self) -> Cut:
+        """The rank's share of each global step."""
+
+    def steps_of(self, epoch: int) -> Steps:
+        """Return the steps of this rank in an epoch."""
+
+    def sample_count(self) -> int:
+        """Return the number of samples of this rank in an epoch."""
+
+
+class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignore[override]
+    """A rank's share of the order of a ``ShardedDataLoader``, with what it is padded with.
+
+    It counts as torch's ``DistributedSampler``, so that frameworks do not divide it again.
+
+    Args:
+        order: The order of the loader.
+        dataset: The dataset.
+        seed: The loader's seed.
+        epochs: Numbers the epochs of the loader.
+    """
+
+    def __init__(
+        self, order: GlobalOrder, dataset: Any, seed: int, epochs: EpochCounter, *, shuffle: bool
+    ) -> None:
+        # Not torch's constructor, which wants to know the ranks.
+        self.order = order
+        self.dataset = dataset
+        self.seed = seed
+        self.epochs = epochs
+        self.shuffle = shuffle
+        self.drop_last = False
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank, as it is known now."""
+        return self.order.cut.rank
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks, as it is known now."""
+        return self.order.cut.world_size
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """Number of samples of this rank in an epoch."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """Number of samples of all ranks, if all have as many."""
+        return len(self) * self.num_replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the indices of the epoch."""
+        for step in self.order.steps_of(self.epoch):
+            yield from step
+
+    def __len__(self) -> int:
+        """Return the number of samples of this rank in an epoch."""
+        return self.order.sample_count()

@@ -1,0 +1,235 @@
+"""Loaders that a framework makes anew: from the public attributes, and from the samplers."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from shmloader import DataLoader, ShardedDataLoader
+
+LENGTH = 23
+
+# What torch's own loader has beside its arguments.
+EXTRAS = {
+    name
+    for name in vars(torch.utils.data.DataLoader(range(3)))
+    if name not in inspect.signature(torch.utils.data.DataLoader).parameters
+}
+
+
+def read(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def attributes(loader):
+    return {name for name in vars(loader) if not name.startswith("_")} - EXTRAS
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DataLoader, {}),
+        (DataLoader, {"seed": 1, "shuffle": True, "last_batch": "rollover"}),
+        (DataLoader, {"num_workers": "auto", "seed": 1}),
+        (ShardedDataLoader, {}),
+        (ShardedDataLoader, {"rank": 1, "world_size": 2, "shuffle": True}),
+        (ShardedDataLoader, {"num_shards": 2, "last_batch": "keep"}),
+    ],
+)
+def test_the_public_attributes_are_arguments_before_and_after_an_epoch(kind, options) -> None:
+    with kind(torch.arange(LENGTH), 4, **options) as loader:
+        parameters = set(inspect.signature(kind).parameters)
+        assert attributes(loader) <= parameters
+        for _ in loader:
+            break
+        loader.stats()
+        loader.state_dict()
+        assert attributes(loader) <= parameters
+        # And the other way round: each argument can be read.
+        for name in parameters - {"shuffle"}:
+            getattr(loader, name)
+
+
+def from_attributes(loader, batch_sampler):
+    """As ignite does, which keeps all but what a batch sampler replaces."""
+    replaced = {"batch_size", "sampler", "drop_last", "batch_sampler", "dataset_kind"}
+    names = [name for name in vars(loader) if not name.startswith("_") and name not in replaced]
+    options = {name: getattr(loader, name) for name in names}
+    return type(loader)(**options, batch_sampler=batch_sampler)
+
+
+def predicting(loader):
+    """As Lightning does to predict: its wrapper is its own iterator, which iter() begins anew."""
+    batches = loader.batch_sampler
+    remade = type(batches)(loader.sampler, batch_size=batches.batch_size, drop_last=False)
+    return remake(loader, batch_sampler=AsLightnings(remade), batch_size=1, sampler=None)
+
+
+def distributed(loader, sampler):
+    """As Lightning does under ddp: another sampler, and batch samplers of its own classes."""
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler:
+        return remake(loader, sampler=sampler, batch_sampler=None)
+    remade = type(batches)(sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
+    return remake(loader, batch_sampler=remade, batch_size=1, sampler=None)
+
+
+def remake(loader, **replaced):
+    parameters = inspect.signature(type(loader).__init__).parameters
+    options = {
+        name: value
+        for name, value in vars(loader).items()
+        if name in parameters and parameters[name].default is not value
+    }
+    if replaced.get("batch_sampler") is not None:
+        options["drop_last"] = False
+    return type(loader)(**{**options, "shuffle": False, **replaced})
+
+
+class AsLightnings:
+    """A wrapper with the attributes of what it wraps."""
+
+    def __init__(self, inner) -> None:
+        self.__dict__.update(vars(inner))
+        self.inner = inner
+
+    def __iter__(self):
+        self.items = iter(self.inner)
+        return self
+
+    def __next__(self):
+        return next(self.items)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class Reproducible(BatchSampler):
+    """A batch sampler that lists another's batches first, as ignite's."""
+
+    def __init__(self, batch_sampler) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = batch_sampler.sampler
+
+    def __iter__(self):
+        yield from list(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+OPTIONS = {
+    "plain": {},
+    "seeded": {"seed": 3, "shuffle": True},
+    "in order": {"seed": 3},
+    "keep": {"seed": 3, "last_batch": "keep"},
+    "discard": {"seed": 3, "shuffle": True, "last_batch": "discard"},
+    "drop_last": {"seed": 3, "shuffle": True, "drop_last": True},
+    "both": {"seed": 3, "drop_last": True, "last_batch": "discard"},
+    "rollover": {"seed": 3, "shuffle": True, "last_batch": "rollover"},
+}
+
+
+def make(kind, name):
+    if kind is ShardedDataLoader and name == "plain":
+        return kind(torch.arange(LENGTH), 4)
+    return kind(torch.arange(LENGTH), 4, **OPTIONS[name])
+
+
+@pytest.mark.filterwarnings("ignore:last_batch=.* has no effect")
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_loader_made_anew_to_predict_delivers_every_sample_once(kind, name) -> None:
+    loader = make(kind, name)
+    remade = predicting(loader)
+    assert type(remade) is kind
+    for _ in range(2):
+        found = [*itertools.chain(*read(remade))]
+        if kind is ShardedDataLoader:  # its sampler is what the rank delivers
+            assert set(found) <= set(range(LENGTH))
+            assert len(found) == len(loader.sampler)
+        else:
+            assert sorted(found) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_loader_made_anew_for_ranks_keeps_what_happens_to_the_last_batch(name) -> None:
+    def rank_of(number):
+        sampler = DistributedSampler(range(LENGTH), 2, number, shuffle=False)
+        return distributed(make(DataLoader, name), sampler)
+
+    for number in range(2):
+        loader, own = rank_of(number), [index % LENGTH for index in range(number, 24, 2)]
+        assert type(loader) is DataLoader
+        first = [*itertools.chain(*read(loader))]
+        assert first == own  # 12 samples in 3 batches
+    # With batches of 5, there is something to discard or to carry over.
+    sampler = DistributedSampler(range(LENGTH), 2, 0, shuffle=False)
+    loader = distributed(DataLoader(torch.arange(LENGTH), 5, **OPTIONS[name]), sampler)
+    sizes = [[len(batch) for batch in read(loader)] for _ in range(2)]
+    assert sizes == {
+        "rollover": [[5, 5], [5, 5]],
+        "discard": [[5, 5], [5, 5]],
+        "drop_last": [[5, 5], [5, 5]],
+        "both": [[5, 5], [5, 5]],
+    }.get(name, [[5, 5, 2], [5, 5, 2]])
+    if name == "rollover":
+        assert read(loader)[0][:4] == [2 * index % LENGTH for index in (8, 9, 10, 11)]
+
+
+@pytest.mark.filterwarnings("ignore:last_batch=.* has no effect")
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "rollover"])
+def test_a_loader_made_anew_from_its_attributes_delivers_the_same(kind, name) -> None:
+    expected = make(kind, name)
+    loader = make(kind, name)
+    remade = from_attributes(loader, Reproducible(loader.batch_sampler))
+    assert type(remade) is kind
+    for _ in range(2):
+        assert read(remade) == read(expected)
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "drop_last"), [("keep", True), ("discard", False), ("rollover", True)]
+)
+def test_a_batch_sampler_that_does_otherwise_is_warned_of(last_batch, drop_last) -> None:
+    batches = BatchSampler(range(LENGTH), 4, drop_last)
+    with pytest.warns(UserWarning, match=f"^last_batch='{last_batch}' has no effect"):
+        loader = DataLoader(torch.arange(LENGTH), batch_sampler=batches, last_batch=last_batch)
+    assert read(loader) == list(batches)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("transform", AttributeError, "^transform is not an argument: device_transform="),
+        ("tail", AttributeError, "^tail is not an argument: last_batch="),
+        ("epoch", AttributeError, r"set_epoch\(\)"),
+        ("failures", AttributeError, "failures|setter"),
+        ("seed", ValueError, "^seed attribute should not be set after .* is initialized"),
+        ("last_batch", ValueError, "^last_batch attribute should not be set after"),
+    ],
+)
+def test_an_attribute_without_an_effect_cannot_be_set(kind, name, error, text) -> None:
+    loader = kind(torch.arange(LENGTH), 4)
+    with pytest.raises(error, match=text):
+        setattr(loader, name, 1)
+    loader.something = 1  # the user's own
+    loader.timeout = 0
+    assert read(loader) == read(kind(torch.arange(LENGTH), 4))
+
+
+def test_a_subclass_may_have_attributes_of_these_names() -> None:
+    class Own(DataLoader):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            self.transform, self.seed, self.epoch, self.tail = "transform", 5, 7, 9
+
+    loader = Own(torch.arange(LENGTH), 4)
+    assert (loader.transform, loader.seed, loader.epoch, loader.tail) == ("transform", 5, 7, 9)
+    assert len(read(loader)) == 6
