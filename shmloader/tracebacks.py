@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).parent) + "/"
 _TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
 
 # Functions of ours that raise an exception which arose elsewhere.
-_RAISING = frozenset({"_raise_told", "_raise_last"})
+_RAISING = frozenset({"_raise_on_purpose", "_raise_last"})
 
 
 def _is_ours(entry: TracebackType) -> bool:

@@ -82,7 +82,7 @@ class IterableCheckpoint(NamedTuple):
         """The number of batches that were delivered since the snapshot."""
         return self.given - self.at
 
-    def gave(
+    def after_batch(
         self,
         snapshot: bytes | None,
         fingerprint: int | None = None,
@@ -109,7 +109,7 @@ class IterableCheckpoint(NamedTuple):
             self.given, next_epoch.snapshot, self.given, has_ended=True, rng=next_epoch.rng
         )
 
-    def begun_anew(self) -> "IterableCheckpoint":
+    def at_next_epoch(self) -> "IterableCheckpoint":
         """Return the checkpoint at the next epoch's beginning, if the dataset persists."""
         return (
             IterableCheckpoint(0, self.snapshot, rng=self.rng)

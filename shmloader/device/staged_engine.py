@@ -29,7 +29,7 @@ class StagedEngine:
     Attributes:
         owner: Ends engine, stage and thread. Refers neither to this object nor to the sampler.
         in_transit: See :attr:`EngineBase.in_transit`.
-        told: See :attr:`EngineBase.told`.
+        raised_id: See :attr:`EngineBase.raised_id`.
         delivery: See :attr:`EngineBase.delivery`.
         draw_ns: See :attr:`EngineBase.draw_ns`.
         staged: :attr:`Ready.staged` of the batch that was returned last.
@@ -48,7 +48,7 @@ class StagedEngine:
         # Tickets of this epoch that are not answered yet.
         self._tickets_out = 0
         self.in_transit = False
-        self.told = 0
+        self.raised_id = 0
         self.delivery: Delivery | None = None
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
@@ -84,7 +84,7 @@ class StagedEngine:
     def next_batch(self) -> object:
         """Return the next batch; see :meth:`EngineBase.next_batch`."""
         self.in_transit = False
-        self.told = 0
+        self.raised_id = 0
         self.delivery = None  # the one of the last call is reported only once
         self.draw_ns = 0
         thread = self.owner.thread
@@ -114,7 +114,7 @@ class StagedEngine:
 
     def loses(self, error: BaseException) -> bool:
         """See :meth:`EngineBase.loses`."""
-        return self.in_transit and self.told != id(error)
+        return self.in_transit and self.raised_id != id(error)
 
     def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
         """See :meth:`EngineBase.give_up`."""
@@ -145,7 +145,7 @@ class StagedEngine:
             self.staged = result.staged
             return self._stage.hand_over(result.result)
         error = result.error
-        self.told = id(error)
+        self.raised_id = id(error)
         try:
             raise error
         finally:
@@ -209,7 +209,7 @@ class StagedEngine:
                 thread.inbox.end(self._wake)
             else:
                 thread.wake()
-            self.told = id(error)
+            self.raised_id = id(error)
             raise
         self.draw_ns += time.monotonic_ns() - began_ns
         self._tickets_out += 1

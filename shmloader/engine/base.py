@@ -50,8 +50,8 @@ class EngineBase(abc.ABC):
         in_transit: Whether a message, an index batch or a batch was taken from one place and has
             not reached the next, so that an exception from outside would lose it. Stays true after
             ``next_batch`` has returned, while the batch is on its way to the user.
-        told: The ``id`` of the exception that the last call of ``next_batch`` raised on purpose,
-            after which the next call continues with the next batch. 0 if there was none.
+        raised_id: The ``id`` of the exception that the last call of ``next_batch`` raised on
+            purpose, after which the next call continues with the next batch. 0 if there was none.
         delivery: Describes what the last call of ``next_batch`` returned, or raised in place of a
             batch; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
@@ -78,7 +78,7 @@ class EngineBase(abc.ABC):
         self._closed_because = ""
         self._is_closed = False
         self.in_transit = False
-        self.told = 0
+        self.raised_id = 0
         self.delivery: Delivery | None = None
         self.counts = Counts()
         self.draw_ns = 0
@@ -180,7 +180,7 @@ class EngineBase(abc.ABC):
                 the next call returns the next one.
         """
         self.in_transit = False
-        self.told = 0
+        self.raised_id = 0
         self.delivery = None
         self.draw_ns = 0
         self._looked_ns = time.monotonic_ns()
@@ -204,7 +204,7 @@ class EngineBase(abc.ABC):
         The exception may come from ``next_batch`` or from the code after it. Nothing is lost if the
         engine only waited, or raised the exception on purpose.
         """
-        return self.in_transit and self.told != id(error) and not self._has_only_waited
+        return self.in_transit and self.raised_id != id(error) and not self._has_only_waited
 
     def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
         """Close, and make every further call report the exception that interrupted the engine.
@@ -221,9 +221,9 @@ class EngineBase(abc.ABC):
         if not self._is_closed:
             self._closed_because = describe_interruption(error, in_sampler=in_sampler)
 
-    def _raise_told(self, error: BaseException) -> NoReturn:
+    def _raise_on_purpose(self, error: BaseException) -> NoReturn:
         """Raise an exception on purpose, in place of what is in transit, and note it."""
-        self.told = id(error)
+        self.raised_id = id(error)
         context = error.__context__
         try:
             raise error
@@ -236,7 +236,7 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _next_batch(self) -> object:
-        """Return the next batch, and keep ``in_transit``, ``told`` and ``delivery`` up to date."""
+        """Return the next batch; keep ``in_transit``, ``raised_id`` and ``delivery`` up to date."""
 
     def _raise_end(self) -> NoReturn:
         """Raise StopIteration, or TooManyFailures if too many samples of the epoch failed."""
@@ -291,7 +291,7 @@ class EngineBase(abc.ABC):
             self.give_up(error, in_sampler=True)
         else:
             # The sampler's own error, after which it may continue.
-            self.told = id(error)
+            self.raised_id = id(error)
             self.delivery = None  # the error comes in place of the batch
 
     @abc.abstractmethod
@@ -360,6 +360,6 @@ class EngineBase(abc.ABC):
         self._closed_because = f" since: {error if why is None else why}"
         self.close()
         try:
-            self._raise_told(error)
+            self._raise_on_purpose(error)
         finally:
-            del error  # breaks a reference cycle, as in _raise_told
+            del error  # breaks a reference cycle, as in _raise_on_purpose

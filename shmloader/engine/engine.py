@@ -366,7 +366,7 @@ class Engine(EngineBase):
             self._fail(error)
         if type(answer) is not Empty:
             return False
-        self._settle(ticket, is_kept=answer.is_kept)
+        self._free_slot(ticket, is_kept=answer.is_kept)
         self._left_out.append(ticket.seq)
         if self._window:
             self._replace_ticket()
@@ -392,7 +392,7 @@ class Engine(EngineBase):
                 raise
             self._offer()
             # Unpickling an object may raise StopIteration, which would end the epoch.
-            self._raise_told(_explained(error) if isinstance(error, StopIteration) else error)
+            self._raise_on_purpose(_explained(error) if isinstance(error, StopIteration) else error)
         self._offer()
         return batch
 
@@ -401,16 +401,16 @@ class Engine(EngineBase):
         pid = self._pool.pid(ticket.worker_id)
         if isinstance(answer, Failure):
             # The error gets no local name here: its traceback holds this frame.
-            self._settle(ticket, is_kept=answer.is_kept)
+            self._free_slot(ticket, is_kept=answer.is_kept)
             note = describe_loading(ticket, pid)
             if answer.is_final:
                 self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
             self._note_delivery(ticket, answer, None)
             if self._window:
                 self._offer()
-            self._raise_told(answer.error.rebuilt(note))
+            self._raise_on_purpose(answer.error.rebuilt(note))
         if isinstance(answer, Death):
-            self._settle(ticket, is_kept=False)
+            self._free_slot(ticket, is_kept=False)
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
@@ -440,10 +440,10 @@ class Engine(EngineBase):
             self._scheduler.slots.lent_count,
         )
 
-    def _settle(self, ticket: Ticket, *, is_kept: bool) -> None:
+    def _free_slot(self, ticket: Ticket, *, is_kept: bool) -> None:
         """Free a ticket's slot, if it has one that is not lent."""
         if self._slots is not None:
-            self._slots.settle(ticket, is_kept=is_kept)
+            self._slots.free_slot(ticket, is_kept=is_kept)
 
     def _drop_slots(self) -> None:
         if self._slots is not None:

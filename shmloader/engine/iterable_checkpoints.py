@@ -49,7 +49,7 @@ class StreamNote(NamedTuple):
         """Return the checkpoint of the worker's dataset after this note."""
         if self.next_epoch is not None:
             return checkpoint.ended(self.next_epoch)
-        return checkpoint.gave(self.snapshot, self.fingerprint, has_failed=self.has_failed)
+        return checkpoint.after_batch(self.snapshot, self.fingerprint, has_failed=self.has_failed)
 
 
 class IterableCheckpoints:
@@ -116,7 +116,9 @@ class IterableCheckpoints:
         map-style dataset does not end, so its newest state is used.
         """
         checkpoints = [
-            checkpoint.begun_anew() if is_iterable else IterableCheckpoint(0, checkpoint.snapshot)
+            checkpoint.at_next_epoch()
+            if is_iterable
+            else IterableCheckpoint(0, checkpoint.snapshot)
             for checkpoint in self.checkpoints
         ]
         return IterableCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)

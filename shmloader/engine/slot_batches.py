@@ -46,7 +46,7 @@ class SlotBatches:
             try:
                 self._pool.lock(slot_id)
             except BaseException:
-                self.settle(ticket, is_kept=answer.is_kept)
+                self.free_slot(ticket, is_kept=answer.is_kept)
                 raise
             self._scheduler.delivered(ticket, LENT)
             self._pool.counts.lent += 1
@@ -55,21 +55,21 @@ class SlotBatches:
         try:
             return self._pool.copy_out(slot_id, answer)
         finally:
-            self.settle(ticket, is_kept=answer.is_kept)
+            self.free_slot(ticket, is_kept=answer.is_kept)
 
     def _check(self, ticket: Ticket, answer: Batch) -> None:
         """Raise if a batch does not lie in its slot as its worker left it."""
         try:
             change = self._pool.find_change(ticket.slot_id, answer)
         except SharedMemoryError:
-            self.settle(ticket, is_kept=answer.is_kept)
+            self.free_slot(ticket, is_kept=answer.is_kept)
             raise
         if change:
             # What wrote to the slot may still be writing.
-            self.settle(ticket, is_kept=True)
+            self.free_slot(ticket, is_kept=True)
             raise InternalError(describe_change(ticket, self._pool.pid(ticket.worker_id), change))
 
-    def settle(self, ticket: Ticket, *, is_kept: bool) -> None:
+    def free_slot(self, ticket: Ticket, *, is_kept: bool) -> None:
         """Free a ticket's slot, which is not lent; retire it if its worker still refers to it."""
         self._scheduler.delivered(ticket, RETIRED if is_kept else FREE)
         if is_kept:

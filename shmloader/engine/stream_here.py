@@ -41,8 +41,8 @@ class DatasetHere:
     def _state(self) -> Saved | None:
         return copy.deepcopy(save_dataset(self._dataset))
 
-    def gave(self, fingerprint: int | None, *, has_failed: bool, is_short: bool) -> None:
-        """See :meth:`StreamHere.gave`."""
+    def note_batch(self, fingerprint: int | None, *, has_failed: bool, is_short: bool) -> None:
+        """See :meth:`StreamHere.note_batch`."""
         del fingerprint, has_failed, is_short
         self._given += 1
         self._is_reading = False
@@ -141,7 +141,7 @@ class StreamHere:
         """Note that the process's generators are not in the states that earlier batches left."""
         self._notes_rng = True
 
-    def gave(self, fingerprint: int | None, *, has_failed: bool, is_short: bool) -> None:
+    def note_batch(self, fingerprint: int | None, *, has_failed: bool, is_short: bool) -> None:
         """Note that a batch was delivered, or raised.
 
         Args:
@@ -150,7 +150,7 @@ class StreamHere:
             is_short: Whether torch's fetcher reached the stream's end with this batch.
         """
         self._before = self._checkpoint
-        self._checkpoint = self._checkpoint.gave(None, fingerprint, has_failed=has_failed)
+        self._checkpoint = self._checkpoint.after_batch(None, fingerprint, has_failed=has_failed)
         self._sources.ended = is_short
         self._is_reading = False
 

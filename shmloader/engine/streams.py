@@ -74,9 +74,9 @@ class StreamBook:
         self._waiting[note.worker_id] -= 1
         if not self._ends:
             return [note]
-        told = [end for end in self._ends if self._is_over(end, seq)]
-        self._ends = [end for end in self._ends if end not in told]
-        return [*_in_order(told), note]
+        over = [end for end in self._ends if self._is_over(end, seq)]
+        self._ends = [end for end in self._ends if end not in over]
+        return [*_in_order(over), note]
 
     def _is_over(self, end: _End, seq: int) -> bool:
         if self._in_order:
@@ -94,7 +94,7 @@ class StreamBook:
         """Note that the epoch is abandoned: a worker that starts from now on begins the next."""
         self._is_left = True
         if self._is_iterable:
-            self._checkpoints = [checkpoint.begun_anew() for checkpoint in self._checkpoints]
+            self._checkpoints = [checkpoint.at_next_epoch() for checkpoint in self._checkpoints]
         self._parts.clear()
 
     def note_part(self, worker_id: int, data: bytes) -> None:

@@ -138,7 +138,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
             return True
         # It came in place of the batch: torch's warning of a wrong length, for instance, where
         # warnings are errors.
-        source.told = id(error)
+        source.raised_id = id(error)
         return False
 
     def _note_done(self, *, has_failed: bool = False) -> None:
@@ -147,7 +147,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
             self._progress.done_until(delivery.seq)
             if self._streams is not None:
                 fingerprint, is_short = self._maker.last
-                self._streams.gave(fingerprint, has_failed=has_failed, is_short=is_short)
+                self._streams.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
 
 
 class LocalMaker:

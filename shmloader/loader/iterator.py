@@ -226,7 +226,7 @@ class EngineIterator(CountingIterator):
             return self._transform(batch)
         except Exception as error:
             if not is_interruption(error):
-                self._source.told = id(error)  # the user's own error, in place of the batch
+                self._source.raised_id = id(error)  # the user's own error, in place of the batch
             raise
 
     def _note_end(self) -> None:
@@ -283,10 +283,10 @@ class EngineIterator(CountingIterator):
         record.note_wait(began_ns, time.monotonic_ns(), place)
         if isinstance(error, StopIteration):
             record.end()
-        elif source.told == id(error) and source.delivery is not None:
+        elif source.raised_id == id(error) and source.delivery is not None:
             record.failures += 1
             self._note_done(has_failed=True)
-        if source.told == id(error):
+        if source.raised_id == id(error):
             error.__traceback__ = user_part(error.__traceback__)
 
     def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:

@@ -90,7 +90,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         rank: Number of this process, from 0. If ``world_size`` is None, rank and world size are
             those of the default group of ``torch.distributed``, or else of torchrun's ``RANK`` and
-            ``WORLD_SIZE``, or else 0 of 1. They are settled when the first epoch begins, so a
+            ``WORLD_SIZE``, or else 0 of 1. They are resolved when the first epoch begins, so a
             loader may be made before the processes of a run are launched. Until then, ``len()``,
             ``state_dict()``, ``load_state_dict()`` and the samplers go by what they are at that
             moment, and raise ValueError where only one of the two variables is set.
@@ -303,7 +303,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return None if known is None else known[1]
 
     def _begin_epoch(self) -> None:
-        self._ranks.settle()
+        self._ranks.resolve()
         _check_generator(self.generator, self._ranks.known)
         super()._begin_epoch()
 

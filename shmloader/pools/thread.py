@@ -296,14 +296,14 @@ class ThreadPool:
 
     def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all threads
         """Report the answers that have come."""
-        answers, has_told = self._post.answers, False
+        answers, has_any = self._post.answers, False
         while answers:
             task, taker, answer = answers.popleft()
             if not task.is_dropped:
-                has_told = True
+                has_any = True
                 self._tasks.pop(task.seq, None)  # unless another thread closes the pool
                 events.answered(task.seq, task.epoch, taker, answer)
-        return has_told
+        return has_any
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
         """Wait until a task is answered or the time is up, and report the answers.

@@ -49,9 +49,9 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 class Ranks:
-    """The rank of this process and the world size, which are settled when the first epoch begins.
+    """The rank of this process and the world size, which are resolved when the first epoch begins.
 
-    A loader may be made before the processes of a run are launched. Until it is settled, what asks
+    A loader may be made before the processes of a run are launched. Until it is resolved, what asks
     for the ranks gets those of that moment.
 
     Args:
@@ -70,15 +70,15 @@ class Ranks:
         """Return the rank and the world size.
 
         Raises:
-            ValueError: If they are not settled, and the environment is wrong.
+            ValueError: If they are not resolved, and the environment is wrong.
         """
         return resolve_ranks(None, None) if self._settled is None else self._settled
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Keep the ranks as they are now.
 
         Raises:
-            ValueError: If they are not settled, and the environment is wrong.
+            ValueError: If they are not resolved, and the environment is wrong.
         """
         self._settled = self.find()
 

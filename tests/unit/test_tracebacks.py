@@ -52,8 +52,8 @@ def test_an_error_of_our_own_keeps_its_frames():
 def test_an_error_that_the_engine_hands_on_has_no_frames():
     engine = Engine.__new__(Engine)
     error = ValueError("of a worker")
-    entry = raised_by(lambda: engine._raise_told(error)).__traceback__.tb_next
-    assert names_of(entry) == ["_raise_told"]
+    entry = raised_by(lambda: engine._raise_on_purpose(error)).__traceback__.tb_next
+    assert names_of(entry) == ["_raise_on_purpose"]
     assert user_part(entry) is None
     assert user_part(None) is None
 

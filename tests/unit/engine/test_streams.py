@@ -375,7 +375,7 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
     here = StreamHere(Fetcher(dataset, iter([])), IterableCheckpoint(), None)
     first = here.dump()
     dataset.state["at"].append(1)
-    here.gave(None, has_failed=False, is_short=True)
+    here.note_batch(None, has_failed=False, is_short=True)
     assert first["streams"][0]["snapshot"]["state"] == {"at": [0]}
     assert here.dump()["streams"][0] == {
         "given": 1, "has_ended": False,
@@ -412,12 +412,12 @@ def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
     here = StreamHere(Fetcher(dataset, iter([])), IterableCheckpoint(), None)
     here.begin_batch()
     dataset.state["at"].append(1)
-    here.gave(None, has_failed=False, is_short=False)
+    here.note_batch(None, has_failed=False, is_short=False)
     here.begin_batch()
     dataset.state["at"].append(2)
     (stream,) = here.dump()["streams"]
     assert (stream["given"], stream["snapshot"]["at"]) == (1, 0)
     assert stream["snapshot"]["state"] == {"at": [0]}
-    here.gave(None, has_failed=False, is_short=False)
+    here.note_batch(None, has_failed=False, is_short=False)
     (stream,) = here.dump()["streams"]
     assert stream["snapshot"]["state"] == {"at": [0, 1, 2]}
