@@ -22,7 +22,8 @@ class WaitPlaces(NamedTuple):
     Attributes:
         start: ``iter()`` made the iterator, or the batch's worker had not begun its first batch of
             the epoch, because the worker was starting.
-        draw: The batch sampler drew indices.
+        draw: The batch sampler drew indices, on the consumer's thread: most often those of a later
+            batch.
         send: The indices were drawn, and no worker had room for them.
         queue: The indices were sent, and the worker was busy with earlier batches.
         fetch: The worker was loading the samples.
@@ -255,7 +256,11 @@ class LoaderStats:
 
     @property
     def verdict(self) -> str:
-        """What limits the speed and what to change, in one sentence."""
+        """What limits the speed and what to change, in one sentence.
+
+        It names the cause of most of the wait; two causes if the second has at least three quarters
+        of the first's weight. Nearly full memory comes before all others.
+        """
         return judge(self)[1]
 
     def __str__(self) -> str:

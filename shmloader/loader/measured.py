@@ -28,6 +28,9 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
         """Return where the time has gone so far. At any time, on any thread, after ``close()`` too.
 
+        ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says
+        what limits the speed and what to change.
+
         A call takes some milliseconds for each living worker, to measure its memory. Where torch's
         own iterator loads (data pipes, or a system without memfd and pidfd), only the batches and
         the waits for them are known.
@@ -35,6 +38,9 @@ class MeasuredLoader(ResumableLoader[_T_co]):
         Args:
             of: "epoch": the newest epoch, running or over. "total": all epochs since the loader
                 was made, without the time between two of them.
+
+        Returns:
+            A frozen snapshot.
 
         Raises:
             ValueError: If ``of`` is neither.
