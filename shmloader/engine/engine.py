@@ -290,10 +290,9 @@ class Engine(EngineBase):
 
     def _next_inline(self) -> object:
         """Draw a ticket, and have this thread make its batch at once."""
-        scheduler = self._scheduler
+        scheduler, began_ns = self._scheduler, self._looked_ns
         while True:
             self.in_transit = True
-            began_ns = time.monotonic_ns()
             try:
                 indices = self._draw()
             except StopIteration:
@@ -311,6 +310,7 @@ class Engine(EngineBase):
             if self._watch is None or not self._note_samples(self._watch, ticket):
                 return self._hand_over(ticket)
             self.check_open()  # by now, the user's code or another thread may have closed it
+            began_ns = time.monotonic_ns()
         self.in_transit = False
         self.check_open()  # once it is closed, there is nothing to draw
         return self._raise_end()

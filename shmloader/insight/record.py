@@ -82,7 +82,8 @@ class Record:
         last_ns: When ``iter()`` or ``next()`` returned last.
         iter_ns: Time until the iterator was made.
         startup_ns: ``iter_ns`` and the wait for the first batch.
-        waited: Where the next batch was while the consumer waited, in ns; see :data:`PLACES`.
+        waited: Where the next batch was while the consumer waited, in ns, as far as it has to be
+            summed up; see :meth:`places`.
         failures: Batches that raised, and once the epoch is over also samples that failed.
     """
 
@@ -126,6 +127,7 @@ class Record:
         self.waited = dict.fromkeys(PLACES, 0)
         # The last waits for batches that were not loaded yet: from when until when.
         self._waits_kept: collections.deque[tuple[int, int]] = collections.deque(maxlen=_WAITS_KEPT)
+        self._waited_until_ns = 0  # the end of the last of them
         self.workers: dict[int, WorkerSums] = {}
         self._turn_ns = 0
 
@@ -198,7 +200,7 @@ class Record:
         if self.waits.count == 1 and not self._is_part:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
-    def note_batch(  # noqa: PLR0912, PLR0915 - each call of a part would cost 0.1 µs a batch
+    def note_batch(  # noqa: PLR0915 - each call of a part would cost 0.1 µs a batch
         self,
         times: BatchTimes,
         asked_ns: int,
@@ -255,21 +257,22 @@ class Record:
             worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns, last_ns=began_ns)
         # The wait until the batch was loaded; then until it was noticed; and the rest, in which it
         # is built, pinned or copied, and another one drawn.
-        at_ns, waited = asked_ns, self.waited
+        at_ns = asked_ns
         if end_ns > asked_ns:
-            at_ns = self._note_awaited(times, asked_ns, end_ns, is_first=is_first)
+            self._note_awaited(times, asked_ns, end_ns, is_first=is_first)
+            at_ns = end_ns
+        waited = self.waited
         if handed_ns > at_ns:
             waited["transport"] += handed_ns - at_ns
             at_ns = handed_ns
         if stage is not None and stage_ended_ns > at_ns:
-            at_ns = self._note_staged(stage, at_ns)
-        at_ns += draw_ns
-        waited["draw"] += draw_ns
-        if taken_ns > at_ns:
-            waited["build"] += taken_ns - at_ns
-        else:  # it drew while the batch was not here yet
-            waited["draw"] -= at_ns - taken_ns
-        if self._waits_kept and self._waits_kept[-1][1] > worker.last_ns:
+            if name != "build":
+                waited[name] += stage_ended_ns - max(stage_began_ns, at_ns)
+            at_ns = stage_ended_ns
+        # It may also have drawn while the batch was not here yet.
+        left_ns = taken_ns - at_ns
+        waited["draw"] += draw_ns if draw_ns < left_ns else left_ns  # noqa: FURB136 - faster
+        if self._waited_until_ns > worker.last_ns:
             worker.idle_awaited_ns += self._awaited_ns(worker.last_ns, began_ns)
         worker.last_ns = end_ns
         worker.batches += 1
@@ -283,7 +286,7 @@ class Record:
 
     def _note_awaited(
         self, times: BatchTimes, asked_ns: int, end_ns: int, *, is_first: bool
-    ) -> int:
+    ) -> None:
         """Note a wait for a batch that was not loaded yet, up to the end of its loading.
 
         Args:
@@ -291,34 +294,30 @@ class Record:
             asked_ns: When the consumer asked for it.
             end_ns: When it was loaded.
             is_first: Whether it is its worker's first batch of the epoch.
-
-        Returns:
-            ``end_ns``.
         """
-        waited, at_ns = self.waited, asked_ns
+        waited, at_ns, sent_ns = self.waited, asked_ns, times.sent_ns
         began_ns, fetch_ns, collate_ns, _, _ = times.work
-        fetched_ns = began_ns + fetch_ns
-        for place, until_ns in (
-            ("start" if is_first else "send", times.sent_ns),
-            ("start" if is_first else "queue", began_ns),
-            ("fetch", fetched_ns),
-            ("collate", fetched_ns + collate_ns),
-            ("encode", end_ns),
-        ):
-            if until_ns > at_ns:
-                waited[place] += until_ns - at_ns
-                at_ns = until_ns
-        self._waits_kept.append((max(asked_ns, began_ns) if is_first else asked_ns, end_ns))
-        return end_ns
-
-    def _note_staged(self, stage: tuple[str, int, int], at_ns: int) -> int:
-        """Note a wait from ``at_ns`` until the stage was done; return when that was."""
-        name, began_ns, ended_ns = stage
         if began_ns > at_ns:
-            self.waited["build"] += began_ns - at_ns
+            if is_first:
+                waited["start"] += began_ns - at_ns
+                asked_ns = began_ns
+            elif sent_ns > at_ns:
+                waited["send"] += sent_ns - at_ns
+                waited["queue"] += began_ns - sent_ns
+            else:
+                waited["queue"] += began_ns - at_ns
             at_ns = began_ns
-        self.waited[name] += ended_ns - at_ns
-        return ended_ns
+        fetched_ns = began_ns + fetch_ns
+        if fetched_ns > at_ns:
+            waited["fetch"] += fetched_ns - at_ns
+            at_ns = fetched_ns
+        collated_ns = fetched_ns + collate_ns
+        if collated_ns > at_ns:
+            waited["collate"] += collated_ns - at_ns
+            at_ns = collated_ns
+        waited["encode"] += end_ns - at_ns
+        self._waits_kept.append((asked_ns, end_ns))
+        self._waited_until_ns = end_ns
 
     def _awaited_ns(self, began_ns: int, ended_ns: int) -> int:
         """Return for how long of a span of time the consumer waited for a batch to be loaded."""
@@ -353,17 +352,11 @@ class Record:
             here = (work, stage)
             self._trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
             self.traced.note_local_batch(work, asked_ns, taken_ns, nbytes, stage, draw_ns)
-        _, fetch_ns, collate_ns, encode_ns, _ = work
-        stages, waited = self.stages, self.waited
-        stages["fetch"] += fetch_ns
-        stages["collate"] += collate_ns
-        stages[stage] += encode_ns
-        waited["draw"] += draw_ns
-        waited["fetch"] += fetch_ns
-        waited["collate"] += collate_ns
-        waited[stage] += encode_ns
-        waited["build"] += max(0, taken_ns - asked_ns - draw_ns - fetch_ns - collate_ns - encode_ns)
-        self.loads.note(fetch_ns + collate_ns)
+        self.stages["fetch"] += work.fetch_ns
+        self.stages["collate"] += work.collate_ns
+        self.stages[stage] += work.encode_ns
+        self.waited["draw"] += draw_ns
+        self.loads.note(work.fetch_ns + work.collate_ns)
         self.batches += 1
         self.samples += work.sample_count
         self.nbytes += nbytes
@@ -385,6 +378,16 @@ class Record:
         """Return how many samples failed and batches raised."""
         failures, failed = self.failures, self._failed
         return failures + (0 if failed is None else failed.total - self._failed_before)
+
+    def places(self) -> dict[str, int]:
+        """Return where the next batch was while the consumer waited, in ns; see :data:`PLACES`."""
+        waited = dict(self.waited)
+        if self.kind == "in-process":  # the consumer waits for each stage
+            for name in ("fetch", "collate", "pin", "device"):
+                waited[name] += self.stages[name]
+        # What is left was spent on building and handing over.
+        waited["build"] = max(0, self.iter_ns + self.waits.total_ns - sum(waited.values()))
+        return waited
 
     def engine_counts(self) -> Counts | None:
         """Return what the engine has counted in this epoch; None without an engine."""

@@ -304,7 +304,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
             waits.percentile(99) / _NS,
             waits.max_ns / _NS,
             record.startup_ns / _NS,
-            WaitPlaces(**{name: spent_ns / _NS for name, spent_ns in record.waited.items()}),
+            WaitPlaces(**{name: spent_ns / _NS for name, spent_ns in record.places().items()}),
         ),
         stages=Stages(
             **{

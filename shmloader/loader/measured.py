@@ -29,8 +29,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
         """Return where the time has gone so far. At any time, on any thread, after ``close()`` too.
 
         ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says
-        what limits the speed and what to change, by where the next batch was while the consumer
-        waited.
+        what limits the speed and what to change.
 
         A call takes some milliseconds for each living worker, to measure its memory. Where torch's
         own iterator loads (data pipes, or a system without memfd and pidfd), only the batches and

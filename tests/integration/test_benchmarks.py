@@ -47,6 +47,15 @@ def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_pa
     assert result_file.stat().st_size > 0
 
 
+def test_verdicts_prints_what_was_found_for_each_kind_of_limit():
+    done = run("verdicts.py", "--smallest", "--kinds", "slow collate", "start-up")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind in ("slow collate", "start-up"):
+        row = rf"^\| {kind} \| [01] of 1 \| [a-z -]+: 1 \| [\d.]+ → [\d.]+ \|$"
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+
+
 @pytest.fixture
 def _late_device():
     if reason := reason_to_skip():

@@ -27,7 +27,7 @@ def record_of(worker_count: int = 2) -> Record:
 
 
 def waited(record: Record) -> dict[str, int]:
-    return {place: spent_ns for place, spent_ns in record.waited.items() if spent_ns}
+    return {place: spent_ns for place, spent_ns in record.places().items() if spent_ns}
 
 
 ALL = {"send": 10, "queue": 10, "fetch": 20, "collate": 15, "encode": 5, "transport": 10}
@@ -73,7 +73,7 @@ def test_iter_and_calls_without_a_batch_have_places() -> None:
 
 
 def test_without_workers_the_places_are_what_the_thread_did() -> None:
-    record = record_of(0)
+    record = Record(0, "in-process", 0, begin_ns=0)
     record.note_local_batch(WORK, 0, 100, 1, "pin", draw_ns=30)
     assert waited(record) == {"draw": 30, "fetch": 20, "collate": 15, "pin": 5, "build": 30}
 
@@ -96,7 +96,7 @@ def test_places_add_up_to_all_waits(batches: list[Any]) -> None:
         taken_ns = max(asked_ns, at[9])
         record.note_batch(times, asked_ns, taken_ns, stage, draw_ns)
         assert all(spent_ns >= 0 for spent_ns in record.waited.values())
-    assert sum(record.waited.values()) == record.waits.total_ns
+    assert sum(record.places().values()) == record.waits.total_ns
 
 
 def test_a_worker_is_idle_between_its_batches_and_perhaps_awaited() -> None:

@@ -7,8 +7,17 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from shmloader.insight import LoaderStats, SlotStats, Stages, StageStats, WaitStats, WorkerStats
-from shmloader.insight.text import counted, seconds, size
+from shmloader.insight import (
+    LoaderStats,
+    SlotStats,
+    Stages,
+    StageStats,
+    WaitPlaces,
+    WaitStats,
+    WorkerStats,
+)
+from shmloader.insight.measurements import PLACES
+from shmloader.insight.text import PLACES_IN_WORDS, counted, seconds, size
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,25 @@ def test_a_notebook_shows_what_the_table_says() -> None:
     for cell in cells:
         assert cell in f"{STATS} stage, mean time per batch"
     assert cells_of(LoaderStats()._repr_html_()) == [LoaderStats().verdict]
+
+
+def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
+    places = WaitPlaces(draw=0.1, fetch=0.397, pin=0.003)
+    stats = dataclasses.replace(STATS, wait=dataclasses.replace(STATS.wait, places=places))
+    head, _, rest = str(stats).partition("where the next batch was while the consumer waited\n")
+    assert "draw" not in head
+    assert rest.splitlines()[:3] == [
+        "  draw         100 ms    20%  the batch sampler was drawing",
+        "  fetch        397 ms    79%  in the dataset",
+        "",
+    ]
+    cells = cells_of(stats._repr_html_())
+    start = cells.index("draw")
+    assert cells[start : start + 4] == ["draw", "100 ms", "20%", "the batch sampler was drawing"]
+
+
+def test_each_place_has_words() -> None:
+    assert tuple(PLACES_IN_WORDS) == WaitPlaces._fields == PLACES
 
 
 def test_a_notebook_shows_text_as_text() -> None:
