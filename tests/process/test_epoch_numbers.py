@@ -108,6 +108,31 @@ def test_an_epoch_that_is_named_while_another_is_iterated_comes_after_it(options
         assert loader.epoch == 5
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [seeded, sharded])
+def test_the_sampler_names_the_epoch_that_has_begun_before_its_first_batch(kind, way) -> None:
+    # Lightning calls iter() before it tells the sampler, where it goes on from a checkpoint that
+    # was saved at the end of an epoch.
+    def read(batches):
+        return [str(batch) for batch in batches]
+
+    with kind() as whole:
+        epochs = [read(whole) for _ in range(6)]
+    with kind(**WAYS[way]) as loader:
+        for number in (3, 4, 0):
+            iterator = iter(loader)
+            loader.sampler.set_epoch(number)
+            assert loader.epoch == loader.sampler.epoch == loader.state_dict()["epoch"] == number
+            found = read([next(iterator)])
+            loader.sampler.set_epoch(number)  # too late: this is the next one
+            found += read(iterator)
+            assert found == epochs[number]
+            assert loader.epoch == number
+            assert read(loader) == epochs[number]
+            assert read(loader) == epochs[number + 1]
+            assert loader.stats().epoch == number + 1
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_of_several_iterators_the_newest_counts(options) -> None:
     with plain(**options) as loader:
