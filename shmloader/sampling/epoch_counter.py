@@ -35,8 +35,9 @@ class EpochCounter:
         self.is_named = False
         self.progress = Progress()
         self.is_renamed = False
-        # Whether no batch of the newest epoch was asked for.
-        self._is_fresh = False
+        # Whether no batch of the newest epoch was asked for, and whether a sampler has named it:
+        # then an ``iter()`` before the first batch begins it again.
+        self._is_fresh = self._is_shared = False
         self.iterator: Callable[[], Any] = _no_iterator
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,10 +64,10 @@ class EpochCounter:
             ValueError: If it is negative.
         """
         self.next = whole_number(epoch, "epoch", minimum=0)
-        self.is_named = True
+        self.is_named, self._is_shared = True, False
 
     def name_by_sampler(self, epoch: object) -> None:
-        """Set the number of the newest epoch if no batch of it was asked for, else of the next one.
+        """Set the number of the next epoch, and of the newest if no batch of it was asked for.
 
         torch's samplers, too, are told before the first batch. Lightning tells them after
         ``iter()`` where it goes on from a checkpoint at an epoch's end.
@@ -75,12 +76,10 @@ class EpochCounter:
             TypeError: If it is not an int.
             ValueError: If it is negative.
         """
-        if not self._is_fresh or self.iterated is None:
-            self.name(epoch)
-            return
-        number = whole_number(epoch, "epoch", minimum=0)
-        self.is_renamed |= number != self.newest
-        self.newest, self.next = number, number + 1
+        self.name(epoch)
+        if self._is_fresh and self.iterated is not None:
+            self.is_renamed |= self.next != self.newest
+            self.newest, self._is_shared = self.next, True
 
     def leave_beginning(self, progress: Progress) -> bool:
         """Note that the first batch of an epoch is asked for; return whether it was renamed.
@@ -91,6 +90,8 @@ class EpochCounter:
         if progress is not self.progress:
             return False
         is_renamed, self.is_renamed, self._is_fresh = self.is_renamed, False, False
+        if self._is_shared:
+            self.next, self.is_named, self._is_shared = self.next + 1, False, False
         return is_renamed
 
     def begin_again(self) -> None:
@@ -105,7 +106,7 @@ class EpochCounter:
             progress: How far it has come.
             is_new: Whether nothing of it was delivered by another run.
         """
-        self.is_renamed, self._is_fresh = False, is_new
+        self.is_renamed, self._is_fresh, self._is_shared = False, is_new, False
         self.newest, self.next, self.is_named = epoch, epoch + 1, False
         self.progress, self.iterator = progress, _Beginning
 

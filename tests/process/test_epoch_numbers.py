@@ -144,6 +144,25 @@ def test_of_several_iterators_the_newest_counts(options) -> None:
         assert loader.epoch == 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_further_iter_begins_the_epoch_that_the_sampler_named_before_a_batch(way) -> None:
+    with seeded() as whole:
+        epochs = [list(map(str, whole)) for _ in range(5)]
+    with seeded(**WAYS[way]) as loader:
+        for number in (0, 3):
+            before = iter(loader)
+            loader.sampler.set_epoch(number)
+            assert loader.epoch == number
+            assert list(map(str, loader)) == epochs[number]  # another iter()
+            del before
+            assert list(map(str, loader)) == epochs[number + 1]
+        iterator = iter(loader)
+        loader.sampler.set_epoch(1)
+        loader.set_epoch(2)  # the loader's own names the next one
+        assert list(map(str, iterator)) == epochs[1]
+        assert list(map(str, loader)) == epochs[2]
+
+
 class Pipe(IterDataPipe):
     """A data pipe, which torch's own iterator loads."""
 
