@@ -69,6 +69,7 @@ class TorchIterator(_BaseDataLoaderIter):
 
     def _begin(self, loader: Any, began_ns: int) -> None:
         self._batch_size = loader.batch_size
+        self._progress = self._plan.progress
         self._record = Record(
             self._plan.epoch,
             "torch",
@@ -101,6 +102,7 @@ class TorchIterator(_BaseDataLoaderIter):
             record.note_wait(began_ns, time.monotonic_ns())
             if isinstance(error, StopIteration):
                 record.end()
+                self._progress.is_ended = True
             else:
                 record.failures += 1
             raise

@@ -110,10 +110,11 @@ class DataLoader(MeasuredLoader[_T_co]):
             loader's order: with a sampler that is cut for ranks (``DistributedSampler``), random
             numbers depend on the rank as well, so give all ranks the same seed. Where the dataset
             is cut for ranks, give each rank its own seed. Samples of an iterable dataset depend on
-            the worker's number and the position in its stream. With ``shuffle=True``,
-            ``loader.sampler`` is the order that is delivered, where torch has a
-            ``RandomSampler``; its ``set_epoch`` names the next epoch. Cannot be combined with
-            ``generator``. None: all randomness is as torch's.
+            the worker's number and the position in its stream. Without a sampler of yours,
+            ``loader.sampler`` and ``loader.batch_sampler`` are the order that is delivered, for
+            what reads, wraps or iterates a loader's samplers. Their ``set_epoch`` names the next
+            epoch, or the one that has begun until its first batch is asked for. Cannot be combined
+            with ``generator``. None: all randomness is as torch's.
 
         **Workers**
 

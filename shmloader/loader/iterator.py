@@ -107,7 +107,7 @@ class EngineIterator(CountingIterator):
             self._finalizer = weakref.finalize(self, end)
             self._finalizer.atexit = False
             self._next_batch: Callable[[], Any] = self._source.next_batch
-            self._is_exhausted = False
+            self._is_exhausted, self._is_fresh = False, True
             self._iterate_again(loader)
             self._begin_draws()
             self._source.start(self._sampler_iter)
@@ -183,11 +183,8 @@ class EngineIterator(CountingIterator):
         super()._reset(loader, first_iter)
         self._begin_draws()
         self._progress = self._plan.progress
-        self._is_exhausted = False
-        self._source.restart(self._sampler_iter)
-        begun = self._engine.stream_beginnings
-        if begun is not None:
-            self._streams = self._parts.streams = begun.copy()
+        self._is_exhausted, self._is_fresh = False, True
+        self._restart()
         self._record.note_begun(self._source.draw_ns)
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
@@ -210,6 +207,8 @@ class EngineIterator(CountingIterator):
         )
 
     def _next_data(self) -> Any:
+        if self._is_fresh:
+            self._leave_beginning()
         if not self._is_exhausted:
             try:
                 batch = self._next_batch()
@@ -220,6 +219,22 @@ class EngineIterator(CountingIterator):
             if not self._persistent_workers:
                 self.close()  # outside the except block, so that an interrupt has no context
         raise StopIteration
+
+    def _leave_beginning(self) -> None:
+        """Draw the epoch again if the loader's sampler was told another number since ``iter()``."""
+        self._is_fresh = False
+        if self._plan.leave_beginning(self._progress):
+            self._progress = self._plan.progress
+            self._record.epoch = self._plan.epoch
+            self._sampler_iter = iter(self._index_sampler)
+            self._begin_draws()
+            self._restart()
+
+    def _restart(self) -> None:
+        self._source.restart(self._sampler_iter)
+        begun = self._engine.stream_beginnings
+        if begun is not None:
+            self._streams = self._parts.streams = begun.copy()
 
     def _transformed(self, batch: Any) -> Any:
         try:

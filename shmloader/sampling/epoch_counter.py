@@ -21,6 +21,8 @@ class EpochCounter:
         next: Number of the epoch that the next ``iter()`` begins.
         is_named: Whether ``set_epoch`` has named it since the newest epoch began.
         progress: How far the newest epoch has come.
+        is_renamed: Whether a sampler has changed the number of the newest epoch, and the iterator
+            does not know it yet.
         iterator: Returns the newest epoch's iterator, or None if that is gone.
 
     Args:
@@ -32,6 +34,10 @@ class EpochCounter:
         self.next = first
         self.is_named = False
         self.progress = Progress()
+        self.is_renamed = False
+        # Whether no batch of the newest epoch was asked for, and whether a sampler has named it:
+        # then an ``iter()`` before the first batch begins it again.
+        self._is_fresh = self._is_shared = False
         self.iterator: Callable[[], Any] = _no_iterator
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,10 +64,49 @@ class EpochCounter:
             ValueError: If it is negative.
         """
         self.next = whole_number(epoch, "epoch", minimum=0)
-        self.is_named = True
+        self.is_named, self._is_shared = True, False
 
-    def begin(self, epoch: int, progress: Progress) -> None:
-        """Note that an epoch begins. Its iterator is set when there is one."""
+    def name_by_sampler(self, epoch: object) -> None:
+        """Set the number of the next epoch, and of the newest if no batch of it was asked for.
+
+        torch's samplers, too, are told before the first batch. Lightning tells them after
+        ``iter()`` where it goes on from a checkpoint at an epoch's end.
+
+        Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is negative.
+        """
+        self.name(epoch)
+        if self._is_fresh and self.iterated is not None:
+            self.is_renamed |= self.next != self.newest
+            self.newest, self._is_shared = self.next, True
+
+    def leave_beginning(self, progress: Progress) -> bool:
+        """Note that the first batch of an epoch is asked for; return whether it was renamed.
+
+        Args:
+            progress: The epoch's, which may not be the newest.
+        """
+        if progress is not self.progress:
+            return False
+        is_renamed, self.is_renamed, self._is_fresh = self.is_renamed, False, False
+        if self._is_shared:
+            self.next, self.is_named, self._is_shared = self.next + 1, False, False
+        return is_renamed
+
+    def begin_again(self) -> None:
+        """Note that the newest epoch begins once more, with the number that it has now."""
+        self.progress = Progress()
+
+    def begin(self, epoch: int, progress: Progress, *, is_new: bool = True) -> None:
+        """Note that an epoch begins. Its iterator is set when there is one.
+
+        Args:
+            epoch: Its number.
+            progress: How far it has come.
+            is_new: Whether nothing of it was delivered by another run.
+        """
+        self.is_renamed, self._is_fresh, self._is_shared = False, is_new, False
         self.newest, self.next, self.is_named = epoch, epoch + 1, False
         self.progress, self.iterator = progress, _Beginning
 

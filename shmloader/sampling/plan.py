@@ -139,8 +139,25 @@ class EpochPlan:
                 state = self._match_base_seed(draws_seed, drawn=origin["base_seed"])
                 if "own" in origin:
                     state = {"begun": False, **(state or {}), "own": origin["own"]}
-        self.counter.begin(epoch, progress)
+        self.counter.begin(epoch, progress, is_new=resumed is None)
         self.order.begin(epoch, progress, state)
+
+    def leave_beginning(self, progress: Progress) -> bool:
+        """Note that the first batch of an epoch is asked for.
+
+        Args:
+            progress: The epoch's.
+
+        Returns:
+            Whether the epoch has another number now, and has to be drawn again.
+        """
+        counter = self.counter
+        if not counter.leave_beginning(progress):
+            return False
+        counter.begin_again()
+        assert counter.newest is not None
+        self.order.begin(counter.newest, counter.progress)
+        return True
 
     def take_back(self, resumed: dict[str, Any] | None) -> None:
         """Undo a failed :meth:`begin`: the next epoch still continues from this state."""

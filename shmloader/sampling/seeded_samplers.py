@@ -40,11 +40,14 @@ class SeededSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that is iterated next, here and by the loader.
 
+        If the loader's newest epoch has begun and no batch of it was asked for yet, that epoch gets
+        the number.
+
         Raises:
             TypeError: If it is not an int.
             ValueError: If it is negative.
         """
-        self.epochs.name(epoch)
+        self.epochs.name_by_sampler(epoch)
 
 
 class SeededRandomSampler(SeededSampler, RandomSampler):

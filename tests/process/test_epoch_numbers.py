@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, IterDataPipe
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
@@ -108,6 +108,31 @@ def test_an_epoch_that_is_named_while_another_is_iterated_comes_after_it(options
         assert loader.epoch == 5
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [seeded, sharded])
+def test_the_sampler_names_the_epoch_that_has_begun_before_its_first_batch(kind, way) -> None:
+    # Lightning calls iter() before it tells the sampler, where it goes on from a checkpoint that
+    # was saved at the end of an epoch.
+    def read(batches):
+        return [str(batch) for batch in batches]
+
+    with kind() as whole:
+        epochs = [read(whole) for _ in range(6)]
+    with kind(**WAYS[way]) as loader:
+        for number in (3, 4, 0):
+            iterator = iter(loader)
+            loader.sampler.set_epoch(number)
+            assert loader.epoch == loader.sampler.epoch == loader.state_dict()["epoch"] == number
+            found = read([next(iterator)])
+            loader.sampler.set_epoch(number)  # too late: this is the next one
+            found += read(iterator)
+            assert found == epochs[number]
+            assert loader.epoch == number
+            assert read(loader) == epochs[number]
+            assert read(loader) == epochs[number + 1]
+            assert loader.stats().epoch == number + 1
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_of_several_iterators_the_newest_counts(options) -> None:
     with plain(**options) as loader:
@@ -117,6 +142,46 @@ def test_of_several_iterators_the_newest_counts(options) -> None:
         assert loader.epoch == 1
         list(newer)
         assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_further_iter_begins_the_epoch_that_the_sampler_named_before_a_batch(way) -> None:
+    with seeded() as whole:
+        epochs = [list(map(str, whole)) for _ in range(5)]
+    with seeded(**WAYS[way]) as loader:
+        for number in (0, 3):
+            before = iter(loader)
+            loader.sampler.set_epoch(number)
+            assert loader.epoch == number
+            assert list(map(str, loader)) == epochs[number]  # another iter()
+            del before
+            assert list(map(str, loader)) == epochs[number + 1]
+        iterator = iter(loader)
+        loader.sampler.set_epoch(1)
+        loader.set_epoch(2)  # the loader's own names the next one
+        assert list(map(str, iterator)) == epochs[1]
+        assert list(map(str, loader)) == epochs[2]
+
+
+class Pipe(IterDataPipe):
+    """A data pipe, which torch's own iterator loads."""
+
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+
+@pytest.mark.parametrize("way", ["in process", "workers", "persistent"])
+def test_epochs_that_torchs_iterator_loads_are_numbered_alike(way) -> None:
+    with DataLoader(Pipe(), 4, **WAYS[way]) as loader:
+        for number in range(2):
+            assert loader.epoch == number
+            iterator = iter(loader)
+            assert loader.epoch == number
+            list(iterator)
+            assert loader.epoch == number + 1
+        iterator = iter(loader)
+        iterator.close()
+        assert loader.epoch == 3
 
 
 @pytest.mark.parametrize("make", KINDS)
