@@ -3,6 +3,7 @@
 import collections
 import functools
 import logging
+import reprlib
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -79,6 +80,8 @@ class Parts:
 
 def _parts_of(part: Part) -> list[Part]:
     """Return a part's own parts that are not plain values; only some of very many."""
+    if _has_only_atoms(part.value):
+        return []
     found = [
         Part(part.path + suffix, value, part.weight)
         for suffix, value in (*children_of(part.value), *_globals_of(part.value))
@@ -91,6 +94,13 @@ def _parts_of(part: Part) -> list[Part]:
     return [found[int(step * at)]._replace(weight=weight) for at in range(_ITEMS)]
 
 
+def _has_only_atoms(value: Any) -> bool:
+    """Whether an object is a container of plain values, of which there may be millions."""
+    if type(value) is dict:
+        return set(map(type, value.values())) <= set(_ATOMS)
+    return type(value) in (list, tuple, set, frozenset) and set(map(type, value)) <= set(_ATOMS)
+
+
 def children_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to, each with the end of the expression that leads to it."""
     if isinstance(value, torch.Tensor):
@@ -100,7 +110,7 @@ def children_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".flat[{at}]", item) for at, item in enumerate(value.flat))
         return
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+        yield from ((f"[{_shown(key)}]", item) for key, item in list(value.items()))
     elif isinstance(value, _SEQUENCES):
         yield from ((f"[{at}]", item) for at, item in enumerate(list(value)))
     elif isinstance(value, _SETS):
@@ -112,6 +122,11 @@ def children_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         yield from _variables_of(value)
     yield from ((f".{name}", item) for name, item in attributes_of(value).items())
+
+
+def _shown(key: object) -> str:
+    """Return a key of a dict as text, without the user's code."""
+    return reprlib.repr(key) if type(key) in _ATOMS else f"<{type(key).__name__}>"
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -295,6 +295,28 @@ def test_the_size_of_very_many_tensors_is_estimated(doctor) -> None:
     assert found["array_bytes"] == pytest.approx(5_000 * 40, rel=0.01)
 
 
+def test_a_walk_runs_no_code_of_the_user_s() -> None:
+    class Hostile:
+        def __repr__(self) -> str:
+            raise AssertionError
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError
+
+        __eq__ = __iter__ = __len__ = __getitem__ = __repr__  # type: ignore[assignment]
+        __hash__ = object.__hash__
+
+    value = {Hostile(): [Hostile()], 1.5: range(9), "long" * 99: None}
+    paths = [part.path for part in Parts().walk(Part("x", value), lambda _: False)]
+    assert paths == ["x", "x[<Hostile>]", "x[1.5]", "x[<Hostile>][0]"]
+
+
+def test_a_million_plain_values_are_passed_over() -> None:
+    value = dict.fromkeys(range(1000000), "text")
+    walked = [part.path for part in Parts().walk(Part("x", value), lambda _: False)]
+    assert walked == ["x"]
+
+
 def test_an_object_that_contains_itself_is_walked_through_once() -> None:
     value: list[Any] = [np.zeros(1)]
     value.append(value)
