@@ -218,6 +218,11 @@ class Payload:
         _ClosurePickler(file, parts).dump(objects)
         return file.getbuffer(), parts
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pickle, and of the arrays and tensors beside it."""
+        return self._segment.nbytes
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the payload of a worker that multiprocessing starts with this argument."""
         return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])

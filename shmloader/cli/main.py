@@ -1,7 +1,8 @@
 """The arguments of the command line, and its exit codes.
 
 * 0: done.
-* 1: the user's dataset raised an exception, which is printed as by any Python program.
+* 1: the user's dataset raised an exception, which is printed as by any Python program; or
+  ``doctor`` found a problem.
 * 2: wrong arguments, or a module or function named there that raises. One line says why.
 * 130: Ctrl-C. What was measured so far is printed.
 """
@@ -58,8 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
     count = _number(1, int, "a whole number")
     duration = _number(0, float, "a number")
 
-    command = commands.add_parser("doctor", help="show what this machine offers to a loader")
-    command.set_defaults(run=lambda _: doctor())
+    doctor_help = "show what this machine offers to a loader, or what stands in a loader's way"
+    command = commands.add_parser("doctor", help=doctor_help)
+    inspected_help = "a function that returns a loader or a dataset, to examine that"
+    command.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help=inspected_help)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=doctor)
 
     target = _Parser(add_help=False)
     target.add_argument(
@@ -117,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     try:
-        parsed.run(parsed)
+        return parsed.run(parsed) or 0
     except UsageError as error:
         print(f"shmloader {parsed.command}: error: {error}", file=sys.stderr)
         return _BAD_ARGUMENTS
@@ -126,4 +131,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return 0

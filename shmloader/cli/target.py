@@ -86,16 +86,25 @@ def _search_here() -> None:
             sys.path.insert(0, here)
 
 
-def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
-    """Return what the user's function makes.
+def call(make: Callable[..., Any], name: str, **options: Any) -> Any:
+    """Return what the user's function returns.
 
     Raises:
-        UsageError: If that cannot be iterated, or the function raises.
+        UsageError: If the function raises.
     """
     try:
-        loader = make(**options)
+        return make(**options)
     except Exception as error:
         raise _raised(f"{name}()", error) from error
+
+
+def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
+    """Return the loader that the user's function makes.
+
+    Raises:
+        UsageError: If it cannot be iterated, or the function raises.
+    """
+    loader = call(make, name, **options)
     if probe(loader, "__iter__") is None:
         raise UsageError(f"{name}() returned a {type(loader).__name__}, which is not a loader")
     return loader

@@ -192,9 +192,17 @@ class SeededOrder(Sampler[list[Any]]):
         drawing: Iterator[Any],
         generator: torch.Generator | None,  # noqa: ARG002 - the seed decides
         *,
-        as_arrays: bool,  # noqa: ARG002 - samples have positions
+        as_arrays: bool,
     ) -> Iterator[Any]:
-        """Return ``drawing``, which ``iter()`` of this order returned."""
+        """Return ``drawing``, which ``iter()`` of this order returned.
+
+        Args:
+            drawing: The newest iterator of this order, from which nothing was drawn yet.
+            generator: Not used.
+            as_arrays: Whether index batches of an order of ours may be arrays or ranges.
+        """
+        if isinstance(self._steps, OrderSteps) and not self._num_shards:
+            self._steps.as_arrays = as_arrays
         return drawing
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shmloader.sampling.indices import IndexArray
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.user_iterators import OnlyNext
@@ -134,7 +135,12 @@ def step_count(item_count: int, cut: Cut, last_batch: LastBatch) -> int:
 
 
 class OrderSteps(Steps):
-    """Steps of an order with random access, so that a rank computes only its own share."""
+    """Steps of an order with random access, so that a rank computes only its own share.
+
+    Attributes:
+        as_arrays: Whether the steps are ranges or :class:`IndexArray` instead of lists. Set before
+            the first one is drawn.
+    """
 
     def __init__(self, order: Order, cut: Cut, last_batch: LastBatch, start: int = 0) -> None:
         super().__init__(start)
@@ -142,9 +148,10 @@ class OrderSteps(Steps):
         self._cut = cut
         self._last_batch = last_batch
         self._count = step_count(order.length, cut, last_batch)
-        self._block: list[list[int]] = []
+        self.as_arrays = False
+        self._block: list[Any] = []
 
-    def _next(self) -> list[int] | None:
+    def _next(self) -> Any:
         if self.drawn >= self._count:
             if self._last_batch == "rollover":
                 start = self._count * self._cut.global_count
@@ -154,7 +161,7 @@ class OrderSteps(Steps):
             self._block = self._compute(self.drawn)
         return self._block.pop()
 
-    def _compute(self, first: int) -> list[list[int]]:
+    def _compute(self, first: int) -> list[Any]:
         """Return some steps from ``first`` on, the last one first."""
         cut, length = self._cut, self._order.length
         stop = min(self._count, first + max(1, _BLOCK // cut.share))
@@ -163,12 +170,21 @@ class OrderSteps(Steps):
         last_count = length - (self._count - 1) * cut.global_count
         missing = cut.share - cut.count(last_count) if stop == self._count else 0
         # Positions beyond the end wrap around to the epoch's start.
-        steps: list[list[int]] = self._order.at(positions % length).tolist()
+        indices = self._order.at(positions % length)
+        steps = list(indices) if self.as_arrays else indices.tolist()
         if missing and self._last_batch == "keep":
-            del steps[-1][-missing:]
+            steps[-1] = steps[-1][:-missing]
         elif missing:
             self.repeats = (self._count, missing)
+        if self.as_arrays:
+            steps = [self._without_list(step) for step in steps]
         return steps[::-1]
+
+    def _without_list(self, step: npt.NDArray[np.int64]) -> range | IndexArray:
+        first, last = int(step[0]), int(step[-1])
+        if type(self._order) is Sequential and last - first == len(step) - 1:
+            return range(first, last + 1)
+        return IndexArray(step)
 
 
 class DrawnSteps(Steps):

@@ -1,0 +1,200 @@
+"""The parts of a user's object, each with the expression that leads to it."""
+
+import collections
+import functools
+import logging
+import reprlib
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader.batch.payload import PICKLE_ERRORS, Payload
+from shmloader.shared.counting import attributes_of
+
+# How long an object is walked through, and how many items of a container are looked at.
+_LIMIT_S = 10.0
+_ITEMS = 1_000
+
+_SEQUENCES = (list, tuple, collections.deque)
+_SETS = (set, frozenset)
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
+# A logger leads to all loggers of the process.
+_OPAQUE = (*_ATOMS, type, types.ModuleType, types.CodeType, torch.dtype, logging.Logger)
+
+# Methods of a dataset that load samples, whose global variables are looked at.
+_LOADING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+
+
+class Part(NamedTuple):
+    """A part of an object.
+
+    Attributes:
+        path: The expression that leads to it, such as ``dataset.files[3]``.
+        value: The part.
+        weight: How many parts it stands for, where only some items of a container are looked at.
+    """
+
+    path: str
+    value: Any
+    weight: float = 1.0
+
+
+class Parts:
+    """Walks through an object and all of its parts, each once, without the user's code.
+
+    Attributes:
+        is_complete: Whether all parts were walked through within the time limit. Of a long
+            container, only some items count as looked at.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = True
+        # By id(); the value keeps the object alive.
+        self._seen: dict[int, object] = {}
+
+    def walk(self, root: Part, is_end: Callable[[Any], bool]) -> Iterator[Part]:
+        """Yield an object, and then its parts.
+
+        Args:
+            root: The object.
+            is_end: Returns whether the parts of a part are left out.
+        """
+        deadline_s = time.monotonic() + _LIMIT_S
+        waiting = collections.deque([root])
+        while waiting:
+            if time.monotonic() > deadline_s:
+                self.is_complete = False
+                return
+            part = waiting.popleft()
+            if isinstance(part.value, _OPAQUE) or id(part.value) in self._seen:
+                continue
+            self._seen[id(part.value)] = part.value
+            yield part
+            if not is_end(part.value):
+                waiting.extend(_parts_of(part))
+
+
+def _parts_of(part: Part) -> list[Part]:
+    """Return a part's own parts that are not plain values; only some of very many."""
+    if _has_only_atoms(part.value):
+        return []
+    found = [
+        Part(part.path + suffix, value, part.weight)
+        for suffix, value in (*children_of(part.value), *_globals_of(part.value))
+        if not isinstance(value, _OPAQUE)
+    ]
+    if len(found) <= _ITEMS:
+        return found
+    weight = part.weight * len(found) / _ITEMS
+    step = len(found) / _ITEMS
+    return [found[int(step * at)]._replace(weight=weight) for at in range(_ITEMS)]
+
+
+def _has_only_atoms(value: Any) -> bool:
+    """Whether an object is a container of plain values, of which there may be millions."""
+    if type(value) is dict:
+        return set(map(type, value.values())) <= set(_ATOMS)
+    return type(value) in (list, tuple, set, frozenset) and set(map(type, value)) <= set(_ATOMS)
+
+
+def children_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object refers to, each with the end of the expression that leads to it."""
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            yield from ((f".flat[{at}]", item) for at, item in enumerate(value.flat))
+        return
+    if isinstance(value, dict):
+        yield from ((f"[{_shown(key)}]", item) for key, item in list(value.items()))
+    elif isinstance(value, _SEQUENCES):
+        yield from ((f"[{at}]", item) for at, item in enumerate(list(value)))
+    elif isinstance(value, _SETS):
+        yield from (("{…}", item) for item in list(value))
+    elif isinstance(value, functools.partial):
+        yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from _variables_of(value)
+    yield from ((f".{name}", item) for name, item in attributes_of(value).items())
+
+
+def _shown(key: object) -> str:
+    """Return a key of a dict as text, without the user's code."""
+    return reprlib.repr(key) if type(key) in _ATOMS else f"<{type(key).__name__}>"
+
+
+def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a closure, and the defaults of arguments."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            yield f" (variable {name!r})", cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    for at, default in enumerate(function.__defaults__ or ()):
+        yield f".__defaults__[{at}]", default
+
+
+def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables that a function, or a dataset's own methods, name."""
+    functions: list[Any] = [value]
+    for kind in type(value).__mro__:
+        if kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "shmloader"):
+            functions += [vars(kind).get(name) for name in _LOADING]
+    for function in functions:
+        if isinstance(function, types.FunctionType):
+            known = function.__globals__
+            for name in function.__code__.co_names:
+                if name in known:
+                    yield f" (global variable {name!r})", known[name]
+
+
+def why_unpicklable(value: object) -> Exception | None:
+    """Return the exception for an object that workers cannot get by pickle; None if they can."""
+    try:
+        Payload(value).close()
+    except PICKLE_ERRORS as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
+        return error
+    return None
+
+
+def find_unpicklable(part: Part, step: Callable[[], None]) -> Part:
+    """Return the innermost part that cannot be pickled, of an object that cannot.
+
+    Args:
+        part: The object.
+        step: Called before each attempt.
+    """
+    while True:
+        inner = _first_unpicklable(part, step)
+        if inner is None:
+            return part
+        part = inner
+
+
+def _first_unpicklable(part: Part, step: Callable[[], None]) -> Part | None:
+    """Return the first direct part that cannot be pickled, by halving; None if all can."""
+    found = [
+        Part(part.path + suffix, value)
+        for suffix, value in children_of(part.value)
+        if not isinstance(value, _ATOMS)
+    ]
+    if not _has_unpicklable(found, step):
+        return None
+    while len(found) > 1:
+        half = found[: len(found) // 2]
+        found = half if _has_unpicklable(half, step) else found[len(half) :]
+    return found[0]
+
+
+def _has_unpicklable(parts: list[Part], step: Callable[[], None]) -> bool:
+    step()
+    return why_unpicklable([part.value for part in parts]) is not None

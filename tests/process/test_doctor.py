@@ -1,0 +1,417 @@
+"""``shmloader doctor MODULE:FUNCTION``, on loaders with real connections, files and locks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import socket
+import sqlite3
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import shmloader
+from shmloader.cli.hazards import find_hazard
+from shmloader.cli.main import main
+from shmloader.cli.parts import Part, Parts, find_unpicklable
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Holding(Dataset[Any]):
+    """Holds any object, which loading does not use."""
+
+    def __init__(self, held: object = None) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((16,), index)
+
+
+class Doctor:
+    """Runs the command on a function of a module that exists for the test only."""
+
+    def __init__(self, module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+        self._module = module
+        self._capsys = capsys
+
+    def run(self, make: object, *arguments: str) -> tuple[int, str, str]:
+        self._module.make = make  # type: ignore[attr-defined]
+        try:
+            code = main(["doctor", f"{self._module.__name__}:make", *arguments])
+        finally:
+            del self._module.make
+        return code, *self._capsys.readouterr()
+
+    def examine(self, value: object) -> dict[str, Any]:
+        """Return what is found out about an object that the function returns."""
+        code, out, _ = self.run(lambda: value, "--json")
+        found = json.loads(out)
+        assert code == (0 if found["is_healthy"] else 1)
+        return found
+
+
+@pytest.fixture
+def doctor(capsys, monkeypatch) -> Doctor:
+    module = ModuleType("module_to_examine")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return Doctor(module, capsys)
+
+
+@pytest.fixture
+def opened(tmp_path: Path):
+    """Make each kind of open object, and close it after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(kind: str) -> tuple[Any, Callable[[], object]]:
+            path = tmp_path / "data.zip"
+            if not path.exists():
+                with zipfile.ZipFile(path, "w") as archive:
+                    archive.writestr("a", "text")
+            match kind:
+                case "sqlite3":
+                    value: Any = sqlite3.connect(tmp_path / "data.db")
+                case "cursor":
+                    value = sqlite3.connect(tmp_path / "data.db").cursor()
+                    stack.callback(value.connection.close)
+                    return value, value.connection.close
+                case "file":
+                    value = path.open("rb")
+                case "unbuffered":
+                    value = path.open("rb", buffering=0)
+                case "text":
+                    value = path.open(encoding="latin-1")
+                case "zip":
+                    value = zipfile.ZipFile(path)
+                case "socket":
+                    value, other = socket.socketpair()
+                    stack.callback(other.close)
+            stack.callback(value.close)
+            return value, value.close
+
+        yield opened
+
+
+# ---------------------------------------------------------------- what cannot be used in workers
+
+KINDS = {
+    "sqlite3": "sqlite3.Connection",
+    "cursor": "sqlite3.Cursor",
+    "file": "_io.BufferedReader",
+    "unbuffered": "_io.FileIO",
+    "text": "_io.TextIOWrapper",
+    "zip": "zipfile.ZipFile",
+    "socket": "socket.socket",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_open_is_found_with_its_path_until_it_is_closed(kind, opened, doctor) -> None:
+    value, close = opened(kind)
+    dataset = Holding([None, {"at": functools.partial(print, value)}])
+    problems = doctor.examine(dataset)["problems"]
+    (fork,) = (problem for problem in problems if problem["methods"] == ["fork"])
+    assert fork["path"] == "dataset.held[1]['at'].args[0]"
+    assert (fork["kind"], fork["matters"]) == (KINDS[kind], True)
+    assert "open it in the worker" in fork["remedy"]
+    close()
+    assert [p for p in doctor.examine(dataset)["problems"] if p["methods"] == ["fork"]] == []
+
+
+def test_a_lock_is_a_problem_in_a_fork_only_while_it_is_held(doctor) -> None:
+    for lock in (threading.Lock(), threading.RLock()):
+        dataset = Holding(lock)
+        assert doctor.examine(dataset)["is_healthy"]
+        with lock:
+            found = doctor.examine(dataset)
+        assert not found["is_healthy"]
+        assert "it is locked now" in found["problems"][0]["what"]
+        assert found["fitting"] == []
+
+
+def test_threads_that_a_dataset_has_started_are_a_problem_and_others_a_note(doctor) -> None:
+    event = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        assert doctor.examine(Holding(executor))["fitting"] == ["fork"]  # it has started none
+        executor.submit(event.wait)
+        try:
+            problems = doctor.examine(Holding(executor))["problems"]
+            notes = doctor.examine(Holding())["problems"]
+        finally:
+            event.set()
+    assert "dataset.held" in [each["path"] for each in problems if each["matters"]]
+    assert [(each["path"], each["matters"]) for each in notes] == [("this process", False)]
+    assert "it has 1 more thread" in notes[0]["what"]
+
+
+CONNECTION: Any = None
+
+
+class Reading(Holding):
+    def __getitem__(self, index: int) -> Any:
+        assert CONNECTION.total_changes == 0
+        return super().__getitem__(index)
+
+
+def test_a_global_variable_that_loading_uses_is_found(opened, doctor, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONNECTION", opened("sqlite3")[0])
+    found = doctor.examine(Reading())
+    assert [each["path"] for each in found["problems"] if each["matters"]] == [
+        "dataset (global variable 'CONNECTION')"
+    ]
+
+
+def test_a_file_that_is_only_written_to_is_no_problem_in_a_fork(tmp_path, doctor) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert doctor.examine(Holding(log))["fitting"] == ["fork"]
+
+
+def named(module: str, name: str, **attributes: object) -> Any:
+    """Return an object of a class that is named like one of a package that is not installed."""
+    return type(name, (), {"__module__": module, "__qualname__": name, **attributes})()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        named("builtins", "Environment"),  # as lmdb's extension module names it
+        named("lmdb.cffi", "Transaction"),
+        named("h5py._hl.base", "HLObject"),
+        named("psycopg2.extensions", "connection", closed=0),
+        named("requests.sessions", "Session"),
+    ],
+)
+def test_objects_of_other_packages_are_known_by_the_names_of_their_types(value) -> None:
+    """With classes of the same names: these packages are not installed for the tests."""
+    hazard = find_hazard(value)
+    assert hazard is not None
+    assert hazard.in_fork
+
+
+def test_a_closed_object_of_another_package_is_no_hazard() -> None:
+    closed = named("h5py._hl.base", "HLObject", id=named("h5py.h5f", "FileID", valid=0))
+    assert find_hazard(closed) is None
+    assert find_hazard(named("psycopg2.extensions", "connection", closed=True)) is None
+    assert find_hazard(named("elsewhere", "Environment")) is None
+
+
+def test_what_goes_wrong_depends_on_how_the_workers_start(opened, doctor) -> None:
+    dataset = Holding(opened("sqlite3")[0])
+
+    def matters(**options: Any) -> list[str]:
+        loader = shmloader.DataLoader(dataset, 4, num_workers=2, **options)
+        found = doctor.examine(loader)
+        return [each["what"] for each in found["problems"] if each["matters"]]
+
+    assert "SQLite forbids" in matters(multiprocessing_context="fork")[0]
+    assert "cannot be pickled" in matters(multiprocessing_context="spawn")[0]
+    assert "only in the thread that opened it" in matters(thread_pool=True)[0]
+
+
+# ---------------------------------------------------------------- pickle
+
+
+class OwnState(Holding):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "held": None}
+
+
+def test_the_part_that_cannot_be_pickled_is_named_and_why(doctor) -> None:
+    dataset = Holding([{"lock": [1, 2, (i for i in ())]} for _ in range(3)])
+    found = doctor.examine(dataset)
+    (problem,) = found["problems"]
+    assert problem["path"] == "dataset.held[0]['lock'][2]"
+    assert problem["kind"] == "builtins.generator"
+    assert "cannot pickle 'generator' object" in problem["what"]
+    assert problem["methods"] == ["forkserver", "spawn"]
+    assert found["pickle_bytes"] is None
+    assert doctor.examine(OwnState(threading.Lock()))["pickle_bytes"] > 0
+
+
+def test_the_part_that_cannot_be_pickled_is_found_in_a_long_list() -> None:
+    attempts: list[None] = []
+    items = [{"a": number} for number in range(1_000)]
+    items[613]["a"] = threading.Lock()
+    part = find_unpicklable(Part("items", items), lambda: attempts.append(None))
+    assert part.path == "items[613]['a']"
+    assert len(attempts) < 30
+
+
+def test_variables_of_a_closure_are_parts(doctor) -> None:
+    lock = threading.Lock()
+    loader = shmloader.DataLoader(Holding(), 4, collate_fn=lambda samples: (lock, samples)[1])
+    (problem,) = doctor.examine(loader)["problems"]
+    assert problem["path"] == "collate_fn (variable 'lock')"
+
+
+def test_a_lambda_is_pickled_by_cloudpickle(doctor) -> None:
+    found = doctor.examine(shmloader.DataLoader(Holding(), 4, collate_fn=lambda samples: samples))
+    assert found["by_value"]
+    assert found["problems"] == []
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_is_that_of_tensors_objects_and_batches(doctor) -> None:
+    tensor, array = torch.zeros(100, 100), np.zeros(500)
+    dataset = Holding([tensor, tensor[3:], array, array[5:], [str(i) for i in range(300_000)]])
+    loader = shmloader.DataLoader(dataset, 8, num_workers=3, prefetch_factor=4)
+    found = doctor.examine(loader)
+    assert found["array_bytes"] == 40_000 + 4_000
+    assert 250_000 < found["objects"] < 350_000
+    assert found["batch_bytes"] == 8 * 16 * 8
+    assert found["slots"] == 3 * 4 + 4
+    assert found["worker_bytes"] == found["object_bytes"] + 8 * 16 * 8 * 16 // 3
+    assert found["pickle_bytes"] > 44_000
+    assert "shmloader.share(dataset)" in doctor.run(lambda: loader)[1]
+
+
+def test_what_lies_in_shared_memory_is_counted_apart(doctor, tmp_path) -> None:
+    mapped = np.memmap(tmp_path / "data", np.uint8, "w+", shape=(3_000,))
+    shared = shmloader.share(np.zeros(1_000))
+    found = doctor.examine(Holding([mapped, shared, torch.zeros(500).share_memory_()]))
+    assert found["array_bytes"] == 0
+    assert found["shared_bytes"] == 3_000 + 8_000 + 2_000
+
+
+def test_the_size_of_very_many_tensors_is_estimated(doctor) -> None:
+    found = doctor.examine(Holding([torch.zeros(10) for _ in range(5_000)]))
+    assert found["array_bytes"] == pytest.approx(5_000 * 40, rel=0.01)
+
+
+def test_a_walk_runs_no_code_of_the_user_s() -> None:
+    class Hostile:
+        def __repr__(self) -> str:
+            raise AssertionError
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError
+
+        __eq__ = __iter__ = __len__ = __getitem__ = __repr__  # type: ignore[assignment]
+        __hash__ = object.__hash__
+
+    value = {Hostile(): [Hostile()], 1.5: range(9), "long" * 99: None}
+    paths = [part.path for part in Parts().walk(Part("x", value), lambda _: False)]
+    assert paths == ["x", "x[<Hostile>]", "x[1.5]", "x[<Hostile>][0]"]
+
+
+def test_a_million_plain_values_are_passed_over() -> None:
+    value = dict.fromkeys(range(1000000), "text")
+    walked = [part.path for part in Parts().walk(Part("x", value), lambda _: False)]
+    assert walked == ["x"]
+
+
+def test_an_object_that_contains_itself_is_walked_through_once() -> None:
+    value: list[Any] = [np.zeros(1)]
+    value.append(value)
+    assert [part.path for part in Parts().walk(Part("x", value), lambda _: False)] == [
+        "x", "x[0]",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- kinds of targets and errors
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        (lambda: torch.utils.data.DataLoader(Holding(), 4, num_workers=2), "DataLoader"),
+        (lambda: shmloader.ShardedDataLoader(Holding(), 4), "ShardedDataLoader"),
+        (lambda: shmloader.DataLoader(Stream(), 4), "DataLoader"),
+        (Holding, "Holding"),
+        (Stream, "Stream"),
+        (lambda: torch.arange(9), "Tensor"),
+        (lambda: [1, 2, 3], "list"),
+    ],
+)
+def test_loaders_of_torch_and_datasets_are_examined_too(target, kind, doctor) -> None:
+    found = doctor.examine(target())
+    assert found["kind"] == kind
+    assert found["is_healthy"]
+    assert found["batch_bytes"] > 0
+
+
+def test_a_dataset_that_raises_is_a_problem(doctor) -> None:
+    class Broken(Holding):
+        def __getitem__(self, index: int) -> Any:
+            raise FileNotFoundError("no such image")
+
+    code, out, _ = doctor.run(Broken)
+    assert code == 1
+    assert "making it raises FileNotFoundError: no such image" in out
+
+
+def raises() -> None:
+    raise KeyError("path")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (3, "module_to_examine:make is not a function that makes a loader, but a int"),
+        (raises, "module_to_examine:make() raised KeyError: 'path'"),
+        (lambda: 3, "returned a int, which is neither a DataLoader nor a dataset"),
+        (lambda: Holding, "returned a type, which is neither a DataLoader nor a dataset"),
+        (lambda: None, "returned a NoneType, which is neither a DataLoader nor a dataset"),
+    ],
+)
+def test_a_bad_target_is_a_usage_error_in_one_line(make, text, doctor) -> None:
+    code, out, err = doctor.run(make)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_a_target_that_does_not_exist_is_a_usage_error(capsys) -> None:
+    assert main(["doctor", "no_such_module:make"]) == 2
+    assert "there is no module 'no_such_module'" in capsys.readouterr().err
+    assert main(["doctor", "json:no_such_function"]) == 2
+    assert "json has no 'no_such_function'" in capsys.readouterr().err
+
+
+def test_the_report_of_a_healthy_loader_has_all_rows_and_says_so(doctor) -> None:
+    make = functools.partial(shmloader.DataLoader, Holding(), 4, num_workers=2)
+    code, out, _ = doctor.run(make)
+    assert code == 0
+    for row in ("dataset", "pickle", "batch", "a worker", "start methods"):
+        assert f"\n  {row} " in out
+    assert "No problem was found." in out
+    assert "problem   " not in out
+
+
+def test_the_machine_is_shown_as_json_without_a_target(capsys) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) >= {"cores", "memory", "start method"}
+
+
+def test_long_work_shows_progress(doctor, monkeypatch) -> None:
+    class Slow(Holding):
+        def __reduce__(self) -> Any:
+            time.sleep(1.1)  # longer than the time between two lines
+            raise TypeError("not now")
+
+    _, _, err = doctor.run(Slow)
+    assert "doctor: " in err
+    assert " steps" in err
