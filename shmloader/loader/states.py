@@ -100,7 +100,7 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
             "the state of an iterable dataset has version 1, which did not save what its workers "
             "were seeded from, so samples would be lost: begin the epoch anew"
         )
-    if version != 1 and not _is_whole(state):
+    if version != 1 and not is_whole(state):
         raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
     found = {key: state[key] for key in _FACTS}
     if isinstance(found["tail"], str):
@@ -117,7 +117,8 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _is_whole(state: dict[str, Any]) -> bool:
+def is_whole(state: dict[str, Any]) -> bool:
+    """Return whether a state is as :func:`sealed` returned it, or as JSON made it of that."""
     try:
         return bool(_checksum(state) == state.get("checksum"))
     except (TypeError, ValueError, RecursionError):
