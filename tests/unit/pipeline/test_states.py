@@ -276,6 +276,39 @@ def test_a_source_may_change_its_state_after_it_has_returned_it():
     resumed_at_each_item(lambda: chain(Growing(), add_one), None)
 
 
+def test_an_item_that_an_interruption_has_lost_was_not_delivered(monkeypatch):
+    pipeline = chain(range(9), add_one)
+    items = iter(pipeline)
+    assert next(items) == 1
+
+    def interrupted(item):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shmloader.pipeline.epoch.opened", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    monkeypatch.undo()
+    pipeline.load_state_dict(pipeline.state_dict())
+    assert list(pipeline) == list(range(2, 10))
+
+
+def test_an_item_that_has_failed_was_not_delivered():
+    fails = [4]
+
+    def op(number):
+        if number in fails:
+            raise ValueError(number)
+        return number
+
+    pipeline = chain(range(9), op, sink=1)
+    taken = []
+    with pytest.raises(ValueError, match="4"):
+        taken.extend(pipeline)
+    fails.clear()
+    pipeline.load_state_dict(pipeline.state_dict())
+    assert taken + list(pipeline) == list(range(9))
+
+
 def test_the_few_calls_that_are_left_do_not_say_that_all_have_failed():
     def fail_last(number):
         if number == 9:
