@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from shmloader.insight.text import counted, seconds
 from shmloader.pipeline.config import PipelineConfig
 from shmloader.pipeline.flow import Flow, PipeStage, Stage
+from shmloader.pipeline.verdict import one_of_threads
 
 if TYPE_CHECKING:
     from shmloader.pipeline.epoch import StageOp
@@ -50,7 +51,6 @@ def _what_it_does(flow: Flow, stage: Stage, op: "StageOp | None", num_threads: i
     text += f" for {seconds(oldest_s)}" if len(jobs) == 1 else f", one for {seconds(oldest_s)}"
     unbegun = sum(not job.began_ns for job in jobs)
     if op.waits_for_threads and unbegun:
-        threads = counted(num_threads, "thread")
         verb = "waits" if unbegun == 1 else "wait"
-        text += f", of which {unbegun} {verb} for one of the {threads} (num_threads)"
+        text += f", of which {unbegun} {verb} for {one_of_threads(num_threads)} (num_threads)"
     return text

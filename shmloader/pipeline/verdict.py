@@ -9,7 +9,7 @@ slightly different must not name another one.
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from shmloader.insight.text import counted, seconds
+from shmloader.insight.text import seconds
 from shmloader.insight.verdict import IDLE_SHARE, STARTUP_SHARE
 
 if TYPE_CHECKING:
@@ -96,9 +96,8 @@ def _cause(stats: "PipelineStats") -> Judgement:
         return Judgement(
             PipelineFinding.THREADS,
             names,
-            f"items in {_listed(names)} wait for one of the "
-            f"{counted(stats.num_threads, 'thread')} that all functions share: raise num_threads "
-            "of build(), or use executor='process'.",
+            f"items in {_listed(names)} wait for {one_of_threads(stats.num_threads)} that all "
+            "functions share: raise num_threads of build(), or use executor='process'.",
         )
     if len(found) > 1:
         return Judgement(
@@ -145,6 +144,11 @@ _REMEDIES = {
     ),
     "device": "Use smaller types (uint8, converted on the device).",
 }
+
+
+def one_of_threads(count: int) -> str:
+    """Return "one of the 4 threads", or "the only thread"."""
+    return "the only thread" if count == 1 else f"one of the {count} threads"
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -67,7 +67,7 @@ def test_items_that_wait_for_a_thread_are_told():
     builder = PipelineBuilder().add_source(range(3)).pipe(op, concurrency=3)
     with builder.add_sink().build(num_threads=1).auto_stop() as pipeline:
         gate.wait_until_reached()
-        waiting = "of which 2 wait for one of the 1 thread (num_threads)"
+        waiting = "of which 2 wait for the only thread (num_threads)"
         wait_until(lambda: waiting in text_of_timeout(pipeline))
         gate.open()
 
