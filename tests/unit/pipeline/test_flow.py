@@ -20,7 +20,7 @@ from shmloader.pipeline.flow import (
     Raised,
     StageQueue,
 )
-from shmloader.pipeline.meters import Clock
+from shmloader.pipeline.meters import SAMPLE_NS, Clock
 
 QUEUE = 2
 
@@ -302,3 +302,51 @@ def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
     while not isinstance(flow.take(), Raised):
         pass
     assert flow.ready == []
+
+
+def test_each_place_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
+    flow = make_flow((2, True), sink=1)
+    clock, [_, stage] = flow.clock, flow.stages
+    ms = 1_000_000
+
+    def at(time_ms):
+        ready, flow.ready = flow.ready, []
+        flow.set_time(time_ms * ms)
+        return ready
+
+    flow.begin()
+    [source] = at(10)  # both places are free for 10 ms
+    flow.yielded(source, "a")
+    flow.yielded(source, "b")
+    first, second = at(15)  # both in work for 5 ms
+    flow.finished(second, "b")
+    at(18)  # one in work, the other behind it
+    flow.finished(first, "a")
+    at(25)  # "a" fills the sink, "b" is blocked, and a place is free
+    clock.is_waiting = False
+    assert flow.take() == "a"
+    clock.is_waiting = True
+    at(30)  # both are free, while the consumer waits
+    assert flow.take() == "b"
+    flow.measure()
+    meter = stage.meter
+    assert meter.working_ns == (2 * 5 + 3) * ms
+    assert meter.behind_ns == 3 * ms
+    assert meter.blocked_ns == 7 * ms
+    assert meter.waited_occupied_ns == 0
+    assert clock.waited_ns == 5 * ms
+    assert flow.sink_meter.queued_ns == (7 + 5) * ms
+    assert [one.out_count for one in (stage.meter, flow.sink_meter)] == [2, 2]
+
+
+def test_changes_that_come_soon_after_one_another_are_summed_up_together():
+    flow = make_flow((1, False))
+    flow.begin()
+    [source] = flow.ready
+    flow.ready = []
+    flow.set_time(1000)
+    flow.yielded(source, "a")
+    flow.set_time(2000)
+    assert flow.stages[1].meter.working_ns == 0
+    flow.set_time(SAMPLE_NS)
+    assert flow.stages[1].meter.working_ns == SAMPLE_NS
