@@ -75,6 +75,7 @@ from shmloader.memory.collate import empty
 from shmloader.pipeline.builder import PipelineBuilder
 from shmloader.pipeline.loader import PipelineDataLoader
 from shmloader.pipeline.pipeline import Pipeline
+from shmloader.pipeline.stats import PipelineStats
 from shmloader.shared import share
 
 __version__ = "0.1.0"
@@ -100,6 +101,7 @@ __all__ = [
     "Pipeline",
     "PipelineBuilder",
     "PipelineDataLoader",
+    "PipelineStats",
     "RandomSampler",
     "SampleTimeoutError",
     "Sampler",
@@ -144,6 +146,7 @@ for _value in (
     Pipeline,
     PipelineBuilder,
     PipelineDataLoader,
+    PipelineStats,
     ShardedDataLoader,
     ShmloaderError,
     *ShmloaderError.__subclasses__(),

@@ -108,39 +108,41 @@ def write_line(stats: "LoaderStats") -> str:
 
 def write_html(stats: "LoaderStats") -> str:
     """Return what :func:`write_table` returns as tables of HTML, with all text escaped."""
-    verdict = f"<p>{_escape(stats.verdict)}</p>"
+    verdict = f"<p>{escape(stats.verdict)}</p>"
     if not stats.kind:
         return verdict
-    parts = [f"<p><b>{_escape(_headline(stats))}</b></p>", _html_table(_overview(stats))]
+    parts = [f"<p><b>{escape(_headline(stats))}</b></p>", html_table(_overview(stats))]
     stages = [
         (name, seconds(stage.mean_s), _STAGES[name])
         for name, stage in stats.stages._asdict().items()
         if stage.total_s
     ]
     if stages:
-        parts.append(_html_table(stages, ("stage", "mean time per batch", "")))
+        parts.append(html_table(stages, ("stage", "mean time per batch", "")))
     places = _wait_rows(stats)
     if places:
-        parts.append(_html_table(places, ("place", "waited", "share", _WAIT_COLUMN)))
+        parts.append(html_table(places, ("place", "waited", "share", _WAIT_COLUMN)))
     if stats.workers:
-        parts.append(_html_table(_worker_rows(stats), _WORKER_COLUMNS))
+        parts.append(html_table(_worker_rows(stats), _WORKER_COLUMNS))
     return "\n".join([*parts, verdict])
 
 
-def _escape(text: object) -> str:
-    from html import escape  # noqa: PLC0415 - notebooks only; two milliseconds of each import
+def escape(text: object) -> str:
+    """Return a text that shows as it is in HTML."""
+    import html  # noqa: PLC0415 - notebooks only; two milliseconds of each import
 
-    return escape(str(text))
+    return html.escape(str(text))
 
 
-def _html_table(rows: Iterable[Iterable[object]], columns: Iterable[str] = ()) -> str:
+def html_table(rows: Iterable[Iterable[object]], columns: Iterable[str] = ()) -> str:
+    """Return a table of HTML, with all text escaped."""
     lines = [_html_row("th", columns)] if columns else []
     lines += [_html_row("td", cells) for cells in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
 def _html_row(tag: str, cells: Iterable[object]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def _worker_rows(stats: "LoaderStats") -> list[tuple[object, ...]]:

@@ -35,7 +35,7 @@ def describe_loader(loader: Any, init: Callable[..., None], order: tuple[str, ..
     parameters = dict(inspect.signature(init).parameters)
     first = ("self", "dataset", *_ALWAYS)
     names = [*_ALWAYS, *(name for name in parameters if name not in first)]
-    shown = [_describe_dataset(getattr(loader, "dataset", None))]
+    shown = [describe_source(getattr(loader, "dataset", None))]
     for name in names:
         default = parameters[name].default
         value = getattr(loader, name, default)
@@ -65,11 +65,12 @@ def _is_default(loader: Any, name: str, value: Any, default: Any) -> bool:
             return value is None if default is None else bool(value == default)
 
 
-def _describe_dataset(dataset: object) -> str:
+def describe_source(source: object) -> str:
+    """Return the type of a dataset, or of a pipeline's source, and its length if it has one."""
     length = None
     with contextlib.suppress(Exception):  # it may have no length, or not know it yet
-        length = len(dataset)  # type: ignore[arg-type]
-    name = type(dataset).__name__
+        length = len(source)  # type: ignore[arg-type]
+    name = type(source).__name__
     return f"<{name}>" if length is None else f"<{name} of length {length}>"
 
 

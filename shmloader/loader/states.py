@@ -104,7 +104,7 @@ def check_state(
             "the state of an iterable dataset has version 1, which did not save what its workers "
             "were seeded from, so samples would be lost: begin the epoch anew"
         )
-    if version != 1 and not _is_whole(state):
+    if version != 1 and not is_whole(state):
         raise ValueError(
             "the state is damaged, or was changed after state_dict() had returned it: its checksum "
             f"is wrong: {reprlib.repr(state)}"
@@ -179,7 +179,8 @@ def _of_seed(saved: object, _: BatchArgument) -> tuple[str, str]:
     return "seed", "Give no seed." if saved is None else f"Set seed={_short(saved)}."
 
 
-def _is_whole(state: dict[str, Any]) -> bool:
+def is_whole(state: dict[str, Any]) -> bool:
+    """Return whether a state is as :func:`sealed` returned it, or as JSON made it of that."""
     try:
         return bool(_checksum(state) == state.get("checksum"))
     except (TypeError, ValueError, RecursionError):

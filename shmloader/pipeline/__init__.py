@@ -21,10 +21,16 @@ Jobs run on *executors*: daemon threads, which are left behind if they are still
 pipeline stops; an event loop on a thread; a ``concurrent.futures.Executor`` of the user's; and, for
 ``executor="process"``, the loader's own engine, pool and slots.
 
+Where the order is kept, each item travels with a *checkpoint*: where an epoch begins that continues
+after it. The checkpoint of the item that was delivered last is the pipeline's state.
+
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
 ``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),
 ``runtime`` (owns executors and the epoch), ``epoch`` (a flow with its lock and its consumer),
-``flow`` (pure), ``failures`` (which ones are allowed, and their texts), ``executors`` (threads,
-and a user's executor), ``loop`` and ``processes`` (the other executors), ``device_future`` (batches
-on a device).
+``flow`` (pure), ``failures`` (which ones are allowed, and their texts), ``source`` (how sources are
+iterated and resumed), ``states`` (the format of a state), ``executors`` (threads, and a user's
+executor), ``loop`` and ``processes`` (the other executors), ``lifecycle`` (``setup`` and
+``teardown``), ``device_future`` (batches on a device), ``meters`` (measures stages; pure),
+``stats`` and ``verdict`` (what they tell), ``lateness`` (a timeout's text), ``description``
+(``repr``).
 """

@@ -18,12 +18,16 @@ from shmloader.pipeline.config import (
     Pipe,
     PipelineConfig,
     RunsOn,
-    Source,
+    check_signature,
     check_timeout,
     kind_of,
     name_of,
 )
+from shmloader.pipeline.description import describe_chain
+from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.pipeline import Pipeline
+from shmloader.pipeline.source import Source
+from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
 # The default of `num_threads` is at most this.
@@ -51,37 +55,52 @@ class PipelineBuilder:
         self._source: Source | None = None
         self._stages: list[Pipe | Aggregate] = []
         self._buffer_size: int | None = None
+        self._snapshot_every = 1
 
-    def add_source(self, source: Source) -> Self:
+    def __repr__(self) -> str:
+        """Return the source, the stages and the sink, as far as they are set."""
+        return f"<PipelineBuilder: {describe_chain(self._source, self._stages, self._buffer_size)}>"
+
+    def add_source(self, source: Source, *, snapshot_every_n_steps: int = 1) -> Self:
         """Set the source of the items.
 
         Args:
             source: An iterable, which is iterated on a thread of its own (it may block), or an
                 async iterable, which is iterated on the event loop. Each epoch iterates it once.
+                If it has ``state_dict()`` and ``load_state_dict()``, or is a sequence, the pipeline
+                can be resumed: see :meth:`Pipeline.state_dict`.
+            snapshot_every_n_steps: After how many items the source's ``state_dict()`` is called.
+                With 100, a resumed pipeline reads up to 99 items again, and drops them. 0 means
+                only at the beginning and at the end of an epoch.
 
         Raises:
-            ValueError: If there is a source already.
-            TypeError: If it is neither.
+            ValueError: If there is a source already, or ``snapshot_every_n_steps`` is negative.
+            TypeError: If it is neither, or ``snapshot_every_n_steps`` is not an int.
         """
         if self._source is not None:
             raise ValueError("add_source was called before: a pipeline has one source")
         if not isinstance(source, collections.abc.Iterable | collections.abc.AsyncIterable):
             raise TypeError(
                 "the source should be an iterable or an async iterable, but got a "
-                f"{type(source).__name__}"
+                f"{type(source).__name__}{_how_to_iterate(source)}"
             )
+        self._snapshot_every = whole_number(
+            snapshot_every_n_steps, "snapshot_every_n_steps", minimum=0
+        )
         self._source = source
         return self
 
     def pipe(
         self,
-        op: Callable[[Any], Any],
+        op: Callable[..., Any],
         *,
         concurrency: int = 1,
         executor: Executor | None = None,
         output_order: OutputOrder = "completion",
         name: str | None = None,
         max_failures: float | Fraction | None = None,
+        setup: Callable[[], Any] | None = None,
+        teardown: Callable[[Any], Any] | None = None,
     ) -> Self:
         """Add a stage that calls ``op`` with each item.
 
@@ -114,6 +133,26 @@ class PipelineBuilder:
                 and listed (:attr:`Pipeline.failures`). If more calls fail, or all of them,
                 ``TooManyFailures`` is raised. By default, the limit that ``build`` sets for all
                 stages together.
+            setup: Makes a context, such as a connection or a client session. It is called without
+                arguments before the first item, where ``op`` runs, and ``op`` is then called as
+                ``op(item, context)``.
+
+                On threads, once on each thread that gets an item of the stage. All results of a
+                generator function for one item then come together, since they may need the thread.
+
+                For coroutine functions, once, on the event loop. It may be a coroutine function.
+
+                With ``executor="process"``, once in each worker process. An ``Executor`` has an
+                ``initializer`` of its own, and cannot be combined with ``setup``.
+
+                What it raises is raised to the consumer with the stage's name, whatever
+                ``max_failures`` allows.
+            teardown: Called as ``teardown(context)``, once for each ``setup`` that has returned, on
+                the same thread or loop: when the pipeline stops, when an epoch is left before its
+                end, after an error, when the pipeline is garbage, and at the interpreter's exit if
+                no op is running then. On the loop it may be a coroutine function. What it raises is
+                logged. It cannot be combined with ``executor="process"``: a worker process may be
+                ended at any time.
 
         Raises:
             TypeError, ValueError: For wrong arguments.
@@ -136,16 +175,21 @@ class PipelineBuilder:
                 "a stage with executor='process' cannot come after transfer: batches on a device "
                 "are not sent to other processes"
             )
+        name = name or name_of(op)
+        concurrency = whole_number(concurrency, "concurrency", minimum=1)
+        lifecycle = _parse_lifecycle(name, setup, teardown, kind, runs_on)
+        check_signature(op, name, ["the item"] if lifecycle is None else ["the item", "context"])
         self._stages.append(
             Pipe(
                 op,
                 kind,
-                name or name_of(op),
+                name,
                 runs_on,
-                whole_number(concurrency, "concurrency", minimum=1),
+                concurrency,
                 output_order == "input",
                 limit,
                 executor if isinstance(executor, concurrent.futures.Executor) else None,
+                lifecycle=lifecycle,
             )
         )
         return self
@@ -267,6 +311,7 @@ class PipelineBuilder:
                 whole_number(num_threads, "num_threads", minimum=1),
                 limit,
                 timeout,
+                self._snapshot_every,
             )
         )
 
@@ -288,6 +333,49 @@ class PipelineBuilder:
     def _check_open(self, what: str) -> None:
         if self._buffer_size is not None:
             raise ValueError(f"{what} was called after add_sink: no stage comes after the sink")
+
+
+def _parse_lifecycle(
+    stage: str, setup: Any, teardown: Any, kind: OpKind, runs_on: RunsOn
+) -> Lifecycle | None:
+    """Check ``setup`` and ``teardown`` of a stage."""
+    for name, function in {"setup": setup, "teardown": teardown}.items():
+        if function is None:
+            continue
+        if not callable(function):
+            raise TypeError(f"{name} should be callable, but got {name}={function!r}")
+        if kind_of(function).is_async and not kind.is_async:
+            raise TypeError(
+                f"{name} of stage '{stage}' is {kind_of(function).value}, but the op is "
+                f"{kind.value}, which does not run on the event loop: nothing would await it"
+            )
+        if runs_on is RunsOn.EXECUTOR:
+            raise ValueError(
+                f"{name} cannot be combined with an Executor: give the executor an initializer"
+            )
+    if setup is None:
+        if teardown is not None:
+            raise ValueError("teardown needs setup, whose result it is called with")
+        return None
+    if teardown is not None and runs_on is RunsOn.PROCESSES:
+        raise ValueError(
+            "teardown cannot be combined with executor='process', whose workers may be ended at "
+            "any time: what setup has opened there is closed with the process"
+        )
+    check_signature(setup, f"setup of '{stage}'", [])
+    if teardown is not None:
+        check_signature(teardown, f"teardown of '{stage}'", ["context"])
+    return Lifecycle(stage, setup, teardown)
+
+
+def _how_to_iterate(source: Any) -> str:
+    """Return what to do with something that is indexed, not iterated."""
+    if callable(probe(type(source), "__getitem__")) and callable(probe(type(source), "__len__")):
+        return (
+            " without __iter__: use add_source(range(len(dataset))) and then "
+            "pipe(dataset.__getitem__)"
+        )
+    return ": call it, and pass what it returns" if callable(source) else ""
 
 
 def _take_apart(items: Iterable[Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import enum
 import functools
 import inspect
 import math
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 
 from shmloader.memory.slot import is_supported, why_unsupported
+from shmloader.pipeline.lifecycle import Lifecycle
+from shmloader.pipeline.source import Resumes, Source, how_it_resumes
 from shmloader.probing import probe
 
-Source = Iterable[Any] | AsyncIterable[Any]
 Executor = Literal["thread", "process"] | concurrent.futures.Executor
 OutputOrder = Literal["completion", "input"]
 
@@ -136,6 +137,7 @@ class Pipe:
         max_failures: The limit of this stage alone; None for the pipeline's.
         executor: The user's executor, for ``RunsOn.EXECUTOR``.
         device: The target, for ``RunsOn.DEVICE``.
+        lifecycle: ``setup`` and ``teardown``; None if the stage has none.
     """
 
     op: Callable[..., Any]
@@ -147,6 +149,12 @@ class Pipe:
     max_failures: int | Fraction | None = None
     executor: concurrent.futures.Executor | None = None
     device: torch.device | None = None
+    lifecycle: Lifecycle | None = None
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether results leave in the order of the items. One worker process answers in order."""
+        return self.in_order or self.concurrency == 1
 
     @property
     def capacity(self) -> int:
@@ -181,6 +189,7 @@ class PipelineConfig:
         max_failures: The limit of all stages together that have none of their own. With None, the
             first failure is raised.
         timeout_s: Longest wait of the consumer in seconds; None waits without a limit.
+        snapshot_every: After how many items the source's own state is taken; 0 for never.
     """
 
     source: Source
@@ -189,6 +198,37 @@ class PipelineConfig:
     num_threads: int
     max_failures: int | Fraction | None
     timeout_s: float | None
+    snapshot_every: int = 1
+
+    def name_of_stage(self, number: int) -> str:
+        """Return the name of a stage in texts; number 0 is the source."""
+        if number == 0:
+            return "the source"
+        stage = self.stages[number - 1]
+        if isinstance(stage, Aggregate):
+            return f"aggregate({stage.size})"
+        return f"stage '{stage.name}'"
+
+    def queue_size(self, number: int) -> int:
+        """Return how many items may wait before a stage; number 0 is the source."""
+        return (0, SOURCE_CAPACITY)[number] if number <= 1 else QUEUE_CAPACITY
+
+    def why_not_resumable(self) -> str:
+        """Return why the pipeline has no state, and what to do; "" if it has one."""
+        if how_it_resumes(self.source) is Resumes.NEVER:
+            return (
+                f"the pipeline's source, a {type(self.source).__name__}, cannot be resumed: give "
+                "add_source a sequence (a list, a range), or an object with state_dict() and "
+                "load_state_dict()"
+            )
+        for number, stage in enumerate(self.stages, start=1):
+            if isinstance(stage, Pipe) and not stage.keeps_order:
+                return (
+                    f"{self.name_of_stage(number)} of the pipeline passes results on as they are "
+                    "ready, so a position does not tell which items came before: give the stage "
+                    "output_order='input'"
+                )
+        return ""
 
     def lend_limit(self, index: int) -> int:
         """Return how many results of stage ``index`` may be alive after it, at most 64."""
@@ -201,6 +241,30 @@ class PipelineConfig:
         # The last two: the consumer holds one while it asks for the next.
         count += size * (self.buffer_size + 2)
         return min(count, _MAX_LENT)
+
+
+def check_signature(function: Callable[..., Any], name: str, arguments: list[str]) -> None:
+    """Check that a function can be called with these arguments, if its signature is known.
+
+    Args:
+        function: The function.
+        name: Its name in the message.
+        arguments: What it is called with, in words.
+
+    Raises:
+        TypeError: If it cannot.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = " and ".join(arguments) or "nothing"
+        raise TypeError(
+            f"{name}{signature} cannot be called with {called} as positional arguments: {error}"
+        ) from None
 
 
 def check_timeout(timeout: object) -> None:

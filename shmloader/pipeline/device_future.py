@@ -55,7 +55,7 @@ class AfterTransfer:
         stage: The stage of the transfer.
     """
 
-    def __init__(self, op: Callable[[Any], Any], kind: OpKind, stage: DeviceStage) -> None:
+    def __init__(self, op: Callable[..., Any], kind: OpKind, stage: DeviceStage) -> None:
         self._op = op
         self._kind = kind
         self._stage = stage
@@ -63,28 +63,28 @@ class AfterTransfer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._op,)
 
-    def __call__(self, item: object) -> object:
-        """Call the op in the way of its kind."""
+    def __call__(self, item: object, *context: object) -> object:
+        """Call the op in the way of its kind. ``context`` is what ``setup`` returned."""
         match self._kind:
             case OpKind.FUNCTION:
-                return self._wrapped(self._op(opened(item)), item)
+                return self._wrapped(self._op(opened(item), *context), item)
             case OpKind.GENERATOR:
-                return self._generator(item)
+                return self._generator(item, *context)
             case OpKind.COROUTINE:
-                return self._coroutine(item)
+                return self._coroutine(item, *context)
             case OpKind.ASYNC_GENERATOR:
-                return self._async_generator(item)
+                return self._async_generator(item, *context)
 
-    def _generator(self, item: object) -> Iterator[object]:
-        with contextlib.closing(self._op(opened(item))) as results:
+    def _generator(self, item: object, *context: object) -> Iterator[object]:
+        with contextlib.closing(self._op(opened(item), *context)) as results:
             for result in results:
                 yield self._wrapped(result, item)
 
-    async def _coroutine(self, item: object) -> object:
-        return self._wrapped(await self._op(opened(item)), item)
+    async def _coroutine(self, item: object, *context: object) -> object:
+        return self._wrapped(await self._op(opened(item), *context), item)
 
-    async def _async_generator(self, item: object) -> AsyncIterator[object]:
-        async with contextlib.aclosing(self._op(opened(item))) as results:
+    async def _async_generator(self, item: object, *context: object) -> AsyncIterator[object]:
+        async with contextlib.aclosing(self._op(opened(item), *context)) as results:
             async for result in results:
                 yield self._wrapped(result, item)
 

@@ -43,6 +43,10 @@ from shmloader.pipeline.flow import (
     Stage,
     StageQueue,
 )
+from shmloader.pipeline.lateness import describe_flow
+from shmloader.pipeline.lifecycle import Lifecycle
+from shmloader.pipeline.meters import Clock, Meter
+from shmloader.pipeline.source import SourceReader
 from shmloader.threads.wakeup import Wakeup
 
 
@@ -62,14 +66,19 @@ class StageOp:
         op: The function that is called with each item.
         kind: The op's kind.
         executor: What calls it.
-        is_source: Whether this is the source, which has no item and may yield None.
+        is_source: Whether this is the source, whose item is its reader, and which may yield None.
+        lifecycle: The stage's ``setup`` and ``teardown``; None if it has none. The op's second
+            argument is then what ``setup`` returned.
+        waits_for_threads: Whether jobs wait for one of the threads that stages share.
     """
 
     name: str
-    op: Callable[[object], object]
+    op: Callable[..., object]
     kind: OpKind
     executor: StageExecutor
     is_source: bool = False
+    lifecycle: Lifecycle | None = None
+    waits_for_threads: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +104,15 @@ class Epoch:
         over_because: The reason in words, if it is over for any reason but its end.
         in_transit: Whether :meth:`take` has, or may have, taken an item, which an exception from
             outside would lose. Stays set when :meth:`take` has returned.
+        clock: The time, of which the meters tell how it was spent.
+        meters: The meters of the source, of each stage and of the sink. They outlive the flow.
+        delivered: The checkpoint after the last item that :meth:`take` returned.
 
     Args:
         config: The pipeline's stages.
         stage_ops: How each stage is run, the source first; None for a stage without jobs.
         failures: The pipeline's list of failures.
+        reader: Iterates the source.
     """
 
     def __init__(
@@ -107,12 +120,19 @@ class Epoch:
         config: PipelineConfig,
         stage_ops: list[StageOp | None],
         failures: FailureList[FailedItem],
+        reader: SourceReader,
     ) -> None:
         # An RLock knows its owner, so `let_go` can release it after an interruption.
         self._lock = threading.RLock()
         self._wakeup = Wakeup()
+        self._config = config
         self._stage_ops = stage_ops
-        self._flow: Flow | None = _make_flow(config, failures)
+        self._reader = reader
+        self.clock = Clock(time.monotonic_ns())
+        flow = _make_flow(config, failures, self.clock, reader)
+        self.meters: list[Meter] = [*(stage.meter for stage in flow.stages), flow.sink_meter]
+        self.delivered = self._delivered_before = reader.start
+        self._flow: Flow | None = flow
         self.is_over = False
         self.over_because = ""
         self.in_transit = False
@@ -125,7 +145,7 @@ class Epoch:
         with self._lock:
             flow = self._flow
             assert flow is not None
-            flow.begin()
+            flow.begin(self._reader)
             ready = self._take_ready(flow)
         self._hand_out(ready)
 
@@ -138,13 +158,18 @@ class Epoch:
             Whether the job may continue. If not, it is given to its executor again when it may, and
             the caller must not touch it any more.
         """
-        if output is None and not task.stage.is_source:
+        job, after = task.job, None
+        if task.stage.is_source:
+            after = self._reader.note_item()
+        elif output is None:
             return self._flow is not None
+        now_ns = time.monotonic_ns()
         with self._lock:
             flow = self._flow
             if flow is None:
                 return False
-            may_continue = flow.yielded(task.job, output)
+            flow.set_time(now_ns)
+            may_continue = flow.yielded(job, output, after)
             ready = self._take_ready(flow)
         self._hand_out(ready)
         return may_continue
@@ -155,7 +180,10 @@ class Epoch:
         Returns:
             A task that the same executor can continue with at once, or None.
         """
-        return self._update(lambda flow: flow.finished(task.job, *outputs), task.stage.executor)
+        end = self._reader.note_end() if task.stage.is_source else None
+        return self._update(
+            lambda flow: flow.finished(task.job, *outputs, end=end), task.stage.executor
+        )
 
     def failed(self, task: Task, error: BaseException) -> Task | None:
         """Note that a job's op has raised. Returns the same as :meth:`finished`."""
@@ -179,14 +207,22 @@ class Epoch:
 
     def failed_for_good(self, task: Task, error: BaseException) -> Task | None:
         """Note a failure that is raised even if ``max_failures`` allows some."""
-        raised = explained(error, task.stage.name, task.job.item)
+        item = NOTHING if task.stage.is_source else task.job.item
+        raised = explained(error, f"stage '{task.stage.name}'", item)
+        return self._update(lambda flow: flow.failed(task.job, raised), task.stage.executor)
+
+    def failed_to_set_up(self, task: Task, error: BaseException) -> Task | None:
+        """Note that ``setup`` of a job's stage has raised."""
+        raised = explained(error, f"setup of stage '{task.stage.name}'")
         return self._update(lambda flow: flow.failed(task.job, raised), task.stage.executor)
 
     def _update(self, change: Callable[[Flow], None], executor: StageExecutor) -> Task | None:
+        now_ns = time.monotonic_ns()
         with self._lock:
             flow = self._flow
             if flow is None:
                 return None
+            flow.set_time(now_ns)
             change(flow)
             ready = self._take_ready(flow)
         return self._hand_out(ready, executor) if ready else None
@@ -235,6 +271,7 @@ class Epoch:
         try:
             self._taker = caller
             self.in_transit = False
+            self._delivered_before = self.delivered
             return self._take(timeout_s)
         finally:
             self._taker = 0
@@ -251,7 +288,7 @@ class Epoch:
             if left_s is not None and left_s <= 0:
                 raise TimeoutError(
                     f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
-                    "ask again."
+                    f"ask again.{self._stop_waiting()}"
                 )
             self._wakeup.wait(left_s)
 
@@ -261,12 +298,28 @@ class Epoch:
             if flow is None:
                 if self.over_because:
                     self.in_transit = False
+                    _park_if_exiting()
                     raise ClosedLoaderError(f"the pipeline was ended: {self.over_because}")
                 return END
-            item = flow.take()
+            flow.set_time(time.monotonic_ns())
+            item, clock = flow.take(), flow.clock
+            if not clock.startup_ns and item is not NOTHING:
+                clock.startup_ns = clock.waited_ns
+            clock.is_waiting = item is NOTHING
+            self.delivered = flow.delivered
             ready = self._take_ready(flow)
         self._hand_out(ready)
         return item
+
+    def _stop_waiting(self) -> str:
+        """Note that the consumer waits no longer. Returns what is under way, in words."""
+        with self._lock:
+            flow = self._flow
+            if flow is None:
+                return ""
+            flow.set_time(time.monotonic_ns())
+            flow.clock.is_waiting = False
+            return describe_flow(flow, self._config, self._stage_ops)
 
     def _opened(self, item: object) -> object:
         if item is END:
@@ -274,6 +327,7 @@ class Epoch:
             return END
         if type(item) is not Raised:
             return opened(item)
+        _park_if_exiting()
         error = item.error
         self.leave(f"{type(error).__name__}: {text_of(error)}")
         self._raised_id = id(error)
@@ -286,10 +340,23 @@ class Epoch:
         """Whether an item is lost if the epoch continues after ``error``, raised in a ``take``."""
         return self.in_transit and self._raised_id != id(error)
 
+    def undo_delivery(self) -> None:
+        """Note that the item that the last :meth:`take` has taken is lost."""
+        self.delivered = self._delivered_before
+
     @property
     def is_taken_here(self) -> bool:
         """Whether the calling thread is in :meth:`take`, which a signal handler may interrupt."""
         return self._taker == threading.get_ident()
+
+    # Statistics -----------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """Have the meters sum up until now, or until the last change if the epoch was left."""
+        with self._lock:
+            if self._flow is not None:
+                self._flow.set_time(time.monotonic_ns())
+                self._flow.measure()
 
     # Ends -----------------------------------------------------------------------------------
 
@@ -308,7 +375,23 @@ class Epoch:
         self._wakeup.set()
 
 
-def _make_flow(config: PipelineConfig, failures: FailureList[FailedItem]) -> Flow:
+def _park_if_exiting() -> None:
+    """Let a daemon thread raise nothing more once the main thread has come to its end.
+
+    The interpreter exits, and ends pipelines and executors. The thread would print an exception,
+    though the program ends as it should.
+    """
+    if threading.current_thread().daemon and not threading.main_thread().is_alive():
+        threading.Event().wait()
+
+
+def _make_flow(
+    config: PipelineConfig,
+    failures: FailureList[FailedItem],
+    clock: Clock,
+    reader: SourceReader,
+) -> Flow:
+    start, is_resumed = reader.start, reader.is_resumed
     sink = StageQueue(config.buffer_size)
     count = len(config.stages)
     queues = [
@@ -317,8 +400,10 @@ def _make_flow(config: PipelineConfig, failures: FailureList[FailedItem]) -> Flo
         *(StageQueue(QUEUE_CAPACITY) for _ in config.stages[1:]),
         sink,
     ]
-    stages: list[Stage] = [PipeStage(0, queues[0], queues[1], 1, in_order=True)]
-    shared = None if config.max_failures is None else Limit(config.max_failures, "the pipeline")
+    stages: list[Stage] = [PipeStage(0, queues[0], queues[1], clock, 1, in_order=True)]
+    shared = None
+    if config.max_failures is not None:
+        shared = Limit(config.max_failures, "the pipeline", is_resumed=is_resumed)
     last_pipe = max(
         (index for index in range(count) if not isinstance(config.stages[index], Aggregate)),
         default=-1,
@@ -332,7 +417,7 @@ def _make_flow(config: PipelineConfig, failures: FailureList[FailedItem]) -> Flo
             continue
         own = None
         if stage.max_failures is not None:
-            own = Limit(stage.max_failures, f"stage '{stage.name}'")
+            own = Limit(stage.max_failures, f"stage '{stage.name}'", is_resumed=is_resumed)
         failure_counter = StageFailureCounter(
             stage.name, own, shared, failures, judges_shared=index == last_pipe
         )
@@ -341,9 +426,12 @@ def _make_flow(config: PipelineConfig, failures: FailureList[FailedItem]) -> Flo
                 number,
                 before,
                 after,
+                clock,
                 stage.capacity,
                 in_order=stage.in_order,
                 failure_counter=failure_counter,
+                places=stage.concurrency,
+                start=start,
             )
         )
-    return Flow(stages)
+    return Flow(stages, clock, start)

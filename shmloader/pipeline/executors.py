@@ -12,6 +12,7 @@ Guarantees:
       neither the caller nor the interpreter alive.
     * An idle thread holds nothing but the queue, so it keeps no pipeline alive.
     * An unfinished generator is closed on one of the threads when the executor ends.
+    * Contexts of stages are torn down on their thread when it ends.
     * At the interpreter's exit, threads are asked to pause, and are waited for at most ``EXIT_S``
       seconds.
 """
@@ -29,6 +30,7 @@ from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.flow import Job
+from shmloader.pipeline.lifecycle import ThreadContexts
 from shmloader.threads.background import BackgroundThread
 
 #: How long the interpreter's exit waits for an executor's threads, in seconds.
@@ -53,9 +55,9 @@ def refuse_coroutine(result: object, name: str) -> None:
         )
 
 
-def call_all(op: Callable[[Any], Any], item: Any) -> list[Any]:
+def call_all(op: Callable[..., Any], item: Any, *context: Any) -> list[Any]:
     """Return all results of a generator function for an item, without None."""
-    return [value for value in op(item) if value is not None]
+    return [value for value in op(item, *context) if value is not None]
 
 
 class _Thread(BackgroundThread):
@@ -73,12 +75,16 @@ class _Thread(BackgroundThread):
         super().__init__(name)
         self._tasks = tasks
         self._prepare = prepare
+        self._contexts = ThreadContexts()
 
     def work(self) -> None:
         if self._prepare is not None:
             self._prepare()
-        while self._serve_one():
-            pass
+        try:
+            while self._serve_one():
+                pass
+        finally:
+            self._contexts.close()
 
     def _serve_one(self) -> bool:
         """Run one task and those that follow from it. Returns False when the thread is to end."""
@@ -94,23 +100,33 @@ class _Thread(BackgroundThread):
             return True
         while task is not None:
             self.pause()
-            task = _run(task)
+            task = _run(task, self._contexts)
         return True
 
 
-def _run(task: Task) -> Task | None:
+def _run(task: Task, contexts: ThreadContexts) -> Task | None:
     """Run a task of a function or a generator function. Returns the task that follows, if any."""
-    job, stage = task.job, task.stage
-    if task.epoch.is_over:
+    job, stage, epoch = task.job, task.stage, task.epoch
+    if epoch.is_over:
         return None
+    context: tuple[object, ...] = ()
+    if stage.lifecycle is not None:
+        try:
+            context = (contexts.context_of(stage.lifecycle),)
+        except BaseException as error:  # noqa: BLE001 - raised to the consumer
+            return epoch.failed_to_set_up(task, error)
+    job.began_ns = time.monotonic_ns()
     try:
         if stage.kind is OpKind.GENERATOR:
+            if context:
+                # The generator may use its context only on this thread.
+                return epoch.finished(task, *call_all(stage.op, job.item, *context))
             return _run_generator(task)
-        result = stage.op(job.item)
+        result = stage.op(job.item, *context)
         refuse_coroutine(result, stage.name)
     except BaseException as error:  # noqa: BLE001 - raised to the consumer
-        return task.epoch.failed(task, error)
-    return task.epoch.finished(task) if result is None else task.epoch.finished(task, result)
+        return epoch.failed(task, error)
+    return epoch.finished(task) if result is None else epoch.finished(task, result)
 
 
 def _run_generator(task: Task) -> Task | None:
@@ -125,6 +141,7 @@ def _run_generator(task: Task) -> Task | None:
         for result in cast("Iterator[object]", job.results):
             if not epoch.yielded(task, result):
                 return None
+            job.began_ns = time.monotonic_ns()
     except BaseException:
         executor.begun.discard(job)
         raise
@@ -217,6 +234,7 @@ class FuturesExecutor:
         stage, item = task.stage, task.job.item
         if task.epoch.is_over:
             return
+        task.job.began_ns = time.monotonic_ns()
         try:
             if stage.kind is OpKind.GENERATOR:
                 future: concurrent.futures.Future[object] = self._executor.submit(

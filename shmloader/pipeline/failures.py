@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import PurePath
 
 from shmloader.batch.failures import RemoteError, describe_index
-from shmloader.engine.failures import FailureLimit, FailureList
+from shmloader.engine.failures import JUDGED_FROM, FailureLimit, FailureList
 from shmloader.errors import TooManyFailures
 from shmloader.pipeline.flow import NOTHING
 
@@ -58,14 +58,27 @@ class Limit:
     Args:
         max_failures: A number of calls that may fail, or a share of all calls.
         scope: What the limit is for: "stage 'parse'", "the pipeline".
+        is_resumed: Whether the epoch was resumed, so that there were calls before.
     """
 
-    def __init__(self, max_failures: int | Fraction, scope: str) -> None:
+    def __init__(
+        self, max_failures: int | Fraction, scope: str, *, is_resumed: bool = False
+    ) -> None:
+        self._is_resumed = is_resumed
         self.count = FailureLimit(max_failures, may_all_fail=False)
         self.first: FailedItem | None = None
         self.last: FailedItem | None = None
         self._max_failures = max_failures
         self._scope = scope
+
+    def is_passed_at_end(self) -> bool:
+        """Return whether too many calls of the epoch have failed, or all of them.
+
+        The few calls that are left of a resumed epoch do not tell.
+        """
+        if self._is_resumed and self.count.sample_count < JUDGED_FROM:
+            return False
+        return self.count.end_epoch()
 
     def too_many(self, error: Exception | None) -> TooManyFailures:
         """Return the exception to raise.
@@ -157,30 +170,33 @@ class StageFailureCounter:
     def end(self) -> TooManyFailures | None:
         """Return the exception to raise at the stage's end, if too many or all calls failed."""
         for limit in self._judged:
-            if limit is not None and limit.count.end_epoch():
+            if limit is not None and limit.is_passed_at_end():
                 return limit.too_many(None)
         return None
 
 
-def explained(error: BaseException, stage: str, item: object) -> BaseException:
-    """Return the exception that the consumer raises for an op's: the same if possible, with a note.
+def explained(error: BaseException, what: str, item: object = NOTHING) -> BaseException:
+    """Return the exception that the consumer raises for the user's: the same if possible.
+
+    A note says what has failed.
 
     Args:
         error: The exception.
-        stage: The stage's name.
-        item: The stage's item; NOTHING for the source.
+        what: What has raised it: "stage 'parse'".
+        item: The stage's item; NOTHING if there is none.
     """
     of_item = "" if item is NOTHING else f" for item {describe_index(item)}"
-    note = f"Stage '{stage}' failed{of_item}."
+    note = f"{what[0].upper()}{what[1:]} failed{of_item}."
     if isinstance(error, _CONTROL_FLOW):
         wrapped = RuntimeError(
-            f"stage '{stage}' raised {type(error).__name__}, which would have ended more than the "
-            f"epoch: {text_of(error)}"
+            f"{what} raised {type(error).__name__}, which would have ended more than the epoch: "
+            f"{text_of(error)}"
         )
         wrapped.__cause__ = error
         error = wrapped
     try:
-        error.add_note(note)
+        if note not in getattr(error, "__notes__", ()):  # several coroutines may share it
+            error.add_note(note)
     except Exception:  # noqa: BLE001 - an exception may refuse attributes
         wrapped = RuntimeError(note)
         wrapped.__cause__ = error

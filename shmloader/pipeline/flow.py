@@ -10,14 +10,18 @@ Guarantees:
       before it starts a job. A job that yields many results there, such as the source's, is not
       resumed.
     * No thread has to look for work: the jobs that may start after a call are in ``ready``.
+    * Each item travels with a :class:`Checkpoint`, if the source gives one with each of its items:
+      where an epoch begins that continues after this item. That needs stages that keep the order.
 
-Assumes that one thread at a time calls the methods.
+Assumes that one thread at a time calls the methods, and first calls ``set_time``.
 """
 
 import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from shmloader.pipeline.meters import SAMPLE_NS, Clock, Meter
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,35 @@ NOTHING = Mark("NOTHING")
 END = Mark("END")
 
 
+class Checkpoint(NamedTuple):
+    """Where an epoch begins that continues after an item.
+
+    Attributes:
+        saved: What the source's own ``state_dict()`` returned; None if it has none.
+        read: Items of the source after that, or after its beginning, that are complete: all their
+            results came before.
+        results: Which results of the next items came before: pairs of a stage's number, in
+            ascending order, and how many results of the first item that it gets.
+    """
+
+    saved: object
+    read: int
+    results: tuple[tuple[int, int], ...] = ()
+
+    def upto(self, number: int) -> "Checkpoint":
+        """Return where the first item that stage ``number`` gets begins."""
+        results = tuple(one for one in self.results if one[0] < number)
+        return Checkpoint(self.saved, self.read, results)
+
+    def within(self, number: int, result_count: int) -> "Checkpoint":
+        """Return the checkpoint after some results that stage ``number`` makes of the next item."""
+        return Checkpoint(self.saved, self.read, (*self.results, (number, result_count)))
+
+
+# An item or a :class:`Raised`, and the checkpoint after it: None if there is none.
+Entry = tuple[object, Checkpoint | None]
+
+
 class FailureCounter(Protocol):
     """Counts the calls of one stage."""
 
@@ -62,6 +95,16 @@ class Job:
             cycle would keep a flow that was left, and all that is in flight in it, alive until the
             garbage collector runs.
         item: The item; None once the job is done.
+        after: The checkpoint after the item.
+        before: The checkpoint before it.
+        dropped: How many of its first results are dropped, since they came before the epoch was
+            resumed.
+        ready_ns: When it could start, or resume.
+        began_ns: When its op was called, or resumed; the executor sets it. 0 before, and where the
+            executor reports ``op_ns`` itself.
+        op_ns: Time in the op so far.
+        work_ns: The same, with the time until the op was called.
+        result_count: How many results it has made.
         results: The iterator of a generator function's results; the executor sets it.
         outputs: Results that wait for a place in the queue; None if there were none so far.
         is_done: Whether no further result comes.
@@ -69,8 +112,16 @@ class Job:
 
     number: int
     item: object
+    after: Checkpoint | None = None
+    before: Checkpoint | None = None
+    dropped: int = 0
+    ready_ns: int = 0
+    began_ns: int = 0
+    op_ns: int = 0
+    work_ns: int = 0
+    result_count: int = 0
     results: object = None
-    outputs: collections.deque[object] | None = None
+    outputs: collections.deque[Entry] | None = None
     is_done: bool = False
 
 
@@ -78,7 +129,7 @@ class StageQueue:
     """Items between two stages.
 
     Attributes:
-        items: The items.
+        items: The items, each with its checkpoint.
         capacity: How many there may be.
         low: A result that has waited is put here once no more than this number of items is left.
             A number below ``capacity - 1`` wakes the stage before more rarely, for several results
@@ -89,7 +140,7 @@ class StageQueue:
     __slots__ = ("capacity", "is_ended", "items", "low")
 
     def __init__(self, capacity: int, low: int | None = None) -> None:
-        self.items: collections.deque[object] = collections.deque()
+        self.items: collections.deque[Entry] = collections.deque()
         self.capacity = capacity
         self.low = capacity - 1 if low is None else low
         self.is_ended = False
@@ -103,11 +154,18 @@ class PipeStage:
         before: The queue that items come from.
         after: The queue that results go to.
         failure_counter: Counts the calls; None where the first failure is raised.
+        meter: Measures the stage.
+        working: The jobs that executors have, oldest first.
+        free: How many further items may be in the stage.
+        held: In order: all jobs. Else: those whose results wait for the queue.
         is_cut: Whether it takes nothing more in, since it or a later stage has failed.
 
     Args:
+        clock: The time.
         capacity: Items that may be in the stage.
         in_order: Whether results leave in the order of the items.
+        places: Items that may be in work at once; others are on their way. None for ``capacity``.
+        start: Where the epoch begins; None if items have no checkpoints.
     """
 
     def __init__(
@@ -115,19 +173,26 @@ class PipeStage:
         number: int,
         before: StageQueue,
         after: StageQueue,
+        clock: Clock,
         capacity: int,
         *,
         in_order: bool,
         failure_counter: FailureCounter | None = None,
+        places: int | None = None,
+        start: Checkpoint | None = None,
     ) -> None:
         self.number = number
         self.before = before
         self.after = after
         self.failure_counter = failure_counter
+        self.meter = Meter(capacity if places is None else places)
+        self.working: dict[Job, None] = {}
+        self._clock = clock
+        self._start = None if start is None else start.upto(number)
+        self._dropped = 0 if start is None else dict(start.results).get(number, 0)
         self._in_order = in_order
-        self._capacity = self._free = capacity
-        # In order: all jobs. Else: those whose results wait for the queue.
-        self._held: collections.deque[Job] = collections.deque()
+        self._capacity = self.free = capacity
+        self.held: collections.deque[Job] = collections.deque()
         self.is_cut = False
 
     def cut(self) -> None:
@@ -142,30 +207,50 @@ class PipeStage:
         has_taken = False
         if self.is_cut:
             items.clear()
-        while items and self._free:
-            self._free -= 1
-            job = Job(self.number, items.popleft())
+        while items and self.free:
+            self.free -= 1
+            item, after = items.popleft()
+            job = Job(self.number, item, after, self._start, self._dropped)
             has_taken = True
-            if type(job.item) is Raised:
-                job.outputs, job.is_done = collections.deque([job.item]), True
-                self._held.append(job)
+            if type(item) is Raised:
+                job.outputs, job.is_done = collections.deque([(item, None)]), True
+                self.held.append(job)
                 continue
+            self._start, self._dropped = after, 0
+            self.meter.in_count += 1
             if self._in_order:
-                self._held.append(job)
+                self.held.append(job)
+            job.ready_ns = self._clock.now_ns
+            self.working[job] = None
             ready.append(job)
         return has_taken
 
-    def put(self, job: Job, output: object) -> bool:
+    def _resume(self, job: Job, ready: list[Job]) -> None:
+        job.ready_ns, job.began_ns = self._clock.now_ns, 0
+        self.working[job] = None
+        ready.append(job)
+
+    def end_work(self, job: Job) -> None:
+        """Note that an executor has a job no longer: it is suspended or done."""
+        now_ns = self._clock.now_ns
+        if self.working.pop(job, NOTHING) is NOTHING:
+            return
+        job.work_ns += now_ns - job.ready_ns
+        if job.began_ns:
+            job.op_ns += now_ns - job.began_ns
+
+    def put(self, job: Job, output: Entry) -> bool:
         """Take a result of a job. Returns whether it was passed on at once."""
         after = self.after
         has_space = len(after.items) < after.capacity and not job.outputs
-        if has_space and (not self._held or (self._in_order and self._held[0] is job)):
+        if has_space and (not self.held or (self._in_order and self.held[0] is job)):
             after.items.append(output)
+            self.meter.out_count += 1
             return True
         if job.outputs is None:
             job.outputs = collections.deque()
         if not self._in_order and not job.outputs:
-            self._held.append(job)
+            self.held.append(job)
         job.outputs.append(output)
         return False
 
@@ -174,7 +259,7 @@ class PipeStage:
         job.is_done = True
         job.item = None
         if not self._in_order and not job.outputs:
-            self._free += 1
+            self.free += 1
 
     def pass_on(self, ready: list[Job]) -> bool:
         """Pass on results as far as the queue has space.
@@ -182,7 +267,7 @@ class PipeStage:
         Returns:
             Whether a result was passed on, or a job has left the stage.
         """
-        held, after = self._held, self.after
+        held, after = self.held, self.after
         has_moved = False
         while held:
             job = held[0]
@@ -190,14 +275,15 @@ class PipeStage:
                 if len(after.items) > after.low:
                     break
                 after.items.append(job.outputs.popleft())
+                self.meter.out_count += 1
                 has_moved = True
                 if job.outputs:
                     continue
-                if not job.is_done:
-                    ready.append(job)  # it was suspended until its result was passed on
+                if not job.is_done:  # it was suspended until its result was passed on
+                    self._resume(job, ready)
             if job.is_done:
                 held.popleft()
-                self._free += 1
+                self.free += 1
                 has_moved = True
             elif self._in_order:
                 break
@@ -210,18 +296,29 @@ class PipeStage:
         after = self.after
         if after.is_ended or not self.before.is_ended or self.before.items:
             return False
-        if self._free < self._capacity or self._held:
+        if self.free < self._capacity or self.held:
             return False
         error = None if self.failure_counter is None or self.is_cut else self.failure_counter.end()
         if error is not None:
             # A last job, which brings the exception: the stage is empty and takes nothing in.
-            self._free -= 1
-            outputs: collections.deque[object] = collections.deque([Raised(error)])
-            self._held.append(Job(self.number, None, outputs=outputs, is_done=True))
+            self.free -= 1
+            outputs: collections.deque[Entry] = collections.deque([(Raised(error), None)])
+            self.held.append(Job(self.number, None, outputs=outputs, is_done=True))
             self.is_cut = True
             return True
         after.is_ended = True
         return True
+
+    def measure(self, elapsed_ns: int, waited_ns: int) -> None:
+        """Have the meter add a time in which the stage was as it is now."""
+        meter, working = self.meter, len(self.working)
+        places = min(self._capacity, meter.places)  # items that are on their way do not count
+        working = min(working, places)
+        held = min(self._capacity - self.free, places) - working
+        is_blocked = held and self.held and self.held[0].outputs
+        blocked = held if is_blocked else 0
+        meter.add(working, blocked, held - blocked, elapsed_ns, waited_ns)
+        meter.queued_ns += len(self.before.items) * elapsed_ns
 
 
 class AggregateStage:
@@ -235,15 +332,27 @@ class AggregateStage:
     failure_counter = None
 
     def __init__(
-        self, number: int, before: StageQueue, after: StageQueue, size: int, *, drop_last: bool
+        self,
+        number: int,
+        before: StageQueue,
+        after: StageQueue,
+        size: int,
+        *,
+        drop_last: bool,
     ) -> None:
         self.number = number
         self.before = before
         self.after = after
+        self.meter = Meter(1)
+        self.working: dict[Job, None] = {}
         self._size = size
         self._drop_last = drop_last
         self._items: list[object] = []
-        self._full: object = NOTHING
+        self.free = True
+        # A full list, while it waits for the queue.
+        self.held: collections.deque[Entry] = collections.deque()
+        # The checkpoint after the newest item.
+        self._newest: Checkpoint | None = None
         self.is_cut = False
 
     def cut(self) -> None:
@@ -251,7 +360,8 @@ class AggregateStage:
         self.is_cut = self.before.is_ended = True
         self.before.items.clear()
         self._items.clear()
-        self._full = NOTHING
+        self.held.clear()
+        self.free = True
 
     def take_in(self, ready: list[Job]) -> bool:  # noqa: ARG002 - the signature of PipeStage
         """Collect items. Returns whether any was taken."""
@@ -259,38 +369,52 @@ class AggregateStage:
         has_taken = False
         if self.is_cut:
             items.clear()
-        while items and self._full is NOTHING:
-            item = items.popleft()
+        while items and self.free:
+            item, after = items.popleft()
             has_taken = True
             if type(item) is Raised:
                 self._items.clear()
-                self._full = item
+                self.held.append((item, None))
+                self.free = False
                 break
             self._items.append(item)
+            self._newest = after
+            self.meter.in_count += 1
             if len(self._items) == self._size:
-                self._full, self._items = self._items, []
+                self._fill()
         return has_taken
+
+    def _fill(self) -> None:
+        self.held.append((self._items, self._newest))
+        self._items = []
+        self.free = False
 
     def pass_on(self, ready: list[Job]) -> bool:  # noqa: ARG002 - the signature of PipeStage
         """Pass on a list if the queue has space. Returns whether it was passed on."""
-        if self._full is NOTHING or len(self.after.items) >= self.after.capacity:
+        if not self.held or len(self.after.items) >= self.after.capacity:
             return False
-        self.after.items.append(self._full)
-        self._full = NOTHING
+        self.after.items.append(self.held.popleft())
+        self.free = True
+        self.meter.out_count += 1
         return True
 
     def end(self) -> bool:
         """End the queue after this stage if all is done. Returns whether anything has changed."""
         if self.after.is_ended or not self.before.is_ended or self.before.items:
             return False
-        if self._full is not NOTHING:
+        if self.held:
             return False
         if self._items and not self._drop_last:
-            self._full, self._items = self._items, []
+            self._fill()
             return True
         self._items.clear()
         self.after.is_ended = True
         return True
+
+    def measure(self, elapsed_ns: int, waited_ns: int) -> None:
+        """See :meth:`PipeStage.measure`."""
+        self.meter.add(0, len(self.held), 0, elapsed_ns, waited_ns)
+        self.meter.queued_ns += len(self.before.items) * elapsed_ns
 
 
 Stage = PipeStage | AggregateStage
@@ -304,26 +428,68 @@ class Flow:
     Attributes:
         stages: The source and all others, in order.
         ready: Jobs that may start or resume. The caller takes them away after each call.
+        clock: The time.
+        delivered: The checkpoint after the item that :meth:`take` returned last; after END, where
+            the next epoch begins. None if there is none.
+        sink_meter: Measures the sink: how many items wait in it.
 
     Args:
         stages: The source and all others, in order. The last one's queue is the sink.
+        clock: The clock of all stages.
+        start: Where the epoch begins; None if items have no checkpoints.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], clock: Clock, start: Checkpoint | None = None
+    ) -> None:
         self.stages = list(stages)
         self.ready: list[Job] = []
+        self.clock = clock
+        self.delivered = start
+        self.sink_meter = Meter(1)
+        self._end: Checkpoint | None = None
+        self._measured_ns, self._measured_waited_ns = clock.now_ns, clock.waited_ns
         self._pipes = {stage.number: stage for stage in stages if isinstance(stage, PipeStage)}
         self._sink = stages[-1].after
 
-    def begin(self) -> None:
-        """Start the source's job."""
+    def set_time(self, now_ns: int) -> None:
+        """Set the clock. Called before each change."""
+        clock = self.clock
+        if now_ns > clock.now_ns:  # another thread may have been faster
+            if clock.is_waiting:
+                clock.waited_ns += now_ns - clock.now_ns
+            clock.now_ns = now_ns
+            if now_ns - self._measured_ns >= SAMPLE_NS:
+                self.measure()
+
+    def measure(self) -> None:
+        """Have all meters add the time since they did so last."""
+        clock = self.clock
+        elapsed_ns = clock.now_ns - self._measured_ns
+        waited_ns = clock.waited_ns - self._measured_waited_ns
+        self._measured_ns, self._measured_waited_ns = clock.now_ns, clock.waited_ns
+        for stage in self.stages:
+            stage.measure(elapsed_ns, waited_ns)
+        self.sink_meter.queued_ns += len(self._sink.items) * elapsed_ns
+
+    def begin(self, item: object = NOTHING) -> None:
+        """Start the source's job.
+
+        Args:
+            item: The job's item, which the executor gets.
+        """
         source = self.stages[0]
-        source.before.items.append(NOTHING)
+        source.before.items.append((item, None))
         source.before.is_ended = True
         self._advance(0)
 
-    def yielded(self, job: Job, output: object) -> bool:
+    def yielded(self, job: Job, output: object, after: Checkpoint | None = None) -> bool:
         """Take a result of a job that may have more.
+
+        Args:
+            job: The job.
+            output: The result.
+            after: The checkpoint after the result, if it comes from the source.
 
         Returns:
             Whether the job may continue. If not, it comes to ``ready`` when it may.
@@ -331,18 +497,47 @@ class Flow:
         stage = self._pipes[job.number]
         if job.number + 1 < len(self.stages) and self.stages[job.number + 1].is_cut:
             return False  # nothing takes the result in, and the job stays suspended
-        is_passed = stage.put(job, output)
+        op_ns = self.clock.now_ns - job.began_ns
+        job.op_ns += op_ns
+        job.began_ns = self.clock.now_ns
+        if not job.number:
+            stage.meter.calls.note(op_ns)
+        job.result_count += 1
+        if job.result_count <= job.dropped:
+            return True
+        if job.before is not None:
+            after = job.before.within(job.number, job.result_count)
+        is_passed = stage.put(job, (output, after))
         if is_passed:
             self._advance(stage.number + 1)
+        else:
+            stage.end_work(job)
         return is_passed
 
-    def finished(self, job: Job, *outputs: object) -> None:
-        """Take the last results of a job, or none: it is done."""
+    def finished(self, job: Job, *outputs: object, end: Checkpoint | None = None) -> None:
+        """Take the last results of a job, or none: it is done.
+
+        Args:
+            job: The job.
+            outputs: The results.
+            end: Where the next epoch begins, if the job is the source's.
+        """
         stage = self._pipes[job.number]
         if stage.failure_counter is not None:
             stage.failure_counter.note_good()
+        if job.number == 0:
+            self._end = end
+        count, total = job.result_count, job.result_count + len(outputs)
         for output in outputs:
-            stage.put(job, output)
+            count += 1
+            if count > job.dropped:
+                after = job.after
+                if count < total and job.before is not None:
+                    after = job.before.within(job.number, count)
+                stage.put(job, (output, after))
+        job.result_count = total
+        if job.number and not job.result_count:
+            stage.meter.left_out_count += 1
         self._finish(stage, job)
 
     def failed(self, job: Job, error: BaseException | None) -> None:
@@ -353,14 +548,19 @@ class Flow:
             error: The exception that the consumer is to raise; None leaves the item out.
         """
         stage = self._pipes[job.number]
+        stage.meter.failed_count += 1
         if error is not None:
-            stage.put(job, Raised(error))
+            stage.put(job, (Raised(error), None))
             for earlier in self.stages[: stage.number + 1]:
                 earlier.cut()
         self._finish(stage, job)
 
     def _finish(self, stage: PipeStage, job: Job) -> None:
+        stage.end_work(job)
         stage.finish(job)
+        if job.number and job.op_ns:
+            stage.meter.calls.note(job.op_ns)
+            stage.meter.work_ns += job.work_ns
         if stage.number + 1 < len(self.stages):
             self._advance(stage.number + 1)
         self._advance(stage.number)
@@ -369,10 +569,17 @@ class Flow:
         """Return the consumer's next item, NOTHING if it is not there yet, or END."""
         items = self._sink.items
         if items:
-            item = items.popleft()
+            item, after = items.popleft()
+            if type(item) is not Raised:
+                self.delivered = after
+                self.sink_meter.out_count += 1
             self._advance(len(self.stages) - 1)
             return item
-        return END if self._sink.is_ended else NOTHING
+        if self._sink.is_ended:
+            self.delivered = self._end
+            self.measure()
+            return END
+        return NOTHING
 
     @property
     def has_news(self) -> bool:
@@ -388,15 +595,17 @@ class Flow:
             if not 0 <= number < len(stages):
                 continue
             stage = stages[number]
+            before = stage.before
             has_passed = has_taken = False
             while True:
-                passes = stage.pass_on(ready)
-                takes = stage.take_in(ready)
-                has_passed |= passes
-                has_taken |= takes
-                if not passes and not takes and not stage.end():
+                if stage.held and stage.pass_on(ready):
+                    has_passed = True
+                if before.items and (stage.free or stage.is_cut) and stage.take_in(ready):
+                    has_taken = True
+                elif before.is_ended and stage.end():
+                    has_passed = True
+                else:
                     break
-                has_passed |= not passes and not takes  # it has ended
             if has_taken:
                 todo.append(number - 1)
             if has_passed:

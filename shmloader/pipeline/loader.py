@@ -6,8 +6,10 @@ from typing import Any, Self
 from shmloader.engine.failures import FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.pipeline.builder import PipelineBuilder
-from shmloader.pipeline.config import Executor, OutputOrder, Source, kind_of
+from shmloader.pipeline.config import Executor, OutputOrder, kind_of
 from shmloader.pipeline.failures import FailedItem
+from shmloader.pipeline.source import Source
+from shmloader.pipeline.stats import PipelineStats
 from shmloader.sampling.checks import flag, whole_number
 
 
@@ -96,6 +98,33 @@ class PipelineDataLoader:
     def failures(self) -> FailureList[FailedItem]:
         """The items that were left out; see :class:`Pipeline`."""
         return self._pipeline.failures
+
+    def stats(self) -> PipelineStats:
+        """Return where the time of the newest epoch went; see :meth:`Pipeline.stats`."""
+        return self._pipeline.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last delivered batch; see :meth:`Pipeline.state_dict`.
+
+        With ``num_threads`` above 1 it needs ``output_order="input"``.
+
+        Raises:
+            RuntimeError, Exception: Those of :meth:`Pipeline.state_dict`.
+        """
+        return self._pipeline.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch continue there; see :meth:`Pipeline.load_state_dict`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: Those of :meth:`Pipeline.load_state_dict`.
+        """
+        self._pipeline.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        """Return the source, the stages and the sink, and whether an epoch is under way."""
+        chain = repr(self._pipeline).removeprefix("<Pipeline").removesuffix(">")
+        return f"<PipelineDataLoader{chain}{', closed' if self._is_closed else ''}>"
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. An epoch that is under way is left.

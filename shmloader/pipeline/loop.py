@@ -4,6 +4,7 @@ Guarantees:
     * ``end`` cancels all coroutines, and the asyncio tasks that ops have begun. A coroutine that
       resists cancelling, or blocks the loop, is left behind with its thread, which keeps neither
       the caller nor the interpreter alive.
+    * Contexts of stages are torn down on the loop when all coroutines are cancelled.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import Any, cast
 from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.executors import EXIT_S, refuse_coroutine
+from shmloader.pipeline.lifecycle import LoopContexts
 from shmloader.threads.background import BackgroundThread
 
 # How long coroutines may take to be cancelled, in seconds.
@@ -74,6 +76,8 @@ class LoopExecutor:
 
     def __init__(self, name: str) -> None:
         self._thread = _LoopThread(name)
+        self._contexts = LoopContexts()
+        self._running_end: asyncio.Task[None] | None = None
         self._waiting: collections.deque[Task] = collections.deque()
         self._is_called = False
         self._is_ending = False
@@ -114,8 +118,16 @@ class LoopExecutor:
                 return
 
     async def _serve(self, task: Task) -> Task | None:
+        context: tuple[object, ...] = ()
         try:
-            return await self._run(task)
+            if task.stage.lifecycle is not None:
+                context = (await self._contexts.context_of(task.stage.lifecycle),)
+        except BaseException as error:
+            if self._is_ending and isinstance(error, asyncio.CancelledError):
+                raise
+            return task.epoch.failed_to_set_up(task, error)
+        try:
+            return await self._run(task, context)
         except asyncio.CancelledError as error:
             if self._is_ending:
                 raise
@@ -123,16 +135,18 @@ class LoopExecutor:
         except BaseException as error:  # noqa: BLE001 - raised to the consumer
             return task.epoch.failed(task, error)
 
-    async def _run(self, task: Task) -> Task | None:
+    async def _run(self, task: Task, context: tuple[object, ...]) -> Task | None:
         job, stage, epoch = task.job, task.stage, task.epoch
+        job.began_ns = time.monotonic_ns()
         if stage.kind is OpKind.ASYNC_GENERATOR:
-            results = cast("Callable[[object], AsyncGenerator[object]]", stage.op)(job.item)
+            results = cast("AsyncGenerator[object]", stage.op(job.item, *context))
             async with contextlib.aclosing(results):
                 async for result in results:
                     if not epoch.yielded(task, result):
                         await self._suspend(task)
+                    job.began_ns = time.monotonic_ns()
             return epoch.finished(task)
-        result = await cast("Callable[[object], Awaitable[object]]", stage.op)(job.item)
+        result = await cast("Awaitable[object]", stage.op(job.item, *context))
         refuse_coroutine(result, stage.name)
         return epoch.finished(task) if result is None else epoch.finished(task, result)
 
@@ -152,6 +166,8 @@ class LoopExecutor:
         self._thread.call(self._end_here)
 
     def _end_here(self) -> None:
+        if self._running_end is not None:  # `end` was called again
+            return
         self._waiting.clear()
         left = asyncio.all_tasks(self._thread.loop)  # including those that ops have begun
         for task in left:
@@ -162,6 +178,7 @@ class LoopExecutor:
     async def _stop_when_cancelled(self, left: set[asyncio.Task[Any]]) -> None:
         if left:
             await asyncio.wait(left, timeout=_CANCEL_S)
+        await self._contexts.close()
         self._thread.stop()
 
     def join(self, deadline: float) -> None:

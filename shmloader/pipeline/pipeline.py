@@ -1,6 +1,7 @@
 """A built pipeline, and its iterator. Used from one thread at a time."""
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import PipelineConfig, check_timeout
+from shmloader.pipeline.description import describe_chain
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.flow import END
 from shmloader.pipeline.runtime import PipelineRuntime
+from shmloader.pipeline.source import Resumes, how_it_resumes
+from shmloader.pipeline.states import check_state, save_state
+from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.threads.fork_safety import is_exiting
 from shmloader.threads.uninterruptible import uninterruptible
 
@@ -94,7 +99,8 @@ class Pipeline:
 
         Takes at most a second. Items in flight are lost, coroutines are cancelled, and workers are
         ended. A thread that is in an op is not waited for, except for a moment. It ends when the op
-        returns, and keeps neither this process nor its memory alive.
+        returns, and keeps neither this process nor its memory alive. Contexts of stages are torn
+        down where their ops ran, and are waited for as long as ops are.
         """
         self._is_started = self._is_kept = False
         self._runtime.end()
@@ -118,7 +124,8 @@ class Pipeline:
 
         Raises:
             TypeError, ValueError: If ``timeout`` is not a number of seconds.
-            TimeoutError: If no item comes in time. Nothing is lost.
+            TimeoutError: If no item comes in time. Nothing is lost. Its text says which stages have
+                items in work and for how long, and which ones wait.
             EOFError: At the end of the epoch. :meth:`start` begins the next one.
             ClosedLoaderError: If it is not started, or the epoch was left or has failed before.
             WorkerDiedError: If a worker process has died.
@@ -166,6 +173,7 @@ class Pipeline:
         """Leave the epoch if an exception from outside has lost an item."""
         if epoch.loses(error):
             epoch.let_go()
+            epoch.undo_delivery()
             why = f"it was interrupted by {type(error).__name__} while an item was on its way"
             uninterruptible(functools.partial(self._leave_epoch, epoch, why))
 
@@ -202,6 +210,76 @@ class Pipeline:
         iterator = PipelineIterator(self, epoch, timeout)
         self._reader = weakref.ref(iterator)
         return iterator
+
+    # Statistics and states ---------------------------------------------------------------
+
+    def stats(self) -> PipelineStats:
+        """Return where the time of the newest epoch went, stage by stage, and what limits it.
+
+        ``print`` shows a table. May be called at any time, from any thread, also after
+        :meth:`stop`. Epochs that were begun before are not included.
+        """
+        runtime = self._runtime
+        return snapshot(self._config, runtime.epoch, runtime.describe())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where an epoch begins that continues after the last item that was delivered.
+
+        Items that were read ahead, or are in work, are not lost: a resumed pipeline reads them
+        again. When an epoch has been taken to its end, the next one begins. After ``break``,
+        :meth:`stop` or an error, it is the position that was reached.
+
+        The source is resumed by its own state if it has both ``state_dict()`` and
+        ``load_state_dict()``. Its state is taken where it is iterated, after each item (see
+        ``snapshot_every_n_steps`` of :meth:`PipelineBuilder.add_source`), and copied. A
+        ``collections.abc.Sequence`` is resumed by index. Stages with more than one item at once
+        need ``output_order="input"``. Of an item whose results were delivered in part (of a
+        generator function, or of ``disaggregate``), the op is called again, and as many of its
+        first results are dropped: ops should make the same results again.
+
+        Failures of ``max_failures`` are counted anew. A share of the calls, and whether all failed,
+        is judged at the end of a resumed epoch only if it has 100 calls left. Contexts of ``setup``
+        are not saved.
+
+        Returns:
+            A dict of numbers, strings and lists, and the source's own state.
+
+        Raises:
+            RuntimeError: If the source cannot be resumed, or a stage does not keep the order.
+            Exception: What the source's ``state_dict()`` raises, or copying its state.
+        """
+        return save_state(self._config, self._runtime.checkpoint)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch continue where ``state`` was taken.
+
+        Calls the source's ``load_state_dict()`` at once, on the calling thread. Stages may have
+        another ``concurrency``, ``executor`` or buffer than when the state was taken.
+
+        Raises:
+            TypeError: If the state is not a dict.
+            ValueError: If it was not saved by a pipeline, is damaged, or does not fit this one.
+            RuntimeError: If an epoch is under way (end its iterator, or call :meth:`stop`), or for
+                the reasons that :meth:`state_dict` has.
+        """
+        start = check_state(self._config, state)
+        if self._runtime.is_under_way:
+            raise RuntimeError(
+                "an epoch of the pipeline is under way, which a state cannot change: call "
+                "load_state_dict() before start(), auto_stop() or iteration, or after stop()"
+            )
+        if how_it_resumes(self._config.source) is Resumes.BY_STATE:
+            source: Any = self._config.source
+            source.load_state_dict(copy.deepcopy(start.saved))
+        self._runtime.resume(start)
+
+    def __repr__(self) -> str:
+        """Return the source, the stages and the sink, and whether an epoch is under way."""
+        config = self._config
+        chain = describe_chain(config.source, config.stages, config.buffer_size)
+        return f"<Pipeline: {chain}, {self._runtime.describe()}>"
+
+    # Iterators ---------------------------------------------------------------------------
 
     def _reader_left(self, epoch: Epoch) -> None:
         """Stop, or leave the epoch: its iterator takes no further item."""

@@ -28,6 +28,7 @@ from typing import Any, Self
 
 import torch
 
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
@@ -38,6 +39,7 @@ from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pipeline.config import OpKind, Pipe
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.executors import call_all
+from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -50,19 +52,41 @@ from shmloader.threads.uninterruptible import uninterruptible
 _GRACE_S = 0.3
 
 
+class FailedSetup:
+    """What a worker returns for each item if ``setup`` has raised.
+
+    Args:
+        error: What it has raised.
+    """
+
+    def __init__(self, error: RemoteError) -> None:
+        self.error = error
+
+
 class OpItems:
     """The dataset of a worker: indexed by an item, it returns the op's result.
 
     Attributes:
         op: The op.
+
+    Args:
+        op: The op.
+        lifecycle: Its ``setup`` is called once, before the first item.
     """
 
-    def __init__(self, op: Callable[[Any], Any]) -> None:
+    def __init__(self, op: Callable[..., Any], lifecycle: Lifecycle | None = None) -> None:
         self.op = op
+        self._lifecycle = lifecycle
+        self._context: tuple[Any, ...] = ()
 
     def __getitem__(self, item: Any) -> Any:
+        if self._lifecycle is not None and not self._context:
+            try:
+                self._context = (self._lifecycle.set_up(),)
+            except Exception as error:  # noqa: BLE001 - raised to the consumer
+                return FailedSetup(RemoteError.of(error, "in a worker process"))
         try:
-            return self.op(item)
+            return self.op(item, *self._context)
         except StopIteration as error:
             raise RuntimeError("the op raised StopIteration") from error
 
@@ -171,6 +195,12 @@ class _Thread(BackgroundThread):
             return not engine.is_closed
         assert engine.delivery is not None
         task = sent.pop(engine.delivery.seq)
+        if type(result) is FailedSetup:
+            failed = result.error.rebuilt("It was raised in a worker process.")
+            self._continue_with(task.epoch.failed_to_set_up(task, failed))
+            return True
+        if engine.delivery.times is not None:
+            task.job.op_ns = engine.delivery.times.work[1]  # in the dataset, which is the op
         results: tuple[object, ...] = () if result is None else (result,)
         if self._is_generator:
             results = tuple(result)  # type: ignore[arg-type]  # a list, from call_all
@@ -231,7 +261,7 @@ class ProcessExecutor:
         workers = WorkerProcesses(
             None,
             pipe.concurrency,
-            (OpItems(op), unchanged, None, "raise"),
+            (OpItems(op, pipe.lifecycle), unchanged, None, "raise"),
             FetchConfig(is_iterable=False, auto_collation=False, drop_last=False),
             int(torch.empty((), dtype=torch.int64).random_()),
             memory,

@@ -5,24 +5,27 @@ left before its end, threads may still be in its ops: they are left behind, and 
 new ones. Worker processes persist.
 """
 
-import collections.abc
+import atexit
 import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 from shmloader.device.device import Destination, DeviceStage
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn, Source
+from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn
 from shmloader.pipeline.device_future import AfterTransfer, DeviceFuture
 from shmloader.pipeline.epoch import Epoch, StageExecutor, StageOp
 from shmloader.pipeline.executors import FuturesExecutor, ThreadExecutor
 from shmloader.pipeline.failures import FailedItem
+from shmloader.pipeline.flow import Checkpoint
 from shmloader.pipeline.loop import LoopExecutor
 from shmloader.pipeline.processes import ProcessExecutor
+from shmloader.pipeline.source import SourceReader, fresh, is_sync
 from shmloader.pools.arena import PageLocker
 from shmloader.threads.uninterruptible import uninterruptible
 
@@ -86,6 +89,10 @@ class PipelineRuntime:
         self.epoch: Epoch | None = None
         self._epoch_count = 0
         self._end_count = 0
+        # Where the next epoch begins; None for the beginning.
+        self._start: Checkpoint | None = None
+        # Ends everything at the interpreter's exit.
+        self._at_exit: Callable[[], None] | None = None
         # All executors but those on processes. None when there are none, as after a left epoch.
         self._executors: list[_Executor] | None = None
         self._stage_ops: list[StageOp | None] = []
@@ -97,6 +104,15 @@ class PipelineRuntime:
     def is_under_way(self) -> bool:
         """Whether an epoch has begun and is not over."""
         return self.epoch is not None and not self.epoch.is_over
+
+    def describe(self) -> str:
+        """Return in words whether an epoch is under way, and how the last one ended."""
+        epoch = self.epoch
+        if epoch is None:
+            return "not started"
+        if not epoch.is_over:
+            return "running"
+        return f"ended: {epoch.over_because}" if epoch.over_because else "ended"
 
     @property
     def process_executors(self) -> list[ProcessExecutor]:
@@ -118,7 +134,8 @@ class PipelineRuntime:
         self.pid = os.getpid()
         end_count = self._end_count
         source = self._config.source
-        if self._epoch_count and isinstance(source, Iterator | AsyncIterator):
+        is_used = self._epoch_count and isinstance(source, Iterator | AsyncIterator)
+        if is_used and self._start is None:
             raise RuntimeError(
                 f"the pipeline's source, a {type(source).__name__}, is an iterator, and an earlier "
                 "epoch has taken items from it: give add_source an iterable that can be iterated "
@@ -133,7 +150,15 @@ class PipelineRuntime:
                 finally:
                     self._executors = executors
             self._epoch_count += 1
-            epoch = self.epoch = Epoch(self._config, self._stage_ops, self._failures)
+            reader = SourceReader(
+                source,
+                self._next_start(),
+                self._config.snapshot_every,
+                is_resumed=self._start is not None,
+            )
+            epoch = self.epoch = Epoch(self._config, self._stage_ops, self._failures, reader)
+            self._start = None
+            self._end_at_exit()
             epoch.begin()
         except BaseException:
             if self.epoch is not None:
@@ -145,7 +170,39 @@ class PipelineRuntime:
             raise ClosedLoaderError("the pipeline was stopped while it started")
         return epoch
 
+    def _next_start(self) -> Checkpoint | None:
+        if self._config.why_not_resumable():
+            return None
+        return fresh(self._config.source) if self._start is None else self._start
+
+    # States ---------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint:
+        """Return where an epoch begins that continues after the last delivered item.
+
+        Assumes that the pipeline can be resumed.
+        """
+        epoch = None if self._start is not None else self.epoch
+        found = self._next_start() if epoch is None else epoch.delivered
+        assert found is not None
+        return found
+
+    def resume(self, start: Checkpoint) -> None:
+        """Have the next epoch begin at a checkpoint, at whose state the source is already."""
+        self._start = start
+
     # Ends -----------------------------------------------------------------------------------
+
+    def _end_at_exit(self) -> None:
+        """End everything at the interpreter's exit, if there is something to tear down.
+
+        Otherwise threads are parked there, and nothing is ended.
+        """
+        lifecycles = (stage.lifecycle for stage in self._config.stages if isinstance(stage, Pipe))
+        has_teardown = any(one is not None and one.teardown is not None for one in lifecycles)
+        if has_teardown and self._at_exit is None:
+            self._at_exit = functools.partial(_end_runtime, weakref.ref(self))
+            atexit.register(self._at_exit)
 
     def finish_epoch(self) -> None:
         """Free what executors hold of an epoch that has come to its end. They persist."""
@@ -165,6 +222,9 @@ class PipelineRuntime:
         if self.epoch is not None:
             self.epoch.leave("it was stopped")
         self._end(with_processes=True)
+        at_exit, self._at_exit = self._at_exit, None
+        if at_exit is not None:
+            atexit.unregister(at_exit)
 
     def _end(self, *, with_processes: bool) -> None:
         if os.getpid() != self.pid:
@@ -248,25 +308,31 @@ class PipelineRuntime:
         config = self._config
         used = {stage.runs_on for stage in config.stages if isinstance(stage, Pipe)}
         shared: dict[RunsOn, Any] = {}
-        source = config.source
-        is_sync = isinstance(source, collections.abc.Iterable)
-        if not is_sync or RunsOn.LOOP in used:
+        on_thread = is_sync(config.source)
+        if not on_thread or RunsOn.LOOP in used:
             shared[RunsOn.LOOP] = LoopExecutor("shmloader_loop")
             executors.append(shared[RunsOn.LOOP])
         if RunsOn.THREADS in used:
             shared[RunsOn.THREADS] = ThreadExecutor("shmloader_pipe", config.num_threads)
             executors.append(shared[RunsOn.THREADS])
         iterates: Any = shared.get(RunsOn.LOOP)
-        if is_sync:
+        if on_thread:
             iterates = ThreadExecutor("shmloader_source", 1)
             executors.append(iterates)
-        stage_ops: list[StageOp | None] = [_source_op(source, iterates)]
+        # Called once, with the reader as the item.
+        op: Callable[..., object] = SourceReader.iterate_async
+        kind = OpKind.ASYNC_GENERATOR
+        if on_thread:
+            op, kind = SourceReader.iterate, OpKind.GENERATOR
+        stage_ops: list[StageOp | None] = [
+            StageOp("the source", op, kind, iterates, is_source=True)
+        ]
         transfer: DeviceStage | None = None
         for index, stage in enumerate(config.stages):
             if isinstance(stage, Aggregate):
                 stage_ops.append(None)
                 continue
-            op: Callable[[Any], object] = stage.op
+            op = stage.op
             if transfer is not None:
                 op = AfterTransfer(op, stage.kind, transfer)
             if stage.runs_on is RunsOn.PROCESSES:
@@ -281,24 +347,18 @@ class PipelineRuntime:
                 op, transfer = executor.copy, executor.stage
             else:
                 executor = shared[stage.runs_on]
-            stage_ops.append(StageOp(stage.name, op, stage.kind, executor))
+            stage_ops.append(
+                StageOp(
+                    stage.name, op, stage.kind, executor,
+                    # A worker process has its own.
+                    lifecycle=None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle,
+                    waits_for_threads=stage.runs_on is RunsOn.THREADS,
+                )
+            )  # fmt: skip
         return stage_ops
 
 
-def _source_op(source: Source, executor: StageExecutor) -> StageOp:
-    """Return how a source is run: as a generator function that is called once, with no item."""
-    name = "the source"
-    if isinstance(source, collections.abc.Iterable):
-        op: Callable[[object], object] = functools.partial(_iterate, source)
-        return StageOp(name, op, OpKind.GENERATOR, executor, is_source=True)
-    op = functools.partial(_iterate_async, source)
-    return StageOp(name, op, OpKind.ASYNC_GENERATOR, executor, is_source=True)
-
-
-def _iterate(source: Iterable[Any], _: object) -> Iterator[Any]:
-    return iter(source)
-
-
-async def _iterate_async(source: AsyncIterable[Any], _: object) -> AsyncIterator[Any]:
-    async for item in source:
-        yield item
+def _end_runtime(reference: "weakref.ref[PipelineRuntime]") -> None:
+    runtime = reference()
+    if runtime is not None:
+        runtime.end()

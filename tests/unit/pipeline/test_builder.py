@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from shmloader import Pipeline, PipelineBuilder
+from shmloader import Pipeline, PipelineBuilder, PipelineDataLoader
 from shmloader.pipeline.config import OpKind, kind_of, name_of
 
 
@@ -152,6 +152,76 @@ def test_building_starts_nothing():
     pipeline = with_source().pipe(op).pipe(coro).pipe(op, executor="process").add_sink().build()
     assert isinstance(pipeline, Pipeline)
     pipeline.stop()
+
+
+class Indexed:
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return 3
+
+
+def numbers():
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
+        (lambda: PipelineBuilder().add_source(numbers), TypeError, ["function: call it"]),
+        (
+            lambda: PipelineBuilder().add_source([1], snapshot_every_n_steps=-1),
+            ValueError,
+            ["snapshot_every_n_steps", "=-1"],
+        ),
+        (
+            lambda: with_source().pipe(lambda: 1),
+            TypeError,
+            ["()", "called with the item"],
+        ),
+        (lambda: with_source().pipe(lambda a, b: 1), TypeError, ["(a, b)", "'b'"]),
+    ],
+)
+def test_what_does_not_suit_is_told_with_what_to_do(build, error, words):
+    with pytest.raises(error) as caught:
+        build()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_builders_and_pipelines_show_what_they_are_made_of():
+    builder = PipelineBuilder()
+    assert repr(builder) == "<PipelineBuilder: empty>"
+    builder.add_source([1, 2]).pipe(coro, concurrency=64).aggregate(32)
+    chain = "<list of length 2> → coro (64 on coroutines) → aggregate(32)"
+    assert repr(builder) == f"<PipelineBuilder: {chain}>"
+    builder.pipe(op, executor="process", concurrency=2).pipe(gen, name="each")
+    chain += " → op (2 on processes) → each (1 on threads) → sink(4)"
+    pipeline = builder.add_sink(4).build()
+    assert repr(builder) == f"<PipelineBuilder: {chain}>"
+    assert repr(pipeline) == f"<Pipeline: {chain}, not started>"
+
+
+def test_a_pipeline_shows_whether_an_epoch_is_under_way():
+    def fail(item):
+        raise ValueError("no 1")
+
+    pipeline = with_source().pipe(op).add_sink().build()
+    with pipeline.auto_stop():
+        assert repr(pipeline).endswith(", running>")
+        assert list(pipeline) == [1]
+        assert repr(pipeline).endswith(", ended>")
+        pipeline.start()
+    assert repr(pipeline).endswith(", ended: it was stopped>")
+    failing = with_source().pipe(fail).add_sink().build()
+    with pytest.raises(ValueError, match="no 1"):
+        list(failing)
+    assert repr(failing).endswith(", ended: ValueError: no 1>")
+    with PipelineDataLoader([1, 2], preprocessor=op, batch_size=2, num_threads=1) as loader:
+        assert repr(loader).startswith("<PipelineDataLoader: <list of length 2> → op (1 on")
+        assert repr(loader).endswith("not started>")
+    assert repr(loader).endswith(", closed>")
 
 
 def test_a_float_is_a_share_of_the_calls() -> None:

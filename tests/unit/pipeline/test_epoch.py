@@ -9,6 +9,7 @@ import pytest
 from shmloader.engine.failures import FailureList
 from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Epoch, StageOp, Task
+from shmloader.pipeline.source import SourceReader
 from tests.unit.pipeline.support import chain
 
 
@@ -44,7 +45,8 @@ def test_a_job_that_another_thread_makes_ready_is_handed_out_once():
         StageOp("the source", iter, OpKind.GENERATOR, executor, is_source=True),
         StageOp("abs", abs, OpKind.FUNCTION, executor),
     ]
-    epoch = Epoch(chain([1], abs)._config, stage_ops, FailureList())
+    reader = SourceReader([1], None, 1)
+    epoch = Epoch(chain([1], abs)._config, stage_ops, FailureList(), reader)
     epoch.begin()
     [source] = executor.tasks
     epoch._lock = OvertakenLock(lambda: epoch.yielded(source, 1))

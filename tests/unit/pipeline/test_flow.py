@@ -20,6 +20,7 @@ from shmloader.pipeline.flow import (
     Raised,
     StageQueue,
 )
+from shmloader.pipeline.meters import SAMPLE_NS, Clock
 
 QUEUE = 2
 
@@ -40,8 +41,9 @@ class FailureCounter:
 
 def make_flow(*stages: Any, sink: int = 1) -> Flow:
     """Stages are (capacity, in_order), or (size, drop_last, "group")."""
+    clock = Clock()
     before, after = StageQueue(1), StageQueue(QUEUE if stages else sink)
-    made: list[Any] = [PipeStage(0, before, after, 1, in_order=True)]
+    made: list[Any] = [PipeStage(0, before, after, clock, 1, in_order=True)]
     for number, stage in enumerate(stages, start=1):
         before, after = after, StageQueue(sink if number == len(stages) else QUEUE)
         if stage[-1] == "group":
@@ -50,11 +52,11 @@ def make_flow(*stages: Any, sink: int = 1) -> Flow:
             capacity, in_order, *failure_counter = stage
             made.append(
                 PipeStage(
-                    number, before, after, capacity, in_order=in_order,
+                    number, before, after, clock, capacity, in_order=in_order,
                     failure_counter=failure_counter[0] if failure_counter else None,
                 )
             )  # fmt: skip
-    return Flow(made)
+    return Flow(made, clock)
 
 
 class Runner:
@@ -252,8 +254,9 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
 
 
 def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
+    clock = Clock()
     queue = StageQueue(4, 1)
-    flow = Flow([PipeStage(0, StageQueue(1), queue, 1, in_order=True)])
+    flow = Flow([PipeStage(0, StageQueue(1), queue, clock, 1, in_order=True)], clock)
     flow.begin()
     (source,) = flow.ready
     flow.ready = []
@@ -262,7 +265,7 @@ def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     assert flow.ready == []
     assert flow.take() == 2
     assert flow.ready == [source]
-    assert list(queue.items) == [3, 4]
+    assert [item for item, _ in queue.items] == [3, 4]
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -275,7 +278,7 @@ def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
         flow.yielded(source, "the item")
         [job] = flow.ready
         flow.finished(job, "the result")
-    assert list(job.outputs) == ["the result"]
+    assert [output for output, _ in job.outputs] == ["the result"]
     assert job.item is None
 
 
@@ -299,3 +302,51 @@ def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
     while not isinstance(flow.take(), Raised):
         pass
     assert flow.ready == []
+
+
+def test_each_place_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
+    flow = make_flow((2, True), sink=1)
+    clock, [_, stage] = flow.clock, flow.stages
+    ms = 1_000_000
+
+    def at(time_ms):
+        ready, flow.ready = flow.ready, []
+        flow.set_time(time_ms * ms)
+        return ready
+
+    flow.begin()
+    [source] = at(10)  # both places are free for 10 ms
+    flow.yielded(source, "a")
+    flow.yielded(source, "b")
+    first, second = at(15)  # both in work for 5 ms
+    flow.finished(second, "b")
+    at(18)  # one in work, the other behind it
+    flow.finished(first, "a")
+    at(25)  # "a" fills the sink, "b" is blocked, and a place is free
+    clock.is_waiting = False
+    assert flow.take() == "a"
+    clock.is_waiting = True
+    at(30)  # both are free, while the consumer waits
+    assert flow.take() == "b"
+    flow.measure()
+    meter = stage.meter
+    assert meter.working_ns == (2 * 5 + 3) * ms
+    assert meter.behind_ns == 3 * ms
+    assert meter.blocked_ns == 7 * ms
+    assert meter.waited_occupied_ns == 0
+    assert clock.waited_ns == 5 * ms
+    assert flow.sink_meter.queued_ns == (7 + 5) * ms
+    assert [one.out_count for one in (stage.meter, flow.sink_meter)] == [2, 2]
+
+
+def test_changes_that_come_soon_after_one_another_are_summed_up_together():
+    flow = make_flow((1, False))
+    flow.begin()
+    [source] = flow.ready
+    flow.ready = []
+    flow.set_time(1000)
+    flow.yielded(source, "a")
+    flow.set_time(2000)
+    assert flow.stages[1].meter.working_ns == 0
+    flow.set_time(SAMPLE_NS)
+    assert flow.stages[1].meter.working_ns == SAMPLE_NS

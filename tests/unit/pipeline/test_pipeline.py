@@ -531,14 +531,13 @@ def test_a_coroutine_that_nobody_awaits_is_an_error(executor):
 
 
 def test_a_wrong_aggregator_is_told():
-    class Pair:
-        def __init__(self, first, second):
-            pass
+    def add(numbers):
+        return numbers[0] + "1"
 
-    builder = PipelineBuilder().add_source(range(4)).aggregate(2).pipe(Pair)
+    builder = PipelineBuilder().add_source(range(4)).aggregate(2).pipe(add)
     with pytest.raises(TypeError) as caught:
         list(builder.add_sink().build())
-    assert "Stage 'Pair' failed for item [0, 1]." in caught.value.__notes__
+    assert "Stage 'add' failed for item [0, 1]." in caught.value.__notes__
 
 
 @pytest.mark.parametrize("bad", BAD)

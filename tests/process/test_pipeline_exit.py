@@ -1,0 +1,161 @@
+"""A program that ends with a pipeline in any state prints nothing of ours, and leaves nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.process.support import Program
+
+# Each builds `pipeline` of an endless source.
+SHAPES = {
+    "threads": "builder.pipe(abs, concurrency=3).pipe(each)",
+    "stuck threads": "builder.pipe(stuck, concurrency=3)",
+    "coroutines": "builder.pipe(soon, concurrency=8).pipe(each_soon)",
+    "stuck coroutines": "builder.pipe(stuck_soon, concurrency=8)",
+    "a blocked loop": "builder.pipe(block_loop, concurrency=2)",
+    "a coroutine that resists": "builder.pipe(resist, concurrency=2)",
+    "tasks of their own": "builder.pipe(begin_tasks, concurrency=4)",
+    "processes": "builder.pipe(abs, executor='process', concurrency=2)",
+    "stuck processes": "builder.pipe(stuck, executor='process', concurrency=2)",
+    "a thread pool": "builder.pipe(abs, executor=ThreadPoolExecutor(2), concurrency=3)",
+    "a process pool": "builder.pipe(abs, executor=keep(ProcessPoolExecutor(2)), concurrency=3)",
+    "contexts": "builder.pipe(use, concurrency=3, setup=dict, teardown=dict.clear)"
+    ".pipe(use_soon, setup=dict, teardown=close)",
+    "stuck contexts": "builder.pipe(stuck_use, concurrency=3, setup=dict, teardown=dict.clear)",
+    "a slow teardown": "builder.pipe(use_soon, setup=dict, teardown=close_slowly)",
+    "an async source": "PipelineBuilder().add_source(AsyncNumbers()).pipe(soon, concurrency=2)",
+    "a source that blocks": "PipelineBuilder().add_source(iter(SimpleQueue().get, 0)).pipe(abs)",
+}
+SHAPES_WITHOUT_ITEMS = {
+    "stuck threads", "stuck coroutines", "a blocked loop", "a coroutine that resists",
+    "stuck processes", "stuck contexts", "a source that blocks",
+}  # fmt: skip
+
+# Only the user's own words are on stderr.
+ENDS = {
+    "normally": ("", 0, ""),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "an exception": ("raise ValueError('of the script')", 1, "ValueError: of the script"),
+    "in a function": ("leave(items)", 0, ""),
+    "a cycle": ("cycle = [items, pipeline]; cycle.append(cycle)", 0, ""),
+    "stopped": ("pipeline.stop()", 0, ""),
+    "consumed by a daemon": (
+        "threading.Thread(target=consume, args=[items], daemon=True).start()", 0, "",
+    ),
+}  # fmt: skip
+
+PROGRAM = """
+import asyncio, itertools, sys, threading, time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from queue import SimpleQueue
+from shmloader import PipelineBuilder
+
+def keep(executor):
+    sys.kept = executor  # garbage at the very end, it would print an exception of Python's own
+    return executor
+
+def each(number):
+    yield number
+
+def stuck(number):
+    time.sleep(60)
+
+def use(number, context):
+    return number
+
+def stuck_use(number, context):
+    time.sleep(60)
+
+async def soon(number):
+    await asyncio.sleep(0)
+    return number
+
+async def use_soon(number, context):
+    return number
+
+async def close(context):
+    await asyncio.sleep(0.01)
+
+async def close_slowly(context):
+    await asyncio.sleep(60)
+
+async def each_soon(number):
+    await asyncio.sleep(0)
+    yield number
+
+async def stuck_soon(number):
+    await asyncio.sleep(60)
+
+async def block_loop(number):
+    time.sleep(60)
+
+async def resist(number):
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+async def begin_tasks(number):
+    asyncio.create_task(asyncio.sleep(60))
+    return number
+
+class AsyncNumbers:
+    async def __aiter__(self):
+        for number in itertools.count():
+            await asyncio.sleep(0)
+            yield number
+
+def consume(items):
+    for _ in items:
+        pass
+
+def leave(items):
+    for _ in items:
+        time.sleep(0.01)
+        return
+
+if __name__ == "__main__":
+    builder = PipelineBuilder().add_source(range(10**9))
+    builder = {shape}
+    pipeline = builder.add_sink().build()
+    items = iter(pipeline)
+    if {takes}:
+        assert len([next(items) for _ in range(5)]) == 5
+    else:
+        time.sleep(0.2)
+    print("the end", flush=True)
+    {end}
+"""
+
+
+def is_possible(shape, end):
+    if end == "in a function":
+        return shape not in SHAPES_WITHOUT_ITEMS  # it would wait for an item
+    # Python shuts the user's executor down while the thread still gives it items, and says so.
+    return end != "consumed by a daemon" or "pool" not in shape
+
+
+CELLS = [(shape, end) for shape in SHAPES for end in ENDS if is_possible(shape, end)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "end"), CELLS)
+def test_a_program_ends_quietly(shape, end, tmp_path):
+    text, code, words = ENDS[end]
+    takes = shape not in SHAPES_WITHOUT_ITEMS
+    source = PROGRAM.format(shape=SHAPES[shape], takes=takes, end=text)
+    program = Program(source, tmp_path / "program.py")
+    assert program.read_line() == "the end"
+    start = time.monotonic()
+    done = program.finish()
+    assert time.monotonic() - start < 20
+    if words:
+        assert done.err.splitlines()[-1] == words
+        assert done.err.count("Traceback") == 1
+        assert not [line for line in done.err.splitlines() if "shmloader" in line]
+        assert (done.code, done.left) == (code, [])
+    else:
+        done.assert_quiet(code)

@@ -1,0 +1,446 @@
+"""Resumed pipelines: no item is lost and none comes twice, whatever was read ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from shmloader import DataLoader, PipelineBuilder, PipelineDataLoader, TooManyFailures
+from tests.unit.pipeline.support import SOON_S, chain
+
+
+class Counter:
+    """A source with a state of its own. Its epochs differ."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = self.position = 0
+        self.states = 0
+
+    def __iter__(self):
+        while self.position < self.length:
+            self.position += 1
+            yield self.epoch * 1000 + self.position - 1
+        self.epoch += 1
+        self.position = 0
+
+    def state_dict(self):
+        self.states += 1
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class AsyncCounter(Counter):
+    async def __aiter__(self):
+        for item in Counter.__iter__(self):
+            await asyncio.sleep(0)
+            yield item
+
+    __iter__ = None
+
+
+def add_one(number):
+    return number + 1
+
+
+def drop_thirds(number):
+    return number if number % 3 else None
+
+
+def fail_fifths(number):
+    if number % 5 == 0:
+        raise ValueError(number)
+    return number
+
+
+def repeat(number):
+    for _ in range(number % 4):
+        yield number
+    yield None
+
+
+async def repeat_soon(number):
+    for part in range(number % 3):
+        await asyncio.sleep(0)
+        yield number * 10 + part
+
+
+async def wait(number):
+    await asyncio.sleep(0.0001 * (number % 3))
+    return number
+
+
+def split(numbers):
+    yield from numbers[::-1]
+    yield -1
+
+
+# Each takes numbers and gives numbers.
+PARTS = {
+    "function": lambda b: b.pipe(add_one, concurrency=3, output_order="input"),
+    "filter": lambda b: b.pipe(drop_thirds, concurrency=2, output_order="input"),
+    "failing": lambda b: b.pipe(fail_fifths, max_failures=1000),
+    "generator": lambda b: b.pipe(repeat, concurrency=2, output_order="input"),
+    "async generator": lambda b: b.pipe(repeat_soon),
+    "coroutine": lambda b: b.pipe(wait, concurrency=4, output_order="input"),
+    "lists": lambda b: b.aggregate(3).disaggregate(),
+    "whole lists": lambda b: b.aggregate(2, drop_last=True).disaggregate(),
+    "lists by a generator": lambda b: b.aggregate(4).pipe(split),
+    "collated": lambda b: b.aggregate(3, collate=sum),
+}
+
+
+def build(source, parts, last=0, **options):
+    builder = PipelineBuilder().add_source(source, **options)
+    for part in parts:
+        PARTS[part](builder)
+    if last:
+        builder.aggregate(last)
+    return builder.add_sink(2).build(num_threads=2)
+
+
+def resumed_at_each_item(make, count):
+    """What a pipeline gives, and what two of them give together, one after so many items."""
+    whole = list(make())
+    places = range(len(whole) + 1) if count is None else count
+    for place in places:
+        first = make()
+        items = iter(first)
+        taken = [next(items) for _ in range(min(place, len(whole)))]
+        state = json.loads(json.dumps(first.state_dict()))
+        del items
+        assert first.state_dict() == state
+        second = make()
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        assert taken + list(second) == whole, place
+    return whole
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("source", [range, Counter, AsyncCounter])
+def test_nothing_is_lost_and_nothing_comes_twice_after_any_item(part, source):
+    whole = resumed_at_each_item(lambda: build(source(10), [part, "function"]), None)
+    assert len(whole) >= 2
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(list(PARTS)), max_size=4), st.integers(0, 3), st.data())
+def test_whatever_the_stages_are(parts, last, data):
+    every = data.draw(st.integers(0, 4))
+    place = data.draw(st.integers(0, 20))
+    try:
+        list(build(Counter(14), parts, last))
+    except TooManyFailures:  # the stages before leave only what fails
+        reject()
+    resumed_at_each_item(
+        lambda: build(Counter(14), parts, last, snapshot_every_n_steps=every), [place]
+    )
+
+
+def test_a_chain_of_resumptions_is_one_epoch():
+    whole = list(build(range(30), ["generator", "lists by a generator"], 2))
+    taken, state = [], None
+    draw = random.Random(0)
+    while True:
+        pipeline = build(range(30), ["generator", "lists by a generator"], 2)
+        if state is not None:
+            pipeline.load_state_dict(state)
+        items = iter(pipeline)
+        for _ in range(draw.randrange(4)):
+            item = next(items, None)
+            if item is None:
+                assert taken == whole
+                return
+            taken.append(item)
+        state = pipeline.state_dict()
+
+
+def test_what_was_read_ahead_does_not_count():
+    source = Counter(100)
+    pipeline = chain(source, add_one, sink=20)
+    with pipeline.auto_stop():
+        assert pipeline.get_item(SOON_S) == 1
+        while source.position < 20:
+            pass
+        state = pipeline.state_dict()
+    assert state["source"] == {"epoch": 0, "position": 1}
+    assert state["read"] == 0
+
+
+@pytest.mark.parametrize("source", [Counter, AsyncCounter])
+def test_after_the_end_of_an_epoch_the_next_one_begins(source):
+    pipeline = chain(source(5), add_one)
+    assert list(pipeline) == [1, 2, 3, 4, 5]
+    state = pipeline.state_dict()
+    second = chain(source(5), add_one)
+    second.load_state_dict(state)
+    assert list(second) == [1001, 1002, 1003, 1004, 1005]
+    assert list(pipeline) == list(range(1001, 1006))
+
+
+def test_after_the_last_item_but_before_the_end_the_epoch_has_nothing_left():
+    pipeline = chain(range(3))
+    items = iter(pipeline)
+    assert [next(items) for _ in range(3)] == [0, 1, 2]
+    state = pipeline.state_dict()
+    del items
+    second = chain(range(3))
+    second.load_state_dict(state)
+    assert list(second) == []
+    assert list(second) == [0, 1, 2]
+
+
+def test_before_the_first_epoch_the_state_is_the_sources():
+    source = Counter(5)
+    source.position = 3
+    state = chain(source).state_dict()
+    assert state["source"] == {"epoch": 0, "position": 3}
+
+
+def test_the_same_pipeline_goes_on_after_a_break_with_its_own_state():
+    source = Counter(20)
+    pipeline = chain(source, add_one)
+    for item in pipeline:
+        if item == 4:
+            break
+    pipeline.load_state_dict(pipeline.state_dict())
+    assert list(pipeline) == list(range(5, 21))
+
+
+def test_an_iterator_as_source_can_be_resumed_though_it_was_used():
+    class Once(Counter):
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.position == self.length:
+                raise StopIteration
+            self.position += 1
+            return self.position - 1
+
+    pipeline = chain(Once(6))
+    items = iter(pipeline)
+    assert [next(items), next(items)] == [0, 1]
+    state = pipeline.state_dict()
+    items = None
+    pipeline.load_state_dict(state)
+    assert list(pipeline) == [2, 3, 4, 5]
+
+
+def test_a_state_is_taken_after_every_so_many_items_and_the_others_are_read_again():
+    source = Counter(50)
+    builder = PipelineBuilder().add_source(source, snapshot_every_n_steps=10)
+    pipeline = builder.add_sink(2).build()
+    items = iter(pipeline)
+    for _ in range(25):
+        last = next(items)
+    state = pipeline.state_dict()
+    assert (state["source"]["position"], state["read"]) == (20, 5)
+    del items
+    assert source.states < 8
+    again = PipelineBuilder().add_source(Counter(50), snapshot_every_n_steps=10).add_sink().build()
+    again.load_state_dict(state)
+    assert next(iter(again)) == last + 1
+
+
+def test_a_loader_is_a_source_with_a_state():
+    def make():
+        loader = DataLoader(list(range(20)), batch_size=2, shuffle=True, seed=3)
+        return chain(loader, lambda batch: batch.tolist())
+
+    resumed_at_each_item(make, [0, 1, 4, 9, 10])
+
+
+def test_a_source_may_change_its_state_after_it_has_returned_it():
+    class Growing:
+        def __init__(self):
+            self.seen = []
+
+        def __iter__(self):
+            for number in range(len(self.seen), 6):
+                self.seen.append(number)
+                yield number
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    resumed_at_each_item(lambda: chain(Growing(), add_one), None)
+
+
+def test_an_item_that_an_interruption_has_lost_was_not_delivered(monkeypatch):
+    pipeline = chain(range(9), add_one)
+    items = iter(pipeline)
+    assert next(items) == 1
+
+    def interrupted(item):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shmloader.pipeline.epoch.opened", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    monkeypatch.undo()
+    pipeline.load_state_dict(pipeline.state_dict())
+    assert list(pipeline) == list(range(2, 10))
+
+
+def test_an_item_that_has_failed_was_not_delivered():
+    fails = [4]
+
+    def op(number):
+        if number in fails:
+            raise ValueError(number)
+        return number
+
+    pipeline = chain(range(9), op, sink=1)
+    taken = []
+    with pytest.raises(ValueError, match="4"):
+        taken.extend(pipeline)
+    fails.clear()
+    pipeline.load_state_dict(pipeline.state_dict())
+    assert taken + list(pipeline) == list(range(9))
+
+
+def test_the_few_calls_that_are_left_do_not_say_that_all_have_failed():
+    def fail_last(number):
+        if number == 9:
+            raise ValueError
+        return number
+
+    def make():
+        builder = PipelineBuilder().add_source(range(10)).pipe(fail_last, max_failures=0.2)
+        return builder.add_sink().build()
+
+    assert resumed_at_each_item(make, None) == list(range(9))
+
+
+# Errors ----------------------------------------------------------------------------------
+
+
+def test_completion_order_has_no_position():
+    pipeline = PipelineBuilder().add_source(range(9)).pipe(add_one, concurrency=2).add_sink()
+    built = pipeline.build()
+    for call in (built.state_dict, lambda: built.load_state_dict({})):
+        with pytest.raises(RuntimeError, match=r"'add_one'.*output_order='input'"):
+            call()
+    assert sorted(built) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("source", [{1, 2}, iter([1]), {"a": 1}])
+def test_a_source_without_a_state_is_told(source):
+    with pytest.raises(RuntimeError, match=f"{type(source).__name__}, cannot be resumed.*state"):
+        chain(source).state_dict()
+
+
+def test_what_the_sources_state_dict_raises_is_raised_where_the_state_is_asked_for():
+    class Stateless(Counter):
+        def state_dict(self):
+            raise NotImplementedError("not yet")
+
+    pipeline = chain(Stateless(3))
+    assert list(pipeline) == [0, 1, 2]
+    with pytest.raises(NotImplementedError, match="not yet"):
+        pipeline.state_dict()
+
+
+def test_a_state_cannot_change_an_epoch_that_is_under_way():
+    pipeline = chain(range(9))
+    state = pipeline.state_dict()
+    with pipeline.auto_stop(), pytest.raises(RuntimeError, match="under way"):
+        pipeline.load_state_dict(state)
+    pipeline.load_state_dict(state)
+    assert list(pipeline) == list(range(9))
+
+
+def damaged(state):
+    return {**state, "read": state["read"] + 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda state: [], TypeError, ["dict", "list"]),
+        (lambda state: {"epoch": 1}, ValueError, ["not saved by a pipeline", "'epoch'"]),
+        (lambda state: {**state, "version": 99}, ValueError, ["version 99", "version 1"]),
+        (damaged, ValueError, ["damaged"]),
+    ],
+)
+def test_a_state_that_is_none_is_told(change, error, words):
+    pipeline = chain(range(9))
+    with pytest.raises(error) as caught:
+        pipeline.load_state_dict(change(pipeline.state_dict()))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: chain(range(10), add_one), ["length: 9 in the state, 10 in this pipeline"]),
+        (lambda: chain(Counter(9), add_one), ["how the source is resumed", "'by index'"]),
+        (lambda: chain(range(9), repeat), ["stages", "'one result'", "'many results'"]),
+        (lambda: build(range(9), ["function"], 2), ["stages", "aggregate(2)"]),
+    ],
+)
+def test_a_state_of_another_pipeline_is_told(make, words):
+    state = chain(range(9), add_one).state_dict()
+    with pytest.raises(ValueError, match="does not fit this pipeline") as caught:
+        make().load_state_dict(state)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_source_with_fewer_items_than_before_is_told():
+    builder = PipelineBuilder().add_source(Counter(9), snapshot_every_n_steps=0)
+    pipeline = builder.add_sink().build()
+    items = iter(pipeline)
+    assert [next(items) for _ in range(5)] == list(range(5))
+    state = pipeline.state_dict()
+    del items
+    for source in (Counter(3), AsyncCounter(3)):
+        other = PipelineBuilder().add_source(source, snapshot_every_n_steps=0).add_sink().build()
+        other.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"yielded 3 items .* but 5 were read"):
+            list(other)
+
+
+def test_the_concurrency_may_change():
+    first = build(range(20), ["function", "lists"])
+    items = iter(first)
+    taken = [next(items) for _ in range(7)]
+    state = first.state_dict()
+    del items
+    builder = PipelineBuilder().add_source(range(20)).pipe(add_one, name="other")
+    second = builder.aggregate(3).disaggregate().add_sink(9).build()
+    second.load_state_dict(state)
+    assert taken + list(second) == list(range(1, 21))
+
+
+def test_the_usual_chain_can_be_resumed():
+    def make(**options):
+        return PipelineDataLoader(
+            range(23), preprocessor=add_one, batch_size=4, num_threads=3, **options
+        )
+
+    with make(output_order="input") as whole:
+        batches = list(whole)
+    with make(output_order="input") as first:
+        items = iter(first)
+        taken = [next(items), next(items)]
+        state = first.state_dict()
+    with make(output_order="input") as second:
+        second.load_state_dict(state)
+        assert taken + list(second) == batches
+        assert list(second) == batches
+    with make() as other, pytest.raises(RuntimeError, match="output_order='input'"):
+        other.state_dict()
