@@ -16,6 +16,7 @@ from shmloader.batch.failures import (
     describe_bad_index,
     describe_bad_list,
     describe_bad_number,
+    describe_index,
     note_sample,
 )
 from shmloader.batch.ragged import collate
@@ -192,8 +193,15 @@ class MapFetcher(_MapDatasetFetcher):
 
     @staticmethod
     def _load_each(dataset: Any, indices: Iterable[Any]) -> list[Any]:
+        try:
+            keys = iter(indices)
+        except TypeError as error:
+            raise TypeError(
+                f"{error}: batch_sampler should yield lists of indices, but it yielded "
+                f"{describe_index(indices)}"
+            ) from None
         samples = []
-        for index in indices:
+        for index in keys:
             try:
                 sample = dataset[index]
             except Exception as error:

@@ -1,7 +1,8 @@
-"""Explains the error for samples that cannot be stacked, since they differ in shape.
+"""Explains the error for samples that cannot be collated, since they differ.
 
-torch names two places in the batch. The explanation names the samples' indices, all shapes, and
-where in the samples the tensors are.
+For samples that differ in shape, torch names two places in the batch. The explanation names the
+samples' indices, all shapes, and where in the samples the tensors are. For those that differ in
+type, or lack a key, torch names neither; there a note does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.batch.failures import describe_indices
+from shmloader.batch.failures import describe_indices, note_sample
+from shmloader.interruptions import Suppressed
 from shmloader.tracebacks import without_ours
 
 # What torch's default_collate and torch.stack say, and numpy.stack.
@@ -20,6 +22,13 @@ _BEGINNINGS = (
     "all input arrays must have the same shape",
 )
 
+# What torch says of samples of several types.
+_OF_TYPES = (
+    "expected Tensor as element",
+    "default_collate: batch must contain",
+    "Could not infer dtype of ",
+)
+
 # How many shapes the text names.
 _SHAPES_SHOWN = 4
 
@@ -27,18 +36,18 @@ _SHAPES_SHOWN = 4
 _DEPTH = 8
 
 
-class _Ragged(NamedTuple):
-    """A part of the samples whose shapes differ.
+class _Difference(NamedTuple):
+    """A part of the samples in which they differ.
 
     Attributes:
         path: Where it is in a sample, such as "sample['image']".
-        is_list: Whether it is a list, which has a length instead of a shape.
-        shapes: The shape in each sample.
+        what: In what they differ: "shape", "length" (of lists), "type" or "keys".
+        values: The shape, and so on, in each sample.
     """
 
     path: str
-    is_list: bool
-    shapes: list[str]
+    what: str
+    values: list[str]
 
 
 def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any:
@@ -51,14 +60,20 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any
 
     Raises:
         RuntimeError, ValueError: As ``collate_fn``, with a longer text, if samples differ in shape.
-        BaseException: What ``collate_fn`` raises.
+        BaseException: What ``collate_fn`` raises; with a note, if samples differ otherwise.
     """
     try:
         return collate_fn(samples)
-    except (RuntimeError, ValueError) as error:
-        explained = _explain(error, samples, indices)
-        if explained is None:
+    except Exception as error:
+        difference = _difference_behind(error, samples)
+        if difference is None:
             raise
+        if difference.what in ("type", "keys"):
+            path, what, values = difference
+            note = f"In this batch, the {what} of {path}: {_describe(values, indices)}."
+            note_sample(error, note)
+            raise
+        explained = _explain(error, difference, indices)
     try:
         # Not in the except block: the other one would be printed as well.
         raise explained
@@ -66,23 +81,31 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any
         del explained  # its traceback holds this frame
 
 
-def _explain(error: Exception, samples: Any, indices: Any) -> Exception | None:
-    """Return an error that says which samples differ; None if the error is about other things."""
-    text = str(error)
-    kind = type(error)
-    if kind not in (RuntimeError, ValueError) or not text.startswith(_BEGINNINGS):
-        return None
+def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
+    """Return the difference between samples that an error is about; None for any other error."""
     if not isinstance(samples, list) or not samples:
         return None
-    ragged = _find(samples, "sample", _DEPTH)
-    if ragged is None:
-        return None
-    what = "lengths" if ragged.is_list else "shapes"
-    explained = kind(
-        f"{text}\nThe samples of this batch have different {what} of {ragged.path}: "
-        f"{_describe(ragged.shapes, indices)}. Pad them in collate_fn= "
+    kind = type(error)
+    wanted: tuple[str, ...] = ()
+    if kind is KeyError:
+        wanted = ("keys",)
+    elif kind in (RuntimeError, ValueError) and str(error).startswith(_BEGINNINGS):
+        wanted = ("shape", "length")
+    elif kind in (RuntimeError, TypeError) and str(error).startswith(_OF_TYPES):
+        wanted = ("type",)
+    with Suppressed(Exception):  # a container of the user's may raise anything
+        return _find(samples, "sample", _DEPTH, wanted) if wanted else None
+    return None
+
+
+def _explain(error: Exception, difference: _Difference, indices: Any) -> Exception:
+    """Return an error of the same class that says which samples differ in shape."""
+    path, what, values = difference
+    explained = type(error)(
+        f"{error}\nThe samples of this batch have different {what}s of {path}: "
+        f"{_describe(values, indices)}. Pad them in collate_fn= "
         "(torch.nn.utils.rnn.pad_sequence pads along the first dimension), or bring them to one "
-        f"{what[:-1]} in the dataset."
+        f"{what} in the dataset."
     )
     return explained.with_traceback(without_ours(error.__traceback__))
 
@@ -108,34 +131,62 @@ def _describe(shapes: list[str], indices: Any) -> str:
     return "; ".join(parts)
 
 
-def _find(parts: Sequence[Any], path: str, depth: int) -> _Ragged | None:
-    """Return the first part of the samples in which they differ in shape.
+def _find(
+    parts: Sequence[Any], path: str, depth: int, wanted: tuple[str, ...]
+) -> _Difference | None:
+    """Return the first part of the samples in which they differ.
 
     Args:
         parts: The same part of each sample.
         path: Where it is in a sample.
         depth: How much deeper to look.
+        wanted: The differences to look for.
     """
     first = parts[0]
+    found = _compare(parts)
+    if found is not None:
+        return _Difference(path, *found) if found[0] in wanted else None
     if depth == 0 or isinstance(first, str | bytes):
         return None
-    if isinstance(first, torch.Tensor | np.ndarray):
-        if not all(isinstance(part, torch.Tensor | np.ndarray) for part in parts):
-            return None
-        shapes = [str(list(part.shape)) for part in parts]
-        return _Ragged(path, False, shapes) if len(set(shapes)) > 1 else None
     inner: list[tuple[str, Any]] = []
     if isinstance(first, Mapping):
-        if all(isinstance(part, Mapping) for part in parts):
-            inner = [(f"[{key!r}]", key) for key in first if all(key in part for part in parts)]
-    elif isinstance(first, Sequence) and all(isinstance(part, Sequence) for part in parts):
-        lengths = [str(len(part)) for part in parts]
-        if len(set(lengths)) > 1:
-            return _Ragged(path, True, lengths)
+        inner = [(f"[{key!r}]", key) for key in first]
+    elif isinstance(first, Sequence):
         names = getattr(first, "_fields", None)
         inner = [(f"[{at}]" if names is None else f".{names[at]}", at) for at in range(len(first))]
     for step, key in inner:
-        found = _find([part[key] for part in parts], f"{path}{step}", depth - 1)
-        if found is not None:
-            return found
+        deeper = _find([part[key] for part in parts], f"{path}{step}", depth - 1, wanted)
+        if deeper is not None:
+            return deeper
     return None
+
+
+def _compare(parts: Sequence[Any]) -> tuple[str, list[str]] | None:
+    """Return in what the samples differ here, and the value for each; None if they are alike."""
+    kinds = [_kind_of(part) for part in parts]
+    if len(set(kinds)) > 1 or kinds[0] == "NoneType":
+        return "type", kinds
+    first = parts[0]
+    if isinstance(first, torch.Tensor | np.ndarray):
+        what, values = "shape", [str(list(part.shape)) for part in parts]
+    elif isinstance(first, Mapping):
+        # Further keys than those of the first sample are left out.
+        if all(set(first) <= set(part) for part in parts):
+            return None
+        what, values = "keys", [str(list(part)) for part in parts]
+    elif isinstance(first, Sequence) and not isinstance(first, str | bytes):
+        what, values = "length", [str(len(part)) for part in parts]
+    else:
+        return None
+    return (what, values) if len(set(values)) > 1 else None
+
+
+def _kind_of(part: Any) -> str:
+    """Return the name of a part's type; one name for the types that are stacked alike."""
+    if isinstance(part, torch.Tensor | np.ndarray):
+        return "Tensor" if isinstance(part, torch.Tensor) else "ndarray"
+    if isinstance(part, Mapping):
+        return "dict"
+    if isinstance(part, str | bytes):
+        return type(part).__name__
+    return "list" if isinstance(part, Sequence) else type(part).__name__

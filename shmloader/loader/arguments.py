@@ -9,12 +9,16 @@ import inspect
 import math
 import mmap
 import multiprocessing
+import operator
 import re
+import reprlib
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
+from numbers import Real
 from typing import Any, get_args
 
+import torch
 from torch.utils.data import (
     IterableDataset,
     IterDataPipe,
@@ -104,18 +108,81 @@ def check_settable(kind: type, name: str) -> None:
 # Before torch's constructor ------------------------------------------------------------------
 
 
-def check_num_workers(num_workers: object) -> None:
-    """Check that ``num_workers`` is not a text other than "auto".
-
-    Other types are left to torch, which accepts any number and rejects the rest in its words.
+def check_dataset(dataset: object) -> None:
+    """Check that samples can be loaded from ``dataset``, as far as its class shows.
 
     Raises:
-        TypeError: If it is another text; torch's constructor raises a TypeError, too.
+        TypeError: If it has neither ``__getitem__`` nor ``__getitems__``, and is not iterable as
+            torch wants it.
     """
-    if isinstance(num_workers, str | bytes) and num_workers != "auto":
+    if isinstance(dataset, IterableDataset) or hasattr(type(dataset), "__getitem__"):
+        return
+    if not isinstance(dataset, type) and callable(probe(dataset, "__getitems__")):
+        return
+    got = f"but got dataset={reprlib.repr(dataset)}"
+    if isinstance(dataset, type):
+        got += f": give an object of that class, such as {dataset.__name__}(...)"
+    elif isinstance(dataset, Iterator):
+        got += (
+            ": make a list of it, or write an IterableDataset whose __iter__ begins such an "
+            "iterator"
+        )
+    elif isinstance(dataset, Iterable):
+        got += ": make a list of it, which has an order"
+    raise TypeError(
+        f"dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
+        f"{got}"
+    )
+
+
+def check_torchs_arguments(
+    *,
+    num_workers: Any,
+    prefetch_factor: Any,
+    timeout: Any,
+    sampler: object,
+    batch_sampler: object,
+    collate_fn: object,
+    worker_init_fn: object,
+    generator: object,
+) -> None:
+    """Check the types of arguments that torch's constructor does not check, or unclearly.
+
+    torch raises a TypeError for each of these as well: later, or in words about operators.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+    """
+    if num_workers != "auto" and not _is_whole(num_workers):
         raise TypeError(
             f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
         )
+    if prefetch_factor is not None and num_workers and not _is_whole(prefetch_factor):
+        raise TypeError(
+            f"prefetch_factor should be an int, but got prefetch_factor={prefetch_factor!r}"
+        )
+    if not isinstance(timeout, Real | torch.Tensor):
+        raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
+    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        is_iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+        if value is not None and not is_iterable:
+            raise TypeError(f"{name} should be iterable, but got {name}={reprlib.repr(value)}")
+    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} should be callable, but got {name}={reprlib.repr(value)}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator should be a torch.Generator, but got generator={reprlib.repr(generator)}"
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether torch can use a value as a number of workers or batches; also for 0.0."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return isinstance(value, Real) and value == 0
+    return True
 
 
 def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:

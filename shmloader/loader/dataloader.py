@@ -28,12 +28,13 @@ from shmloader.loader.arguments import (
     NOT_TRANSFORM,
     check_arguments,
     check_auto,
+    check_dataset,
     check_last_batch,
     check_may_have_workers,
-    check_num_workers,
     check_seed,
     check_settable,
     check_thread_pool,
+    check_torchs_arguments,
     is_data_pipe,
     is_map_style,
     parse_max_failures,
@@ -250,7 +251,18 @@ class DataLoader(MeasuredLoader[_T_co]):
         sample_timeout: float | None = None,
     ) -> None:
         self.thread_pool = thread_pool  # torch's constructor warns of too many processes
-        check_num_workers(num_workers)
+        check_torchs_arguments(
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            timeout=timeout,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            collate_fn=collate_fn,
+            worker_init_fn=worker_init_fn,
+            generator=generator,
+        )
+        if type(self) is DataLoader:  # a subclass of the user's may load from anything
+            check_dataset(dataset)
         if num_workers == "auto":
             is_seeded = seed is not None or self._may_shard
             check_auto(dataset, thread_pool=thread_pool, is_seeded=is_seeded)

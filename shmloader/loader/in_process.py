@@ -79,7 +79,10 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
 
     def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - nothing is page-locked
         if self._timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+            raise AssertionError(
+                "_SingleProcessDataLoaderIter requires timeout == 0: with num_workers=0, batches "
+                "are loaded in this process, which cannot stop waiting for itself"
+            )
         config, fetch = self._config, self._config.fetch
         self._timer = Timer()
         self._concurrent_fetcher = fetch.make_concurrent_fetcher()

@@ -11,6 +11,7 @@ from shmloader.batch.fetch import OnError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
+    check_dataset,
     check_last_batch,
     is_map_style,
     warn_of_empty_epochs,
@@ -347,6 +348,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
 
 def _check_dataset(dataset: object) -> None:
+    check_dataset(dataset)
     if not is_map_style(dataset):
         raise ValueError(
             "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "

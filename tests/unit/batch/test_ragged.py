@@ -125,3 +125,29 @@ def test_a_subclass_of_the_users_own_is_raised_as_it_is():
     with pytest.raises(OwnError) as raised:
         collate(fail, zeros(3, 4), [0, 1])
     assert str(raised.value) == TORCHS
+
+
+@pytest.mark.parametrize(
+    ("samples", "note"),
+    [
+        ([1, None, 3], "the type of sample: int for indices 7, 9; NoneType for index 8."),
+        ([None, None, None], "the type of sample: NoneType for indices 7 to 9."),
+        (
+            [(torch.zeros(2), 1), (2, 1), (torch.zeros(2), 1)],
+            "the type of sample[0]: Tensor for indices 7, 9; int for index 8.",
+        ),
+        (
+            [{"a": 1}, {"a": 2}, {"b": 3}],
+            "the keys of sample: ['a'] for indices 7 to 8; ['b'] for index 9.",
+        ),
+        (
+            [{"x": {"a": 1}}, {"x": {}}, {"x": {"a": 1, "b": 2}}],
+            "the keys of sample['x']: ['a'] for index 7; [] for index 8; ['a', 'b'] for index 9.",
+        ),
+    ],
+)
+def test_samples_that_differ_otherwise_are_named_in_a_note(samples, note):
+    error = outcome_of(lambda: default_collate(samples))
+    noted = outcome_of(lambda: collate(default_collate, samples, [7, 8, 9]))
+    assert (type(noted), str(noted)) == (type(error), str(error))
+    assert noted.__notes__ == [f"In this batch, {note}"]

@@ -240,3 +240,104 @@ def test_a_float_is_the_share_that_it_is_written_as(given, exact) -> None:
 def test_a_float_that_is_no_share_is_told_so(share) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 1 .* max_failures={share}"):
         DataLoader(range(4), on_error="skip", max_failures=share)
+
+
+class OnlyLists:
+    def __len__(self):
+        return 2
+
+    def __getitems__(self, indices):
+        return indices
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        (None, "but got dataset=None"),
+        (5, "but got dataset=5"),
+        ({1, 2}, "but got dataset={1, 2}: make a list of it, which has an order"),
+        (
+            iter([1]),
+            (
+                ": make a list of it, or write an IterableDataset whose __iter__ begins such an "
+                "iterator"
+            ),
+        ),
+        (OnlyLists, ": give an object of that class, such as OnlyLists(...)"),
+    ],
+    ids=["None", "int", "set", "iterator", "class"],
+)
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_an_object_that_is_no_dataset_is_refused(kind, dataset, text):
+    with pytest.raises(TypeError, match="dataset should have __getitem__ and __len__") as raised:
+        kind(dataset)
+    begin = (
+        "dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
+        "but got dataset="
+    )
+    assert str(raised.value).startswith(begin)
+    assert str(raised.value).endswith(text)
+
+
+def test_lists_alone_and_subclasses_of_the_users_own_are_not_refused():
+    assert [batch.tolist() for batch in DataLoader(OnlyLists())] == [[0], [1]]
+
+    class Own(DataLoader):
+        pass
+
+    assert Own(None).dataset is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_workers": 1.5}, "num_workers should be an int or 'auto', but got num_workers=1.5"),
+        ({"num_workers": None}, "num_workers should be an int or 'auto', but got num_workers=None"),
+        (
+            {"num_workers": 1, "prefetch_factor": "2"},
+            "prefetch_factor should be an int, but got prefetch_factor='2'",
+        ),
+        (
+            {"num_workers": 1, "prefetch_factor": 1.5},
+            "prefetch_factor should be an int, but got prefetch_factor=1.5",
+        ),
+        ({"timeout": "3"}, "timeout should be a number of seconds, but got timeout='3'"),
+        ({"timeout": None}, "timeout should be a number of seconds, but got timeout=None"),
+        ({"sampler": 3}, "sampler should be iterable, but got sampler=3"),
+        ({"batch_sampler": 4}, "batch_sampler should be iterable, but got batch_sampler=4"),
+        ({"collate_fn": 3}, "collate_fn should be callable, but got collate_fn=3"),
+        ({"worker_init_fn": 3}, "worker_init_fn should be callable, but got worker_init_fn=3"),
+        ({"generator": 3}, "generator should be a torch.Generator, but got generator=3"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_a_value_of_a_wrong_type_is_refused_at_once(kind, arguments, text):
+    with pytest.raises(TypeError, match="should be") as raised:
+        kind(range(4), **arguments)
+    assert str(raised.value) == text
+
+
+def test_numbers_of_other_types_that_torch_takes_are_taken():
+    one = np.int64(1)
+    options = {"num_workers": one, "prefetch_factor": one, "timeout": np.float32(5)}
+    assert DataLoader(range(4), **options).num_workers == 1
+    assert len(list(DataLoader(range(4), num_workers=0.0))) == 4
+
+
+def test_a_batch_sampler_that_yields_no_lists_is_named():
+    with pytest.raises(TypeError, match="is not iterable") as raised:
+        list(DataLoader(range(4), batch_sampler=[1, 2]))
+    assert str(raised.value) == (
+        "'int' object is not iterable: batch_sampler should yield lists of indices, but it "
+        "yielded 1"
+    )
+
+
+def test_a_timeout_without_workers_says_why_it_cannot_be():
+    with pytest.raises(AssertionError) as raised:
+        iter(DataLoader(range(4), timeout=3))
+    assert str(raised.value) == (
+        "_SingleProcessDataLoaderIter requires timeout == 0: with num_workers=0, batches are "
+        "loaded in this process, which cannot stop waiting for itself"
+    )
