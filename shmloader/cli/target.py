@@ -16,6 +16,7 @@ from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.probing import probe
 from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
 # Arguments of torch's loader, and of ours alone, that are readable as attributes.
 _TORCH_NAMES = (
@@ -174,9 +175,10 @@ def _order_of(loader: Any) -> dict[str, Any]:
     sampler = loader.sampler
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return {}
-    if type(sampler) is SequentialSampler:
+    if type(sampler) in {SequentialSampler, SeededSequentialSampler}:
         return {}
-    is_shuffle = type(sampler) is RandomSampler and not sampler.replacement
+    is_random = type(sampler) in {RandomSampler, SeededRandomSampler}
+    is_shuffle = is_random and not sampler.replacement
     if is_shuffle and sampler.num_samples == len(loader.dataset):
         return {"shuffle": True}
     return {"sampler": sampler}

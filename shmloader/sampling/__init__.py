@@ -16,6 +16,8 @@ and its number, and does not use the random number generators of the process (``
 
 The loader's own order of samples begins in ``plan``: :class:`EpochPlan` holds the position in the
 epoch, ``seeded_order`` and ``sampler_order`` yield the index batches.
+``seeded_samplers`` show a seeded order to what reads a loader's samplers, ``epoch_counter`` numbers
+the epochs for both.
 """
 
 from shmloader.sampling.bucket import BucketBatchSampler

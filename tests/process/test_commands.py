@@ -485,6 +485,16 @@ def test_a_setting_is_measured_only_as_long_as_needed(rates, best, spans) -> Non
     assert taken == pytest.approx(spans, abs=1)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_like_a_seeded_one_makes_its_own_order(shuffle) -> None:
+    loader = shmloader.DataLoader(range(20), 4, shuffle=shuffle, seed=3)
+    again = like(loader)
+    assert again.sampler is not loader.sampler
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
+    kind = torch.utils.data.RandomSampler if shuffle else torch.utils.data.SequentialSampler
+    assert type(like(loader, of_torch=True).sampler) is kind
+
+
 def test_a_loader_like_another_has_its_arguments() -> None:
     dataset = list(range(40))
     first = shmloader.DataLoader(
