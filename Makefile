@@ -10,6 +10,11 @@ PEERS         ?= .venv-peers
 PEER_PACKAGES := torchdata spdl SeqTools grain
 ROWS          ?=
 
+# The frameworks that train with loaders, in an environment of their own. The second list pins
+# older releases of what the first needs, so its packages are installed without their dependencies.
+FRAMEWORKS          ?= .venv-frameworks
+FRAMEWORKS_PINNING  := mosaicml-streaming
+
 # How long `make soak` runs.
 MINUTES ?= 20
 
@@ -19,13 +24,14 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-all test-integration check docs bench bench-peers gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration test-frameworks check docs bench bench-peers gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
 	@echo "make test    run the quick tests, some of each kind (4 minutes)"
 	@echo "make test-full  run all other tests but the integration tests (20 minutes)"
 	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
+	@echo "make test-frameworks  test under Lightning, accelerate, Hugging Face and others (downloads 2 GB; 15 minutes)"
 	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
 	@echo "make docs    build the documentation into build/docs, without network"
@@ -37,7 +43,7 @@ help:
 	@echo "make chaos   kill 1,000 times at random times (tests/faults/chaos.py)"
 	@echo "make soak    run random mixes in one process for 20 minutes, which must not grow; MINUTES=n"
 	@echo "make environments  run under limits, system call filters, in a container (tests/faults/environments.py)"
-	@echo "make clean   remove .venv, .venv-peers, caches and build outputs"
+	@echo "make clean   remove .venv, .venv-peers, .venv-frameworks, caches and build outputs"
 	@echo "ARGS=... is passed to the program that a target runs: make test ARGS='-k slots -x'"
 
 demo: $(STAMP)-examples
@@ -54,6 +60,10 @@ test-full: $(STAMP)-test
 test-integration: $(STAMP)-test
 	@$(BIN)/python -m pytest --numprocesses=4 tests/integration \
 		--override-ini=faulthandler_timeout=600 $(ARGS)
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	@SHMLOADER_TEST_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks \
+		--override-ini=faulthandler_timeout=0 --durations=15 $(ARGS)
 
 test-all: $(STAMP)-test
 	@SHMLOADER_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses=4 --override-ini=faulthandler_timeout=3600 $(ARGS)
@@ -101,11 +111,11 @@ environments: $(STAMP)-test
 	@$(BIN)/python -m tests.faults.environments $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	rm -f shmloader/memory/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.created $(PEERS)/.created:
+$(VENV)/.created $(PEERS)/.created $(FRAMEWORKS)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "shmloader needs Python 3.11 or later; name one: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Making $(@D) with $$($(PYTHON) --version)"
@@ -128,4 +138,15 @@ $(PEERS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_s
 			--constraint constraints.txt $$package > $(PEERS)/$$package.log 2>&1 \
 		|| { echo "$$package cannot be installed:"; tail -1 $(PEERS)/$$package.log; }; \
 	done
+	@touch $@
+
+# torch first, at its pinned version, so that no framework chooses another one.
+$(FRAMEWORKS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(FRAMEWORKS)/.created
+	@echo "Installing shmloader and the frameworks into $(FRAMEWORKS) (minutes, and gigabytes)"
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt torch
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[frameworks]'
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps $(FRAMEWORKS_PINNING)
 	@touch $@

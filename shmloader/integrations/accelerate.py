@@ -5,6 +5,7 @@ shmloader's loader has beyond torch's is lost. The functions here let accelerate
 samples each process loads, and put a loader of shmloader's class in the place of torch's.
 """
 
+import warnings
 from typing import Any
 
 import accelerate
@@ -14,6 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.integrations.rebuilding import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.rebuilt import RebuiltLoaderWarning
 from shmloader.loader.states import sealed
 
 
@@ -61,7 +63,9 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
             itself among the ranks.
     """
     check_loader(loader, "shmloader.integrations.accelerate.prepare")
-    prepared = accelerator.prepare_data_loader(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RebuiltLoaderWarning)
+        prepared = accelerator.prepare_data_loader(loader)
     _put_back(prepared, loader)
     if not (hasattr(prepared, "split_batches") and accelerator.num_processes > 1):
         accelerator.register_for_checkpointing(_State(prepared))
@@ -81,7 +85,9 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
     Returns:
         A loader for the rest of one epoch, as ``accelerate.skip_first_batches`` returns.
     """
-    skipping = accelerate.skip_first_batches(prepared, num_batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RebuiltLoaderWarning)
+        skipping = accelerate.skip_first_batches(prepared, num_batches)
     loader, batches = prepared.base_dataloader, skipping.base_dataloader.batch_sampler
     if loader.seed is None or not isinstance(batches, SkipBatchSampler):
         _put_back(skipping, loader)

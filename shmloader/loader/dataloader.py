@@ -47,6 +47,7 @@ from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.iterator import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
+from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
 from shmloader.pools.cores import usable_cores
@@ -214,6 +215,8 @@ class DataLoader(MeasuredLoader[_T_co]):
     Raises:
         ValueError, TypeError: If an argument does not fit, in torch's words.
     """
+
+    worker_init_fn: Any = ReadByFrameworks()  # as torch has it, which declares no type
 
     @refuse_old_names(transform=NOT_TRANSFORM)
     def __init__(  # noqa: PLR0917 - torch's signature

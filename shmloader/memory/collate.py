@@ -4,6 +4,10 @@ In a worker, the function for tensors in torch's own ``default_collate_fn_map`` 
 that allocates its output in the slot. So every call of ``default_collate`` gains, also one in a
 user's own collate function. A collate function written by hand allocates its output with
 :func:`empty`.
+
+Some libraries do in their own collate functions what torch's did before: in a worker they allocate
+from torch's shared memory, by the private ``UntypedStorage._new_shared`` (PyTorch Geometric does).
+That is served from the slot as well: their batch would be copied there otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +30,7 @@ class _Worker:
 
 
 _torch_collate_tensor_fn = torch_collate.collate_tensor_fn
+_torch_new_shared: Any = torch.UntypedStorage._new_shared
 
 
 def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -87,9 +92,21 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     return out
 
 
+def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
+    """Return a storage of ``size`` bytes for a collate function: in the slot, if it fits there."""
+    writer = _Worker.writer
+    is_ours = kind is torch.UntypedStorage and torch.device(device).type == "cpu" and size > 0
+    if not is_ours or writer is None or not writer.may_allocate:
+        return _torch_new_shared(size, device=device)
+    if not writer.fits((size,), torch.uint8):
+        return torch.UntypedStorage(size)
+    return writer.empty((size,), torch.uint8).untyped_storage()
+
+
 def install(writer: SlotWriter) -> None:
     """Make torch's collate functions in this worker process write to the slot of ``writer``."""
     _Worker.writer = writer
+    torch.UntypedStorage._new_shared = classmethod(_new_shared)  # type: ignore[assignment,method-assign]
     collate_map = torch_collate.default_collate_fn_map
     if collate_map.get(torch.Tensor) is _torch_collate_tensor_fn:
         collate_map[torch.Tensor] = _collate_tensor_fn

@@ -9,23 +9,17 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-import torch
 
 # Elsewhere the frameworks are missing, so the tests are not collected. A framework that is missing
 # in the environment of these tests is an error.
 collect_ignore_glob = [] if os.environ.get("SHMLOADER_TEST_FRAMEWORKS") else ["test_*.py"]
+if not collect_ignore_glob:
+    import tests.frameworks.support  # noqa: F401 - lets torchvision be imported, before all others
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ACCELERATE_USE_CPU", "1")
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-# The wheel of torchvision on PyPI is built for CUDA: with torch for CPUs it lacks its operators,
-# and cannot even be imported unless these are declared. No test uses them.
-if not torch.cuda.is_available():
-    TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _workers() -> list[psutil.Process]:

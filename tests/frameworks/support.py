@@ -16,6 +16,13 @@ from shmloader.loader.iterator import EngineIterator
 
 LENGTH = 20
 
+# The wheel of torchvision on PyPI is built for CUDA: with torch for CPUs it lacks its operators,
+# and cannot even be imported unless these are declared. No test uses them.
+if not torch.cuda.is_available():
+    TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
 
 class Rows(Dataset):
     """Samples of two features and a label, each with a random number of its own."""

@@ -1,0 +1,50 @@
+"""Transforms that a loader's seed reaches by a hook."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import shmloader
+from shmloader.integrations.seeding import SeededTransform
+
+
+class Own:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random()
+
+    def __call__(self, value: int) -> float:
+        return value + self.generator.random()
+
+
+def reseed(transform: Own, seed: int) -> None:
+    assert 0 <= seed < 1 << 32
+    transform.generator.seed(seed)
+
+
+class Samples:
+    def __init__(self) -> None:
+        self.transform = pickle.loads(pickle.dumps(SeededTransform(Own(), reseed)))
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return self.transform(index)
+
+
+def run(**options) -> list[float]:
+    loader = shmloader.DataLoader(Samples(), batch_size=2, **options)
+    return [value for batch in loader for value in batch.tolist()]
+
+
+def test_the_loaders_seed_decides_what_the_transform_draws():
+    assert run(seed=1) == run(seed=1) == run(seed=1, num_workers=1)
+    assert run(seed=1) != run(seed=2)
+    assert len({value % 1 for value in run(seed=1)}) == 8
+
+
+def test_without_a_seed_the_transform_draws_as_before():
+    assert run() != run()
