@@ -2,6 +2,7 @@
 
 import collections.abc
 import concurrent.futures
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Self
@@ -67,8 +68,8 @@ class PipelineBuilder:
             raise ValueError("add_source was called before: a pipeline has one source")
         if not isinstance(source, collections.abc.Iterable | collections.abc.AsyncIterable):
             raise TypeError(
-                "the source should be an iterable or an async iterable, but got a "
-                f"{type(source).__name__}"
+                "the source should be an iterable or an async iterable, but got "
+                f"source={reprlib.repr(source)}"
             )
         self._source = source
         return self
@@ -120,7 +121,7 @@ class PipelineBuilder:
         """
         self._check_open("pipe")
         if not callable(op):
-            raise TypeError(f"op should be callable, but got a {type(op).__name__}")
+            raise TypeError(f"op should be callable, but got op={reprlib.repr(op)}")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name should be a str, but got name={name!r}")
         if output_order not in ("completion", "input"):
