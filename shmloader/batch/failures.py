@@ -60,6 +60,7 @@ class RemoteError:
         text: The traceback, as text, from the user's first frame on.
         type_bytes: The pickled class; None if the main process is to raise a RuntimeError instead.
         message: The exception's own text, on one line.
+        own_notes: The notes of :func:`note_sample`, which are no part of the text: that is torch's.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class RemoteError:
     text: str
     type_bytes: bytes | None
     message: str = ""
+    own_notes: tuple[str, ...] = ()
 
     @classmethod
     def caught(cls, where: str) -> Self:
@@ -79,13 +81,18 @@ class RemoteError:
     def of(cls, error: BaseException, where: str) -> Self:
         """Wrap an exception that was caught."""
         kind = type(error)
-        return cls(
-            kind.__name__, where, format_for_user(error), _pickle_type(kind), _message_of(error)
-        )
+        notes = getattr(error, "__notes__", ())
+        own = tuple(str(note) for note in notes if isinstance(note, _SampleNote))
+        text = format_for_user(error)
+        for note in reversed(own):
+            text = text.removesuffix(f"{note}\n")
+        return cls(kind.__name__, where, text, _pickle_type(kind), _message_of(error), own)
 
     def dumps(self) -> bytes:
         """Return the error pickled as plain values, which can always be read."""
-        values = (self.kind, self.where, self.text, self.type_bytes, self.message)
+        values = (
+            self.kind, self.where, self.text, self.type_bytes, self.message, self.own_notes,
+        )  # fmt: skip
         return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
@@ -119,7 +126,8 @@ class RemoteError:
         except BaseException as error:
             if not is_interruption(error):
                 with Suppressed(Exception):  # an exception may refuse attributes
-                    error.add_note(note)
+                    for each in (note, *self.own_notes):
+                        error.add_note(each)
                 error.with_traceback(None)  # it refers to this frame, which refers to the error
             raise
 

@@ -157,7 +157,7 @@ class _ConcurrentSamples:
         for result in results:
             try:
                 result.take()  # the first failure is raised, whether or not others were begun
-            except Exception as error:
+            except BaseException as error:
                 if not _is_from_outside(error):
                     note_sample(error, describe_bad_index(result.index))
                 raise
@@ -185,7 +185,7 @@ class MapFetcher(_MapDatasetFetcher):
         else:
             try:
                 samples = getitems(possibly_batched_index)
-            except Exception as error:
+            except BaseException as error:
                 if not (isinstance(dataset, _ConcurrentSamples) or _is_from_outside(error)):
                     note_sample(error, describe_bad_list(possibly_batched_index))
                 raise
@@ -204,7 +204,7 @@ class MapFetcher(_MapDatasetFetcher):
         for index in keys:
             try:
                 sample = dataset[index]
-            except Exception as error:
+            except BaseException as error:
                 if not _is_from_outside(error):
                     note_sample(error, describe_bad_index(index))
                 raise
@@ -281,7 +281,7 @@ class StreamFetcher(_IterableDatasetFetcher):
             sample = next(self.dataset_iter)
         except StopIteration:
             raise
-        except Exception as error:
+        except BaseException as error:
             if not _is_from_outside(error):
                 is_here = get_worker_info() is None
                 note = describe_bad_number(self._count, is_resumed=self.is_resumed, is_here=is_here)
@@ -435,7 +435,7 @@ class TolerantFetcher:
         return [_copy(good[0]) if sample is _SKIPPED else sample for sample in samples]
 
 
-def _is_from_outside(error: Exception) -> bool:
+def _is_from_outside(error: BaseException) -> bool:
     """Whether an exception comes from outside the dataset, such as from a signal handler.
 
     Always False in a worker process: a signal handler there is the dataset's own, such as an alarm

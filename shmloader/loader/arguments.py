@@ -153,7 +153,8 @@ def check_torchs_arguments(
     Raises:
         TypeError: If an argument is of a wrong type.
     """
-    if num_workers != "auto" and not _is_whole(num_workers):
+    # None is left to torch, whose constructor refuses it in words that people search for.
+    if num_workers not in (None, "auto") and not _is_whole(num_workers):
         raise TypeError(
             f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
         )
@@ -161,7 +162,7 @@ def check_torchs_arguments(
         raise TypeError(
             f"prefetch_factor should be an int, but got prefetch_factor={prefetch_factor!r}"
         )
-    if not isinstance(timeout, Real | torch.Tensor):
+    if timeout is not None and not isinstance(timeout, Real | torch.Tensor):
         raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         is_iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")

@@ -2,6 +2,7 @@
 
 import collections.abc
 import concurrent.futures
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Self
@@ -81,8 +82,8 @@ class PipelineBuilder:
             raise ValueError("add_source was called before: a pipeline has one source")
         if not isinstance(source, collections.abc.Iterable | collections.abc.AsyncIterable):
             raise TypeError(
-                "the source should be an iterable or an async iterable, but got a "
-                f"{type(source).__name__}{_how_to_iterate(source)}"
+                "the source should be an iterable or an async iterable, but got "
+                f"source={reprlib.repr(source)}{_how_to_iterate(source)}"
             )
         self._snapshot_every = whole_number(
             snapshot_every_n_steps, "snapshot_every_n_steps", minimum=0
@@ -159,7 +160,7 @@ class PipelineBuilder:
         """
         self._check_open("pipe")
         if not callable(op):
-            raise TypeError(f"op should be callable, but got a {type(op).__name__}")
+            raise TypeError(f"op should be callable, but got op={reprlib.repr(op)}")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name should be a str, but got name={name!r}")
         if output_order not in ("completion", "input"):
@@ -372,7 +373,7 @@ def _how_to_iterate(source: Any) -> str:
     """Return what to do with something that is indexed, not iterated."""
     if callable(probe(type(source), "__getitem__")) and callable(probe(type(source), "__len__")):
         return (
-            " without __iter__: use add_source(range(len(dataset))) and then "
+            ", which has no __iter__: use add_source(range(len(dataset))) and then "
             "pipe(dataset.__getitem__)"
         )
     return ": call it, and pass what it returns" if callable(source) else ""

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.failures import RemoteError
+from shmloader.batch.failures import RemoteError, note_sample
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.batch.payload import receive_payload
 from shmloader.batch.sample_rng import seed_worker
@@ -238,7 +238,7 @@ class _Worker:
         try:
             try:
                 payload = payload or receive_payload(self._channel)
-                dataset, collate_fn, init_fn, on_error = payload.load()
+                dataset, collate_fn, init_fn, on_error = _load(payload)
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
@@ -251,7 +251,7 @@ class _Worker:
                 dataset=dataset,
             )
             if init_fn is not None:
-                init_fn(start.worker_id)
+                _call_init(init_fn, start.worker_id)
             self._answers.by_value = payload.by_value
             self._dataset.open(dataset, collate_fn, on_error, by_value=payload.by_value)
         except BaseException:  # noqa: BLE001 - it answers every task
@@ -364,6 +364,30 @@ class _Worker:
         slot = self._slots.pop(slot_id, None)
         if slot is not None:
             slot.close()
+
+
+def _load(payload: Any) -> Any:
+    """Unpickle the dataset and the functions."""
+    try:
+        return payload.load()
+    except AttributeError as error:
+        if str(error).startswith("Can't get attribute"):
+            note_sample(
+                error,
+                "The worker has imported the program's main file, but classes and functions under "
+                "its main guard are not defined there. Define what the dataset uses above the "
+                "guard, or in a module of its own.",
+            )
+        raise
+
+
+def _call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
+    """Call ``worker_init_fn``."""
+    try:
+        init_fn(worker_id)
+    except Exception as error:
+        note_sample(error, f"It was raised by worker_init_fn({worker_id}).")
+        raise
 
 
 def _receive_slot(

@@ -95,6 +95,10 @@ class ShardedSampler(EpochSampler[Any]):
 
 
 def _check_sampler(sampler: object) -> None:
+    if not (hasattr(type(sampler), "__iter__") or hasattr(type(sampler), "__getitem__")):
+        raise TypeError(
+            f"sampler should yield the indices of all samples, but got sampler={sampler!r}"
+        )
     for each in (sampler, probe(sampler, "sampler")):
         if isinstance(each, DistributedSampler) or is_cut_for_ranks(each):
             raise ValueError(

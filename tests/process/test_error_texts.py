@@ -48,9 +48,10 @@ def whole_text(error: Exception) -> str:
 
 
 def own_notes(error: Exception) -> list[str]:
-    """The notes of an exception, and those that a worker's traceback ends with."""
-    lines = str(error).splitlines()[1:]
-    return [*lines[-2:], *getattr(error, "__notes__", [])]
+    """The notes of an exception, whose text is torch's."""
+    notes = getattr(error, "__notes__", [])
+    assert not [note for note in notes if note in str(error)]
+    return notes
 
 
 # ---------------------------------------------------------------- a bad sample
@@ -68,7 +69,7 @@ def test_the_index_of_a_bad_sample_is_named(place, options):
     if options == {"batch_size": 4} and place != "in-process":
         who = "Worker 1 (pid N)" if place == "processes" else "Worker thread N"
         said = re.sub(
-            "pid [0-9]+|thread [0-9]+", lambda one: one[0].split()[0] + " N", error.__notes__[-1]
+            "pid [0-9]+|thread [0-9]+", lambda one: one[0].split()[0] + " N", error.__notes__[0]
         )
         assert said == f"{who} was loading batch 1 (indices 4 to 7)."
 
@@ -88,6 +89,28 @@ def test_the_index_in_a_subset_is_named(place):
     subset = Subset(Numbers(12, 6), [3, 4, 5, 6, 7])
     error = raised_by(DataLoader(subset, batch_size=5, **PLACES[place]))
     assert "The sample of index 3 failed." in own_notes(error)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
+def test_of_what_is_no_error_elsewhere_the_index_is_named_too(kind):
+    def sample(index: int) -> int:
+        if index == 2:
+            raise kind
+        return index
+
+    error = raised_by(DataLoader(Calls(sample, 4), batch_size=4, num_workers=1))
+    assert type(error) is RuntimeError
+    assert str(error).splitlines()[0] == f"Caught {kind.__name__} in DataLoader worker process 0."
+    assert "The sample of index 2 failed." in own_notes(error)
+
+
+def test_an_exception_of_worker_init_fn_is_named():
+    def begin() -> None:
+        """Takes no worker's number."""
+
+    error = raised_by(DataLoader(range(4), num_workers=1, worker_init_fn=begin))
+    assert type(error) is TypeError
+    assert own_notes(error)[-1] == "It was raised by worker_init_fn(0)."
 
 
 class Lists:

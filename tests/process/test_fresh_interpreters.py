@@ -285,3 +285,31 @@ def test_a_guarded_program_that_makes_its_loader_outside_works(tmp_path) -> None
     )
     done.assert_quiet()
     assert done.out == "[1, 2, 3]\n"
+
+
+@pytest.mark.slow
+def test_a_class_under_the_guard_is_told_where_to_go(tmp_path) -> None:
+    done = run_program(
+        """
+        from shmloader import DataLoader
+
+        if __name__ == "__main__":
+            class Data:
+                def __len__(self):
+                    return 3
+                def __getitem__(self, index):
+                    return index
+
+            try:
+                next(iter(DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")))
+            except AttributeError as error:
+                print(error.__notes__[-1])
+        """,
+        tmp_path / "program.py",
+    )
+    done.assert_quiet()
+    assert done.out == (
+        "The worker has imported the program's main file, but classes and functions under its main "
+        "guard are not defined there. Define what the dataset uses above the guard, or in a module "
+        "of its own.\n"
+    )

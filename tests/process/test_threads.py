@@ -533,7 +533,7 @@ def test_bad_samples_are_left_out_and_listed(kind, numbers, staged) -> None:
     failed = loader.failures[-1]
     assert type(failed.error) is Bad
     assert failed.worker in (0, 1)
-    assert str(failed.error) == "35"
+    assert str(failed.error) == "no 35"
     assert failed.error.__notes__ == [
         f"Worker thread {failed.worker} was loading index 35 of batch 8.",
         failed.traceback.rstrip(),

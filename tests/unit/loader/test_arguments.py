@@ -292,7 +292,6 @@ def test_lists_alone_and_subclasses_of_the_users_own_are_not_refused():
     ("arguments", "text"),
     [
         ({"num_workers": 1.5}, "num_workers should be an int or 'auto', but got num_workers=1.5"),
-        ({"num_workers": None}, "num_workers should be an int or 'auto', but got num_workers=None"),
         (
             {"num_workers": 1, "prefetch_factor": "2"},
             "prefetch_factor should be an int, but got prefetch_factor='2'",
@@ -302,7 +301,6 @@ def test_lists_alone_and_subclasses_of_the_users_own_are_not_refused():
             "prefetch_factor should be an int, but got prefetch_factor=1.5",
         ),
         ({"timeout": "3"}, "timeout should be a number of seconds, but got timeout='3'"),
-        ({"timeout": None}, "timeout should be a number of seconds, but got timeout=None"),
         ({"sampler": 3}, "sampler should be iterable, but got sampler=3"),
         ({"batch_sampler": 4}, "batch_sampler should be iterable, but got batch_sampler=4"),
         ({"collate_fn": 3}, "collate_fn should be callable, but got collate_fn=3"),

@@ -99,12 +99,12 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_source().build(), ValueError, ["no sink", "add_sink"]),
         (lambda: with_source().add_source([2]), ValueError, ["add_source", "before"]),
         (lambda: with_sink().add_sink(), ValueError, ["add_sink", "before"]),
-        (lambda: PipelineBuilder().add_source(3), TypeError, ["source", "int"]),
+        (lambda: PipelineBuilder().add_source(3), TypeError, ["source=3"]),
         (lambda: with_sink().pipe(op), ValueError, ["pipe", "after add_sink"]),
         (lambda: with_sink().aggregate(2), ValueError, ["aggregate", "after add_sink"]),
         (lambda: with_sink().disaggregate(), ValueError, ["disaggregate", "after add_sink"]),
         (lambda: with_sink().transfer("cpu"), ValueError, ["transfer", "after add_sink"]),
-        (lambda: with_source().pipe(3), TypeError, ["op", "callable", "int"]),
+        (lambda: with_source().pipe(3), TypeError, ["callable", "op=3"]),
         (lambda: with_source().pipe(op, concurrency=0), ValueError, ["concurrency", "=0"]),
         (lambda: with_source().pipe(op, concurrency=1.5), TypeError, ["concurrency", "=1.5"]),
         (lambda: with_source().pipe(op, executor="gpu"), ValueError, ["executor", "'gpu'"]),
@@ -228,3 +228,14 @@ def test_a_float_is_a_share_of_the_calls() -> None:
     pipeline = with_source().pipe(op, max_failures=0.1).add_sink().build(max_failures=0.25)
     assert pipeline._config.stages[0].max_failures == Fraction(1, 10)
     assert pipeline._config.max_failures == Fraction(1, 4)
+
+
+def test_a_source_or_an_op_of_a_wrong_type_is_shown():
+    with pytest.raises(TypeError, match="the source should be") as raised:
+        PipelineBuilder().add_source(3)
+    assert str(raised.value) == (
+        "the source should be an iterable or an async iterable, but got source=3"
+    )
+    with pytest.raises(TypeError, match="op should be") as raised:
+        PipelineBuilder().add_source([1]).pipe(3)
+    assert str(raised.value) == "op should be callable, but got op=3"
