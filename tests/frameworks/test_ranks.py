@@ -77,7 +77,9 @@ def test_on_two_processes_accelerates_adapter_keeps_class_and_arguments(config, 
         assert rank["options"] == (1, 7)
         if config != "uneven":
             assert sorted(rank["gathered"].tolist()) == [*map(float, range(LENGTH))]
-        assert_equal(rank["skipped"], rank["whole"][1:])
+        # Where batches are dispatched, the last one is filled up from the loader's first one.
+        last = -1 if config == "dispatch_batches" else None
+        assert_equal(rank["skipped"][:last], rank["whole"][1:last])
         if config != "dispatch_batches":
             assert_equal(rank["resumed"], rank["rest"])
     seen = [torch.cat(rank["seen"])[:, 0].tolist() for rank in ranks]
