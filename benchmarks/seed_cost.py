@@ -173,7 +173,7 @@ def main() -> None:
     if options.smallest:
         options.rounds, options.batches, options.batch_size = 1, 2, 4
     if options.run == "parts":
-        print(json.dumps(run_parts(500)))
+        print(json.dumps(run_parts(100)))
         return
     if options.run:
         (workers,) = options.workers
@@ -182,7 +182,8 @@ def main() -> None:
     print(describe_machine())
     print(f"batches of {options.batch_size}, {options.rounds} rounds\n")
     parts: list[dict[str, float]] = []
-    kinds = [(kind, workers) for workers in options.workers for kind in KINDS]
+    some = KINDS[::4] if options.smallest else KINDS
+    kinds = [(kind, workers) for workers in options.workers for kind in some]
     figures: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in kinds}
     for _ in range(options.rounds):
         parts.append(_measure(["--run=parts"]))

@@ -133,7 +133,7 @@ def test_the_benchmark_of_a_seed_s_cost_has_a_row_for_each_kind_of_dataset():
     for part in ("the digest", "random", "numpy.random", "torch"):
         row = rf"^\| a sample: {part} \| [\d.]+ \("
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    for kind in ("TensorDataset", "list of ints", "code, no draws", "code, six draws on an image"):
+    for kind in ("TensorDataset", "code, no draws", "code, six draws on an image"):
         for workers in (0, 2):
             row = rf"^\| {kind} \| {workers} \| ([\d.]+ \([^|]+ \| ){{3}}-?[\d.]+ \("
             assert re.search(row, done.stdout, re.MULTILINE), done.stdout
