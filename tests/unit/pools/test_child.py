@@ -44,13 +44,20 @@ class Fetcher:
         return result() if callable(result) else result
 
 
+class Page:
+    """The worker's line of a status page that is read by nothing."""
+
+    def note_sample(self, number, deadline_ns):
+        raise AssertionError("there is no sample_timeout")
+
+
 class Bench:
     """A worker with one slot."""
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
         config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
         self.worker = _Worker(
-            None, WorkerStart(3, 4, 0, config, parent_death=None, status_page=None), None
+            None, WorkerStart(3, 4, 0, config, parent_death=None, status_page=None), Page()
         )
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
         maker = BatchMaker(config, [], list, where="here", timer=self.worker._timer)
