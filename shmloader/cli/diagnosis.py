@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
+from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
 from shmloader.cli.hazards import find_hazard
 from shmloader.cli.measure import Progress, Run
-from shmloader.cli.parts import Part, Parts, find_unpicklable, why_unpicklable
+from shmloader.cli.parts import Part, Parts
 from shmloader.cli.target import UsageError, like
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import control_groups, free_memory
@@ -28,6 +29,8 @@ from shmloader.shared.counting import estimate_objects
 _MANY_OBJECTS = 100_000
 
 _METHODS = ("fork", "forkserver", "spawn")
+# How long the part that cannot be pickled is searched for.
+_SEARCH_S = 10.0
 _PICKLED = ("forkserver", "spawn")
 _ROOT = Path("/")
 
@@ -279,15 +282,16 @@ def _pickle(found: Diagnosis, loader: Any, roots: list[Part], step: Callable[[],
     try:
         payload = Payload(tuple(probe(loader, name) for name in names))
     except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        first = Part("", {root.path: root.value for root in roots})
-        part = find_unpicklable(first, step)
-        path = part.path.removeprefix("['").replace("']", "", 1)
-        reason = why_unpicklable(part.value) or error
+        step()
+        values, paths = [root.value for root in roots], [root.path for root in roots]
+        part = find_unpicklable(values, paths, _SEARCH_S) or Unpicklable(
+            "the arguments of the loader", values
+        )
         found.problems.append(
             Problem(
-                path or "the arguments of the loader",
+                part.path,
                 f"{type(part.value).__module__}.{type(part.value).__qualname__}",
-                f"it cannot be pickled ({_first_line(reason)})",
+                f"it cannot be pickled ({_first_line(error)})",
                 "open or create it in the worker; or leave it out in __getstate__, and create it "
                 "again in __setstate__",
                 _PICKLED,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.batch.payload import PICKLE_ERRORS, Payload
 from shmloader.shared.counting import attributes_of
 
 # How long an object is walked through, and how many items of a container are looked at.
@@ -153,48 +152,3 @@ def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
             for name in function.__code__.co_names:
                 if name in known:
                     yield f" (global variable {name!r})", known[name]
-
-
-def why_unpicklable(value: object) -> Exception | None:
-    """Return the exception for an object that workers cannot get by pickle; None if they can."""
-    try:
-        Payload(value).close()
-    except PICKLE_ERRORS as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        return error
-    return None
-
-
-def find_unpicklable(part: Part, step: Callable[[], None]) -> Part:
-    """Return the innermost part that cannot be pickled, of an object that cannot.
-
-    Args:
-        part: The object.
-        step: Called before each attempt.
-    """
-    while True:
-        inner = _first_unpicklable(part, step)
-        if inner is None:
-            return part
-        part = inner
-
-
-def _first_unpicklable(part: Part, step: Callable[[], None]) -> Part | None:
-    """Return the first direct part that cannot be pickled, by halving; None if all can."""
-    found = [
-        Part(part.path + suffix, value)
-        for suffix, value in children_of(part.value)
-        if not isinstance(value, _ATOMS)
-    ]
-    if not _has_unpicklable(found, step):
-        return None
-    while len(found) > 1:
-        half = found[: len(found) // 2]
-        found = half if _has_unpicklable(half, step) else found[len(half) :]
-    return found[0]
-
-
-def _has_unpicklable(parts: list[Part], step: Callable[[], None]) -> bool:
-    step()
-    return why_unpicklable([part.value for part in parts]) is not None
