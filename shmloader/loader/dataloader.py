@@ -293,7 +293,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             num_workers,
             collate_fn,
             pin_memory,
-            drop_last or (last_batch == "discard" and batch_sampler is None),
+            True if last_batch == "discard" and batch_sampler is None else drop_last,
             timeout,
             worker_init_fn,
             multiprocessing_context,

@@ -302,7 +302,7 @@ class EngineIterator(CountingIterator):
             record.failures += 1
             self._note_done(has_failed=True)
         if source.raised_id == id(error):
-            error.__traceback__ = user_part(error.__traceback__)
+            error.with_traceback(user_part(error.__traceback__))
 
     def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
         self._progress.go_back(mark[0])
