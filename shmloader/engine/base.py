@@ -231,7 +231,7 @@ class EngineBase(abc.ABC):
             if context is not None:
                 # If next() is called in an except block, raising has replaced it by the exception
                 # that is handled there, which is the last in the user's own chain already.
-                error.__context__ = context
+                object.__setattr__(error, "__context__", context)
             del error, context  # breaks a reference cycle: its traceback holds this frame
 
     @abc.abstractmethod
