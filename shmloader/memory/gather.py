@@ -142,7 +142,7 @@ class RowGatherer:
                 part = column.rows[rows.start : rows.stop]
                 field = part.clone(memory_format=torch.contiguous_format)
             else:
-                field = torch.index_select(column.rows, 0, torch.from_numpy(rows))
+                field = torch.index_select(column.rows, 0, _as_tensor(rows))
             fields.append(field)
         return contain(self._columns.container, self._columns.keys, fields)
 
@@ -218,6 +218,15 @@ def _rows_of(source: _Source, run: range | None, indices: Any) -> "_Array | rang
     return mapped if run is None else run
 
 
+def _as_tensor(rows: _Array) -> torch.Tensor:
+    """Return indices as a tensor.
+
+    torch warns of an array that cannot be written, so that is copied. Such are the indices out of a
+    message, and those of a shared array.
+    """
+    return torch.from_numpy(np.require(rows, requirements="W"))
+
+
 def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None:
     """Copy rows into the slot."""
     if type(rows) is range:
@@ -225,7 +234,7 @@ def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None
         return
     rows = np.asarray(rows, dtype=np.intp)
     if source.array is None:
-        torch.index_select(source.tensor, 0, torch.from_numpy(rows), out=target)
+        torch.index_select(source.tensor, 0, _as_tensor(rows), out=target)
     elif not stream_rows(source.tensor.data_ptr(), rows, source.row_bytes, target.data_ptr()):
         # The indices are known to be valid, and "clip" is the fastest mode.
         np.take(source.array, rows, 0, _array_over(target), "clip")

@@ -1,5 +1,7 @@
 """Which datasets and samples run no code of the user's."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from shmloader import share
 from shmloader.batch.arrays import are_plain, is_plain_data
+from shmloader.memory.gather import Column, Columns, RowGatherer
+from shmloader.sampling.indices import IndexArray
 
 
 class OwnList(list):
@@ -107,3 +111,15 @@ def test_torch_collates_tensors_numbers_and_texts_without_code_of_the_user_s(sam
 )
 def test_other_samples_may_run_code_of_the_user_s_in_torch_s_collate(samples) -> None:
     assert not are_plain(samples)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+def test_indices_that_cannot_be_written_are_gathered_without_a_warning(dtype, index_dtype) -> None:
+    """Those out of a message, and those of a shared array."""
+    rows = torch.arange(40).to(dtype).reshape(20, 2)
+    indices = np.array([7, 3, 3, 19], index_dtype)
+    received = pickle.loads(pickle.dumps(IndexArray(indices))).array
+    assert not received.flags.writeable
+    columns = Columns(0, (), (Column(rows, dtype),), 20)
+    assert torch.equal(RowGatherer(columns).gather(received), rows[indices])
