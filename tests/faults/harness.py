@@ -340,7 +340,8 @@ def _codes(cell: Cell) -> tuple[int, ...]:
 
 
 _TRACEBACK = re.compile(
-    r"(?:^Process shmloader worker \d+:\n)?^Traceback \(most recent call last\):\n(?:^(?: .*)?\n)+^(.*)\n",
+    r"(?:^Process shmloader worker \d+:\n)?"
+    r"^Traceback \(most recent call last\):\n(?:^(?: .*)?\n)+^(.*)\n",
     re.MULTILINE,
 )
 _IN_EXIT = re.compile(r"^Exception ignored in atexit callback: .*\n", re.MULTILINE)
