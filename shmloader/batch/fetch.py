@@ -262,33 +262,34 @@ class StreamFetcher(_IterableDatasetFetcher):
         """
         if self.ended:
             raise StopIteration
+        count = len(possibly_batched_index) if self.auto_collation else 1
+        samples = self._take(count)
         if not self.auto_collation:
-            return self.collate_fn(self._next())
-        samples: list[Any] = []
-        for _ in possibly_batched_index:
-            try:
-                samples.append(self._next())
-            except StopIteration:
-                self.ended = True
-                break
-        is_short = len(samples) < len(possibly_batched_index)
-        if not samples or (self.drop_last and is_short):
+            if not samples:
+                raise StopIteration
+            return self.collate_fn(samples[0])
+        self.ended = len(samples) < count
+        if not samples or (self.drop_last and self.ended):
             raise StopIteration
         return collate(self.collate_fn, samples, None)
 
-    def _next(self) -> Any:
+    def _take(self, count: int) -> list[Any]:
+        """Return the iterator's next samples, fewer at its end."""
+        iterator, samples = self.dataset_iter, list[Any]()
         try:
-            sample = next(self.dataset_iter)
+            for _ in range(count):
+                samples.append(next(iterator))
         except StopIteration:
-            raise
+            pass
         except BaseException as error:
             if not _is_from_outside(error):
-                is_here = get_worker_info() is None
-                note = describe_bad_number(self._count, is_resumed=self.is_resumed, is_here=is_here)
+                number, is_here = self._count + len(samples), get_worker_info() is None
+                note = describe_bad_number(number, is_resumed=self.is_resumed, is_here=is_here)
                 note_sample(error, note)
             raise
-        self._count += 1
-        return sample
+        finally:
+            self._count += len(samples)
+        return samples
 
 
 class TolerantFetcher:
