@@ -135,6 +135,7 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``streams``               Checkpoints of the workers' datasets as of the last answer (pure).
 ``stream_here``           The checkpoint of a dataset in the main process (``num_workers=0``).
 ``lateness``              Asks late workers what they are doing, for a timeout's error.
+``hang_watch``            Ends workers that hang in a sample (``sample_timeout``).
 ``wording``               Texts of errors and log messages.
 ========================  ========================================================================
 """

@@ -26,6 +26,7 @@ calls, may stay locked for ever in a child that is forked meanwhile, as with any
 """
 
 import collections
+import dataclasses
 import functools
 import os
 import queue
@@ -135,16 +136,19 @@ class _Worker(BackgroundThread):
 
     def ask(self) -> AtWork:
         """Return what it is doing, with its stack. Called from any thread."""
+        frame = sys._current_frames().get(self._ident)
+        return dataclasses.replace(self.was_at(), stack=_describe_stack(frame))
+
+    def was_at(self) -> AtWork:
+        """Return what it is doing, without its stack. Called from any thread."""
         phase, task, since = self._at_work
         seq, epoch = (0, 0) if task is None else (task.seq, task.epoch)
         sample, deadline_ns = (NO_SAMPLE, 0) if task is None else task.sample
-        frame = sys._current_frames().get(self._ident)
         return AtWork(
             phase,
             epoch,
             seq,
             time.monotonic() - since,
-            _describe_stack(frame),
             sample=sample,
             sample_left_s=(deadline_ns - time.monotonic_ns()) / 1e9,
         )
@@ -347,8 +351,8 @@ class ThreadPool:
         """Return None: the workers are threads."""
 
     def was_at(self, worker_id: int) -> AtWork:
-        """Return what a thread is doing."""
-        return self._workers[worker_id].ask()
+        """Return what a thread is doing, without its stack."""
+        return self._workers[worker_id].was_at()
 
     def ask(self, worker_id: int) -> AtWork:
         """Return what a thread is doing, with its Python stack."""
