@@ -83,7 +83,7 @@ def _parts_of(part: Part) -> list[Part]:
         return []
     found = [
         Part(part.path + suffix, value, part.weight)
-        for suffix, value in (*children_of(part.value), *_globals_of(part.value))
+        for suffix, value in (*_children_of(part.value), *_globals_of(part.value))
         if not isinstance(value, _OPAQUE)
     ]
     if len(found) <= _ITEMS:
@@ -100,7 +100,7 @@ def _has_only_atoms(value: Any) -> bool:
     return type(value) in (list, tuple, set, frozenset) and set(map(type, value)) <= set(_ATOMS)
 
 
-def children_of(value: Any) -> Iterator[tuple[str, Any]]:
+def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to, each with the end of the expression that leads to it."""
     if isinstance(value, torch.Tensor):
         return
