@@ -322,7 +322,9 @@ class ThreadPool:
                 "the interpreter is exiting, and the worker threads have stopped"
             )
         self.is_waiting = True
-        self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+        # A wait that a signal handler has ended may have cleared the event.
+        if not self._post.answers:
+            self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
         return self.poll(None, events)
 

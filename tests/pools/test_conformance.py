@@ -5,6 +5,7 @@ enough to write one by.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -32,6 +33,7 @@ from shmloader.pools.thread import ThreadPool
 from shmloader.pools.thread_task import ThreadConfig
 from shmloader.pools.worker_processes import WorkerProcesses
 from tests.pools.calling import CallingPool
+from tests.process.bytecodes import Preempted, interrupt
 from tests.process.support import Bad, Calls, Gate, wait_until
 
 WINDOW, LENT = 6, 2
@@ -340,6 +342,29 @@ def test_an_interruption_of_a_wait_loses_nothing(waiting) -> None:
         assert pool.is_waiting
         told.send(*range(3))
         told.take_all(3)
+
+
+def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apart) -> None:
+    while_waiting = 0
+    for nth in itertools.count(1):
+        gate = Gate()
+        with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
+            told = Told(pool, 1)
+            told.send(3)
+            wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
+            gate.open()
+            wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
+            outcome = interrupt(lambda: pool.wait(60, told), nth, Preempted)
+            if pool.is_waiting:  # otherwise an engine gives up
+                while_waiting += 1
+                began = time.monotonic()
+                assert pool.wait(60, told), outcome.where
+                assert time.monotonic() - began < 20, f"{outcome.where}: it waited in vain"
+        gate.close()
+        if outcome.where is None:
+            break
+    assert list(told.answers) == [0]
+    assert while_waiting > 5
 
 
 @pytest.mark.parametrize("times", [1, 3])
