@@ -344,6 +344,7 @@ def test_an_interruption_of_a_wait_loses_nothing(waiting) -> None:
         told.take_all(3)
 
 
+@pytest.mark.slow
 def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apart) -> None:
     while_waiting = 0
     for nth in itertools.count(1):
