@@ -13,6 +13,7 @@ The layers; imports run downward only::
     device      what a thread does to a batch after the engine: pin it, or copy it to a device
     engine      an ordered, bounded, parallel map; its docstring draws the path of a batch
     pools       where batches are made: processes, threads, or the calling thread
+    host        what the ranks of one host share
     batch       how a batch is made
     shared      datasets in shared memory, once for all processes
     memory      shared-memory slots, and how batches get in and out
@@ -66,6 +67,7 @@ from shmloader.errors import (
     TooManyFailures,
     WorkerDiedError,
 )
+from shmloader.host import share_on_host
 from shmloader.insight import LoaderStats
 from shmloader.installing import InstallReport, install, installed, uninstall
 from shmloader.loader.dataloader import DataLoader
@@ -134,6 +136,7 @@ __all__ = [
     "sampling",
     "sequence",
     "share",
+    "share_on_host",
     "uninstall",
 ]
 

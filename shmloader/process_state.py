@@ -9,6 +9,9 @@ Everything else has an owner. (``shmloader.faults`` is separate, since it exists
 ``threads``             our threads, which can be parked while the process forks
 ``worker_groups``       the workers of all loaders: a forked child closes what it inherits of them
 ``parent_death_pipes``  the pipes that end our workers with this process: a child closes them, too
+``meetings``            where the ranks of this host meet, of which this one is the host: a child
+                        closes them, too
+``calls_on_host``       the number of calls of ``share_on_host()``, by which ranks tell them apart
 ``received``            in a worker, the descriptors that came with its payload
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
@@ -65,6 +68,8 @@ class ProcessState:
         self.threads = Threads()
         self.worker_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.meetings: set[Any] = set()
+        self.calls_on_host = 0
         self.received: list[int] = []
         self.locked_for_good: list[Any] = []
         self.installation: Any = None
@@ -73,6 +78,11 @@ class ProcessState:
         """Close the pipes in a forked child, which must not keep our workers alive."""
         for pipe in list(self.parent_death_pipes):
             pipe.close_write()
+
+    def leave_meetings(self) -> None:
+        """Close the meetings in a forked child, which must not keep their names bound."""
+        for meeting in list(self.meetings):
+            meeting.close()
 
     def leave_groups(self) -> None:
         """Leave the workers to the parent. Called in a forked child."""
@@ -88,5 +98,10 @@ PROCESS = ProcessState()
 os.register_at_fork(before=PROCESS.forks.one_more, after_in_parent=PROCESS.forks.one_more)
 # In the child, in this order. Registered separately, so that an error in one does not prevent the
 # others.
-for _hook in (PROCESS.threads.forget, PROCESS.close_pipes, PROCESS.leave_groups):
+for _hook in (
+    PROCESS.threads.forget,
+    PROCESS.close_pipes,
+    PROCESS.leave_meetings,
+    PROCESS.leave_groups,
+):
     os.register_at_fork(after_in_child=_hook)

@@ -176,13 +176,14 @@ def _short(key: object) -> str:
     return text if len(text) <= _KEY_CHARACTERS else f"{text[:_KEY_CHARACTERS]}…"
 
 
-def explain(error: Exception, found: Unpicklable | None, method: str) -> Exception:
+def explain(error: Exception, found: Unpicklable | None, receiver: str, remedy: str) -> Exception:
     """Return the exception to raise for objects that cannot be pickled.
 
     Args:
         error: What pickling raised.
         found: The part that cannot be pickled, if it was found.
-        method: The start method that needs the pickle.
+        receiver: To whom the pickle was to be sent.
+        remedy: What to do, as sentences.
 
     Returns:
         An exception of the same of pickle's three classes, whose text begins with that of
@@ -196,12 +197,7 @@ def explain(error: Exception, found: Unpicklable | None, method: str) -> Excepti
         if kind.__module__ != "builtins":
             name = f"{kind.__module__}.{name}"
         where = f"{found.path} (of type {name})"
-    text = (
-        f"{where} cannot be pickled, so it cannot be sent to worker processes that are started by "
-        f"{method!r}. Open it in the worker: set it to None in __init__, and create it when it is "
-        "first used, or in worker_init_fn (torch.utils.data.get_worker_info().dataset is the "
-        "worker's own copy)."
-    )
+    text = f"{where} cannot be pickled, so it cannot be sent to {receiver}. {remedy}"
     for kind in PICKLE_ERRORS:
         if isinstance(error, kind):
             return kind(f"{error}\n{text}")

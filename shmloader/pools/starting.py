@@ -219,6 +219,12 @@ class WorkerStarter:
         self.close()
 
 
+_OPEN_IN_WORKER = (
+    "Open it in the worker: set it to None in __init__, and create it when it is first used, or in "
+    "worker_init_fn (torch.utils.data.get_worker_info().dataset is the worker's own copy)."
+)
+
+
 def _raise_explained(
     error: Exception, objects: tuple[object, ...], names: Sequence[str], method: str
 ) -> NoReturn:
@@ -227,7 +233,8 @@ def _raise_explained(
     Raises:
         Exception: Of the same class.
     """
-    explained = explain(error, find_unpicklable(objects, names), method)
+    receiver = f"worker processes that are started by {method!r}"
+    explained = explain(error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER)
     if explained is error:
         raise error
     try:

@@ -244,12 +244,12 @@ def skorch(cls: Any, workers: int, _: Path) -> Seen:
 
 
 def ignite(cls: Any, workers: int, _: Path) -> Seen:
-    import ignite.distributed
+    from ignite.distributed import auto_dataloader
     from ignite.engine import Engine
 
     seen: Seen = []
     is_torchs = cls is torch.utils.data.DataLoader
-    make = ignite.distributed.auto_dataloader if is_torchs else cls  # the first creates torch's
+    make = auto_dataloader if is_torchs else cls  # the first creates torch's
     loader = make(Rows(), batch_size=8, shuffle=True, num_workers=workers)
     Engine(lambda _, batch: seen.append(batch)).run(loader, max_epochs=2)
     return seen

@@ -618,3 +618,71 @@ def test_train_ddp_refuses_a_wrong_argument_in_one_line(
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     assert_refused(capsys, monkeypatch, "train_ddp.py", *arguments, words=words)
+
+
+# ---------------------------------------------------------------- one dataset for a host
+
+ONE_DATASET = """
+    import json, os, signal, sys
+    from pathlib import Path
+
+    import torch
+    import shmloader
+    from shmloader import ShardedDataLoader
+    from shmloader.memory.segment import _Segments
+
+    rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+    class Texts(torch.utils.data.Dataset):
+        def __init__(self):
+            with open(f"built{restarts}.txt", "a") as log:
+                log.write(f"{os.getpid()}\\n")
+            if sys.argv[1] == "killed" and restarts == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.texts = [f"{number:07}" for number in range(20_000)]
+
+        def __len__(self):
+            return len(self.texts)
+
+        def __getitem__(self, index):
+            return int(self.texts[index])
+
+
+    if __name__ == "__main__":
+        dataset = shmloader.share_on_host(Texts)
+        files = {os.fstat(segment._fd).st_ino for segment in _Segments.live.values()}
+        total = 0
+        for method in ("fork", "spawn"):
+            with ShardedDataLoader(
+                dataset, 1_000, True, num_workers=1, multiprocessing_context=method, seed=1
+            ) as loader:
+                for batch in loader:
+                    total += int(batch.sum())
+        Path(f"rank{rank}.json").write_text(json.dumps([sorted(files), total]))
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ranks_of_a_host_have_one_dataset_which_their_workers_read(tmp_path, ranks) -> None:
+    program = write_program(tmp_path, ONE_DATASET)
+    with on_ranks(ranks, tmp_path, program, "lives") as run:
+        run.succeed()
+    found = read_ranks(tmp_path, ranks)
+    files = [set(files) for files, _ in found]
+    assert len(set.intersection(*files)) == 1  # that of the texts; a payload is the ranks' own
+    assert sum(total for _, total in found) == 2 * sum(range(20_000))
+    assert len((tmp_path / "built0.txt").read_text().splitlines()) == 1
+
+
+def test_a_restart_after_the_rank_that_builds_was_killed_builds_anew(tmp_path) -> None:
+    program = write_program(tmp_path, ONE_DATASET)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    with Run(torchrun(tmp_path, program, "killed", options=options), tmp_path) as run:
+        done = run.finish()
+    assert done.returncode == 0, done.stderr
+    found = read_ranks(tmp_path, 2)
+    assert sum(total for _, total in found) == 2 * sum(range(20_000))
+    before, after = [(tmp_path / f"built{n}.txt").read_text().split() for n in range(2)]
+    assert before  # both, if the second came after the death of the first
+    assert len(after) == 1

@@ -5,6 +5,7 @@ enough to write one by.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -349,13 +350,13 @@ def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apar
     while_waiting = 0
     for nth in itertools.count(1):
         gate = Gate()
-        with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
+        with opened(apart, lambda index, gate=gate: gate.pass_through() or index, 1) as pool:
             told = Told(pool, 1)
             told.send(3)
             wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
             gate.open()
             wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
-            outcome = interrupt(lambda: pool.wait(60, told), nth, Preempted)
+            outcome = interrupt(functools.partial(pool.wait, 60, told), nth, Preempted)
             if pool.is_waiting:  # otherwise an engine gives up
                 while_waiting += 1
                 began = time.monotonic()

@@ -163,14 +163,13 @@ def test_an_object_whose_parts_cannot_be_asked_for_is_the_one_that_is_named():
 def test_the_text_begins_with_pickle_s_own_and_says_what_to_do():
     error = pickling_error(LOCK, io.BytesIO())
     assert isinstance(error, TypeError)
-    explained = explain(error, Unpicklable("dataset.connection", LOCK), "spawn")
+    found = Unpicklable("dataset.connection", LOCK)
+    explained = explain(error, found, "worker processes", "Open it in the worker.")
     assert type(explained) is TypeError
     assert str(explained) == (
         "cannot pickle '_thread.lock' object\n"
         "dataset.connection (of type _thread.lock) cannot be pickled, so it cannot be sent to "
-        "worker processes that are started by 'spawn'. Open it in the worker: set it to None in "
-        "__init__, and create it when it is first used, or in worker_init_fn "
-        "(torch.utils.data.get_worker_info().dataset is the worker's own copy)."
+        "worker processes. Open it in the worker."
     )
 
 
@@ -179,9 +178,9 @@ def test_the_class_is_one_of_pickle_s_three_and_another_error_gets_a_note():
         def __init__(self, first, second):
             super().__init__(first, second)
 
-    explained = explain(OwnError(1, 2), None, "forkserver")
+    explained = explain(OwnError(1, 2), None, "worker processes", "Open it there.")
     assert type(explained) is pickle.PicklingError
     assert str(explained).startswith("(1, 2)\nA part of the dataset, or of a function given to the")
     other = ZeroDivisionError("mine")
-    assert explain(other, Unpicklable("dataset", 3), "spawn") is other
+    assert explain(other, Unpicklable("dataset", 3), "others", "Open it there.") is other
     assert other.__notes__[0].startswith("dataset (of type int) cannot be pickled")

@@ -1,0 +1,198 @@
+"""Where the ranks of one host meet: a Unix socket that has a name, but no file.
+
+The first rank that binds the name is the host of the meeting, the others are its guests; which rank
+that is does not matter. The kernel removes the name with the process that bound it, whatever ends
+it. The name exists once for each network namespace, so containers with networks of their own do not
+meet.
+
+A name can be bound, and connected to, by any user. So each side asks the kernel who the other is
+(``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+from shmloader.interruptions import is_interruption
+from shmloader.process_state import PROCESS
+
+# What together names a run on its host. torchrun's run id is "none" unless the user gives one, and
+# then the port tells runs apart; its restarts count as runs of their own.
+_RUN_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+
+# struct ucred of <sys/socket.h>: process, user and group.
+_CREDENTIALS = struct.Struct("3i")
+
+# Between the host's bind and listen the kernel refuses guests. They try again after this time.
+_RETRY_S = 0.01
+
+# How long a process may take to end after it has closed its sockets.
+_END_MS = 1000
+
+
+def name_of_run() -> str:
+    """Return what the environment says of this run; else the process that started this one.
+
+    Ranks that no launcher started, such as those of ``torch.multiprocessing.spawn``, have the same
+    parent.
+    """
+    found = [f"{name}={os.environ[name]}" for name in _RUN_VARIABLES if name in os.environ]
+    return "\n".join(found) or f"child of {os.getppid()}"
+
+
+class Meeting:
+    """One side of a meeting: the host that was first to bind a name, or a guest of it.
+
+    Attributes:
+        is_host: Whether this process is the host.
+        host_pid: Process id of the host; 0 if it is not visible from here, in another container.
+
+    Args:
+        topic: What the ranks meet for; it distinguishes the meetings of one run.
+
+    Raises:
+        OSError: If this system has no such sockets, or no descriptor is left.
+        PermissionError: If the name is another user's.
+    """
+
+    def __init__(self, topic: str) -> None:
+        digest = hashlib.sha256(f"{name_of_run()}\n{topic}".encode()).hexdigest()[:32]
+        self._name = f"\0shmloader-{os.geteuid()}-{digest}"
+        self.host_pid = os.getpid()
+        while True:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                self.is_host = self._begin()
+            except BlockingIOError:
+                self.close()
+                time.sleep(_RETRY_S)
+            except BaseException:
+                self.close()
+                raise
+            else:
+                break
+        if self.is_host:
+            PROCESS.meetings.add(self)
+
+    def _begin(self) -> bool:
+        """Connect to the host, or become the host.
+
+        Raises:
+            BlockingIOError: If neither is possible at this moment.
+        """
+        # Whatever the user has set by socket.setdefaulttimeout().
+        self._socket.settimeout(None)
+        try:
+            self._socket.connect(self._name)
+        except ConnectionRefusedError:
+            return self._bind()
+        self.host_pid, user = _peer_of(self._socket)
+        if user != os.geteuid():
+            raise PermissionError(
+                f"user {user} has taken the name by which the ranks of this run find each other; "
+                "give the run another id or port"
+            )
+        return False
+
+    def _bind(self) -> bool:
+        try:
+            self._socket.bind(self._name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or is_interruption(error):
+                raise
+            raise BlockingIOError from error  # another rank has bound it meanwhile
+        self._socket.listen(socket.SOMAXCONN)
+        return True
+
+    # The host ----------------------------------------------------------------------------
+
+    def next_guest(self, *, may_wait: bool) -> socket.socket | None:
+        """Return a connection to the next guest of this user; None if none is there.
+
+        Args:
+            may_wait: Whether to wait until one comes.
+        """
+        while may_wait or _readable(self._socket.fileno(), timeout_ms=0):
+            guest, _ = self._socket.accept()
+            guest.settimeout(None)
+            if _peer_of(guest)[1] == os.geteuid():
+                return guest
+            guest.close()
+        return None
+
+    # A guest -----------------------------------------------------------------------------
+
+    def wait_for_host(self) -> socket.socket:
+        """Wait until the host has sent something; return the connection to it.
+
+        The connection alone does not tell that the host has ended, while a child that it forked
+        lives on with a copy of the socket.
+
+        Raises:
+            ConnectionResetError: If the host has ended.
+        """
+        with self._host_process() as pidfd:
+            ready = _readable(self._socket.fileno(), pidfd)
+        if self._socket.fileno() not in ready:
+            raise ConnectionResetError("the host has ended")
+        return self._socket
+
+    @property
+    def has_lost_host(self) -> bool:
+        """Whether the host's process has ended, rather than closed the meeting.
+
+        A process that ends closes its sockets a moment before, so this waits for that moment.
+        """
+        with self._host_process() as pidfd:
+            return pidfd is None or bool(_readable(pidfd, timeout_ms=_END_MS))
+
+    @contextlib.contextmanager
+    def _host_process(self) -> Iterator[int | None]:
+        """Yield a descriptor that is readable when the host has ended; None if it is not there."""
+        try:
+            pidfd = os.pidfd_open(self.host_pid)
+        except OSError as error:  # it has ended; or is invisible, in another container
+            if is_interruption(error):
+                raise
+            yield None
+            return
+        try:
+            yield pidfd
+        finally:
+            os.close(pidfd)
+
+    # Both --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the meeting here. May be called again."""
+        PROCESS.meetings.discard(self)
+        self._socket.close()
+
+
+def _readable(*descriptors: int | None, timeout_ms: int | None = None) -> set[int]:
+    """Wait until one of these can be read, or has hung up. Returns those."""
+    poll = select.poll()  # select.select() takes no descriptor above 1023
+    for descriptor in descriptors:
+        if descriptor is not None:
+            poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(timeout_ms)}
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a connection."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    return pid, user

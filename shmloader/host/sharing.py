@@ -1,0 +1,302 @@
+"""``share_on_host``: one rank of a host builds an object and shares it, the others receive handles.
+
+::
+
+    the rank that comes first                      the others
+    ─────────────────────────                      ──────────
+    binds the run's name for this call             connect, and wait
+    share(build()), pickled in shared memory
+    a thread ──── "built", handle, descriptors ──▶ map the same memory
+             └─── "failed", exception ───────────▶ raise it
+"""
+
+import errno
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.payload import PICKLE_ERRORS, Payload, receive_payload
+from shmloader.batch.unpicklable import explain, find_unpicklable
+from shmloader.host.meeting import Meeting
+from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.messages import RECEIVE_BYTES
+from shmloader.process_state import PROCESS
+from shmloader.sampling.ranks import resolve_ranks
+from shmloader.shared.sharing import share
+from shmloader.threads.background import BackgroundThread
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger("shmloader")
+
+# The first message to a guest: the payload follows, or the rest of the message is the error.
+_BUILT, _FAILED = b"built", b"failed"
+
+# What a guest sends when it has received all.
+_RECEIVED = b"received"
+
+# Characters of an error's text: a message has to fit into the socket's buffer.
+_ERROR_CHARACTERS = 20_000
+
+# How long the host waits for one guest, which receives at once unless it is stopped or has gone, and
+# tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
+_ANSWER_S = 10.0
+_RETRY_S = 0.001
+
+# How long a guest waits for the rest of a payload.
+_REST_S = 30.0
+
+
+def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
+    """Build an object in one rank of this host, and share it with the host's other ranks.
+
+    Each rank calls this with the same function. The rank that comes first calls ``build`` and
+    shares what it returns, as :func:`shmloader.share` does; the others wait, and get the same
+    object over the same memory. So a dataset is built once and is in memory once, however many
+    ranks and workers read it::
+
+        dataset = shmloader.share_on_host(make_dataset)
+
+    The ranks find each other by a Unix socket named after the run: torchrun's run id and restart
+    count, ``MASTER_ADDR`` and ``MASTER_PORT``, or Slurm's job and step, else the process that
+    started them. No collective operation is needed, no port and no file, and ranks may come late
+    and in any order. Only processes of the same user are answered. Where there is one rank, this is
+    ``share(build())``.
+
+    The memory has no name, and is freed with its last user. The rank that built it keeps it until
+    all ranks of this host have it (``LOCAL_WORLD_SIZE``, else the world size), or until its process
+    ends. Linux only, with more than one rank.
+
+    Args:
+        build: Called without arguments, in one rank. Only that rank's object is used, so it must
+            not depend on the rank. An object that has no bulk to share is sent as a copy.
+        writable: Whether arrays may be written to; see :func:`shmloader.share`.
+
+    Returns:
+        What ``build`` returned, in shared memory. In the rank that built it, it is what ``share``
+        returns.
+
+    Raises:
+        Exception: What ``build`` raises, in every rank that takes part. In the other ranks it has
+            the same type if that can be built from a text, and is a RuntimeError otherwise.
+        TypeError, AttributeError, pickle.PicklingError: If the object cannot be pickled.
+        SharedMemoryError: If there is not enough memory.
+        RuntimeError: If the process that builds ends before it has shared the object; or without
+            Linux, if there is more than one rank.
+        PermissionError: If another user holds the name of the run.
+
+    Note:
+        Several calls are told apart by their number, so all ranks must make the same calls in the
+        same order, as with collective operations. Ranks in containers with networks of their own do
+        not find each other, and each container builds an object of its own.
+    """
+    if not callable(build):
+        raise TypeError(
+            "build should be a function that makes the dataset, "
+            f"but got a {type(build).__name__}: share_on_host(lambda: dataset) or share(dataset)"
+        )
+    ranks = _local_ranks()
+    if ranks == 1:
+        return share(build(), writable)
+    if sys.platform != "linux":
+        raise RuntimeError("share_on_host() with more than one rank needs Linux; use share()")
+    number = PROCESS.calls_on_host
+    PROCESS.calls_on_host += 1
+    while True:
+        meeting = Meeting(f"share_on_host {number}")
+        if meeting.is_host:
+            return _build(meeting, build, ranks - 1, writable=writable)
+        try:
+            found: list[_T] = _receive(meeting)
+        except (ConnectionError, TimeoutError) as error:
+            if is_interruption(error) or meeting.has_lost_host:
+                raise RuntimeError(
+                    f"process {meeting.host_pid}, the rank that built the object for this host, "
+                    "ended before it had shared it. Its own output says why; if it was killed, "
+                    "there may have been too little memory."
+                ) from error
+            # Its build() was interrupted, or all ranks had come: this is one more.
+        else:
+            return found[0]
+        finally:
+            meeting.close()
+
+
+def _local_ranks() -> int:
+    """Return how many ranks this host has; the world size if nothing says it."""
+    _, world_size = resolve_ranks(None, None)
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(world_size, int(text)) if text.isdecimal() and int(text) else world_size
+
+
+# The rank that builds ------------------------------------------------------------------------
+
+
+def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: bool) -> _T:
+    try:
+        shared = share(build(), writable)
+        payload = _pickled(shared)
+    except Exception as error:
+        if is_interruption(error):
+            meeting.close()
+            raise
+        server = _Server(meeting, guests, error=error)
+        server.begin_serving()
+        raise
+    except BaseException:
+        meeting.close()
+        raise
+    _Server(meeting, guests, shared, payload).begin_serving()
+    return shared
+
+
+def _pickled(shared: object) -> Payload:
+    try:
+        return Payload([shared])
+    except PICKLE_ERRORS as error:
+        if is_interruption(error):
+            raise
+        found = find_unpicklable([shared], ["dataset"])
+        raise explain(error, found, "the other ranks of this host", _OPEN_LATER) from error
+
+
+_OPEN_LATER = "Let build() leave it at None, and create it when it is first used."
+
+
+class _Server(BackgroundThread):
+    """Answers the other ranks, until all have come or the process ends.
+
+    Args:
+        meeting: Where they come. The server closes it.
+        guests: How many will come at most.
+        shared: The object. It owns descriptors of the payload.
+        payload: Its pickle. None if it could not be built.
+        error: Why it could not.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        guests: int,
+        shared: object = None,
+        payload: Payload | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        super().__init__("shmloader_host")
+        self._meeting = meeting
+        self._left = guests
+        self._shared = shared
+        self._payload = payload
+        self._failed = b""
+        if error is not None:
+            remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
+            self._failed = _FAILED + remote.shortened(_ERROR_CHARACTERS).dumps()
+
+    def begin_serving(self) -> None:
+        """Answer the ranks that wait, on this thread, and then those that come."""
+        try:
+            while self._left and (guest := self._meeting.next_guest(may_wait=False)) is not None:
+                self._answer(guest)
+            if self._left:
+                self.start()
+                return
+        except BaseException:
+            self._close()
+            raise
+        self._close()
+
+    def work(self) -> None:
+        """Answer ranks, on the thread."""
+        try:
+            while self._left:
+                with self.resting():
+                    guest = self._meeting.next_guest(may_wait=True)
+                assert guest is not None
+                self._answer(guest)
+        finally:
+            self._close()
+
+    def _answer(self, guest: socket.socket) -> None:
+        """Answer a rank. One that goes before it has received all does not count."""
+        with guest:
+            guest.settimeout(_ANSWER_S)
+            try:
+                if self._payload is None:
+                    guest.send(self._failed)
+                else:
+                    guest.send(_BUILT)
+                    for data, descriptors in self._payload.messages():
+                        _send(guest, data, descriptors)
+                if guest.recv(RECEIVE_BYTES) != _RECEIVED:
+                    return
+            except OSError as error:
+                if is_interruption(error):
+                    raise
+                _log.warning("a rank of this host could not be given what was shared: %s", error)
+                return
+        self._left -= 1
+
+    def _close(self) -> None:
+        self._meeting.close()
+        if self._payload is not None:
+            self._payload.close()
+        self._shared = None
+
+
+def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    """Send a message with descriptors.
+
+    Raises:
+        OSError: If the guest has gone, or the kernel takes the descriptors no more.
+    """
+    deadline = time.monotonic() + _ANSWER_S
+    while True:
+        try:
+            socket.send_fds(guest, [data], descriptors)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
+
+
+# The others ----------------------------------------------------------------------------------
+
+
+def _receive(meeting: Meeting) -> list[_T]:
+    """Wait for what the other rank builds.
+
+    Raises:
+        ConnectionError, TimeoutError: If that rank has ended, or has closed the meeting.
+        Exception: What it raised.
+    """
+    _log.info("process %d builds an object for the ranks of this host", meeting.host_pid)
+    channel = meeting.wait_for_host()
+    answer = channel.recv(RECEIVE_BYTES)
+    if answer.startswith(_FAILED):
+        _thank(channel)
+        RemoteError.loads(answer.removeprefix(_FAILED)).reraise(
+            f"Process {meeting.host_pid} built the object for all ranks of this host."
+        )
+    if answer != _BUILT:
+        raise ConnectionResetError("the meeting was closed")
+    channel.settimeout(_REST_S)
+    payload = receive_payload(channel)
+    _thank(channel)
+    before = PROCESS.received
+    try:
+        found: list[_T] = payload.load()
+    finally:
+        PROCESS.received = before
+    return found
+
+
+def _thank(channel: socket.socket) -> None:
+    with Suppressed(OSError):  # the host may have ended meanwhile, and is needed no more
+        channel.send(_RECEIVED)

@@ -1,0 +1,487 @@
+"""``share_on_host``: one rank builds, and all ranks of the host have the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import shmloader
+from shmloader import DataLoader, SharedMemoryError, share_on_host
+from shmloader.host.meeting import Meeting
+from shmloader.memory.bulk import address_of
+from shmloader.memory.segment import find_segment
+from shmloader.process_state import PROCESS
+from tests.process.support import descriptor_count, wait_until
+
+FORK = multiprocessing.get_context("fork")
+LONG_S = 60
+
+
+class Rank:
+    """A forked process that is a rank of a run, and runs a function."""
+
+    def __init__(
+        self, function: Callable[[], Any], run: str, rank: int, ranks: int, restarts: int
+    ) -> None:
+        self._ours, theirs = FORK.Pipe()
+        self._function = function
+        self._environment = {
+            "TORCHELASTIC_RUN_ID": run,
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+        self.process = FORK.Process(target=self._main, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def _main(self, channel: Any) -> None:
+        os.environ.update(self._environment)
+        try:
+            result = self._function()
+        except BaseException as error:
+            result = error
+        channel.send(result)
+        channel.recv()  # lives until it is let go
+
+    def result(self) -> Any:
+        assert self._ours.poll(LONG_S), "the rank has not answered"
+        return self._ours.recv()
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._ours.send(None)
+        self._ours.close()
+        self.process.join(LONG_S)
+        self.process.close()
+
+
+class Run:
+    """Ranks of one run, which end with the test."""
+
+    def __init__(self) -> None:
+        self.run_id = str(uuid.uuid4())
+        self.started: list[Rank] = []
+
+    def start(
+        self, function: Callable[[], Any], rank: int = 0, ranks: int = 2, restarts: int = 0
+    ) -> Rank:
+        found = Rank(function, self.run_id, rank, ranks, restarts)
+        self.started.append(found)
+        return found
+
+    def results(self, function: Callable[[], Any], ranks: int) -> list[Any]:
+        started = [self.start(function, rank, ranks) for rank in range(ranks)]
+        return [one.result() for one in started]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    found = Run()
+    yield found
+    for rank in found.started:
+        rank.end()
+
+
+@pytest.fixture
+def as_rank(run, monkeypatch) -> None:
+    """This process is a rank of the run."""
+    for name, value in (
+        ("TORCHELASTIC_RUN_ID", run.run_id),
+        ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_WORLD_SIZE", "2"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PROCESS, "calls_on_host", 0)
+
+
+@contextlib.contextmanager
+def told_when_waiting(event: Any) -> Iterator[None]:
+    """Set an event when this process is connected to the rank that builds."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            event.set()
+
+    log, handler = logging.getLogger("shmloader"), Handler(logging.INFO)
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def fork_child(pid: Any) -> None:
+    """Fork a child that waits for its end, and note its process id."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+    pid.value = child
+
+
+def file_of(array: Any) -> int:
+    """The inode of the memory in which an array lies."""
+    segment = find_segment(*address_of(array))
+    assert segment is not None
+    return os.fstat(segment._fd).st_ino
+
+
+def make() -> dict[str, Any]:
+    return {
+        "builder": os.getpid(),
+        "array": np.arange(1000),
+        "tensor": torch.arange(1000.0),
+        "texts": [str(number) for number in range(2000)],
+    }
+
+
+def must_not_build() -> Any:
+    raise AssertionError("another rank builds")
+
+
+def contents() -> tuple[int, int, int, float, str]:
+    found = share_on_host(make)
+    return (
+        found["builder"],
+        file_of(found["array"]),
+        int(found["array"].sum()),
+        float(found["tensor"].sum()),
+        found["texts"][1234],
+    )
+
+
+# All goes well -----------------------------------------------------------------------------
+
+
+def test_one_rank_builds_and_all_have_the_same_memory(run) -> None:
+    results = run.results(contents, 4)
+    assert len(set(results)) == 1
+    builder, _, *rest = results[0]
+    assert builder in {one.process.pid for one in run.started}
+    assert rest == [499500, 499500.0, "1234"]
+
+
+def test_a_rank_may_come_after_the_others_have_all(run) -> None:
+    results = [run.start(contents, rank, 3).result() for rank in range(3)]
+    assert len(set(results)) == 1
+    assert results[0][0] == run.started[0].process.pid
+
+
+def test_calls_are_told_apart_by_their_order(run) -> None:
+    def both() -> list[str]:
+        return [share_on_host(lambda name=name: [name] * 1000)[7] for name in ("train", "test")]
+
+    assert run.results(both, 2) == [["train", "test"]] * 2
+
+
+def test_a_restart_of_the_run_builds_anew_though_the_builder_before_lives(run) -> None:
+    before = run.start(contents, 0, 3).result()
+    after = [run.start(contents, rank, 3, restarts=1).result() for rank in range(2)]
+    assert after[0] == after[1]
+    assert after[0][:2] != before[:2]
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_all_descriptors_are_closed_with_the_object(run) -> None:
+    rank = run.start(contents, 1)
+    rank.result()
+    before = descriptor_count()
+    found = share_on_host(must_not_build)
+    assert descriptor_count() > before
+    del found
+    assert descriptor_count() == before
+    assert PROCESS.meetings == set()
+
+
+def test_the_builder_keeps_nothing_once_all_have_come(run) -> None:
+    begun, has_come = FORK.Event(), FORK.Event()
+
+    def build() -> dict[str, Any]:
+        begun.set()
+        return make()
+
+    def build_and_drop() -> tuple[int, int]:
+        before = descriptor_count()
+        found = share_on_host(build)
+        assert has_come.wait(LONG_S)
+        del found
+        wait_until(lambda: not PROCESS.meetings, 30)
+        return before, descriptor_count()
+
+    builder = run.start(build_and_drop, 0)
+    assert begun.wait(LONG_S)
+    assert run.start(contents, 1).result()[0] == builder.process.pid
+    has_come.set()
+    before, after = builder.result()
+    assert before == after
+
+
+def test_an_object_may_have_more_memories_than_a_message_takes_descriptors(run) -> None:
+    def total() -> int:
+        parts = share_on_host(lambda: [shmloader.share(np.full(8, n)) for n in range(300)])
+        return sum(int(part.sum()) for part in parts)
+
+    assert run.results(total, 2) == [8 * 300 * 299 // 2] * 2
+
+
+def test_what_pickle_cannot_refer_to_by_name_is_sent(run) -> None:
+    class Local(Dataset):
+        def __init__(self) -> None:
+            self.texts = [str(number) for number in range(2000)]
+            self.transform = lambda text: text * 2
+
+        def __getitem__(self, index: int) -> str:
+            return self.transform(self.texts[index])
+
+    assert run.results(lambda: share_on_host(Local)[12], 2) == ["1212"] * 2
+
+
+def test_loaders_workers_read_it(run) -> None:
+    def load() -> list[int]:
+        dataset = share_on_host(lambda: torch.utils.data.TensorDataset(torch.arange(2000)))
+        with DataLoader(dataset, 500, num_workers=2) as loader:
+            return [int(batch.sum()) for (batch,) in loader]
+
+    first, second = run.results(load, 2)
+    assert first == second == [int(torch.arange(n, n + 500).sum()) for n in range(0, 2000, 500)]
+
+
+def test_writable_arrays_are_each_ranks_own(run) -> None:
+    def write() -> int:
+        array = share_on_host(lambda: np.zeros(1000), writable=True)
+        array[:] += 1
+        return int(array.sum())
+
+    assert run.results(write, 3) == [1000] * 3
+
+
+def test_without_ranks_it_is_share() -> None:
+    found = share_on_host(make)
+    assert find_segment(*address_of(found["array"])) is not None
+    assert PROCESS.meetings == set()
+
+
+# Mistakes and faults -----------------------------------------------------------------------
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"build should be a function .* got a list"):
+        share_on_host([1, 2])
+
+
+def test_an_exception_of_build_is_raised_in_all_ranks(run) -> None:
+    def fail() -> Any:
+        raise KeyError("no such file")
+
+    results = run.results(lambda: share_on_host(fail), 3)
+    assert [type(one) for one in results] == [KeyError] * 3
+    assert all("no such file" in str(one) for one in results)
+    told = [one for one in results if "in process" in str(one)]
+    assert len(told) == 2
+
+
+def test_too_little_memory_is_raised_in_all_ranks(run) -> None:
+    def fail() -> Any:
+        raise SharedMemoryError("not enough memory to share")
+
+    results = run.results(lambda: share_on_host(fail), 2)
+    assert [type(one) for one in results] == [SharedMemoryError] * 2
+
+
+def test_what_cannot_be_pickled_is_named_in_all_ranks(run) -> None:
+    def with_lock() -> dict[str, Any]:
+        return {"array": np.zeros(1000), "lock": threading.Lock()}
+
+    for error in run.results(lambda: share_on_host(with_lock), 2):
+        assert isinstance(error, TypeError)
+        assert "dataset['lock'] (of type _thread.lock) cannot be pickled" in str(error)
+        assert "Let build() leave it at None" in str(error)
+
+
+@pytest.mark.parametrize("has_child", [False, True])
+def test_the_others_are_told_if_the_rank_that_builds_is_killed(run, has_child) -> None:
+    begun, waiting, child = FORK.Event(), FORK.Event(), FORK.Value("i", 0)
+
+    def build() -> None:
+        if has_child:  # which has a copy of all that the rank has open
+            fork_child(child)
+        begun.set()
+        signal.pause()
+
+    builder = run.start(lambda: share_on_host(build), 0)
+    assert begun.wait(LONG_S)
+
+    def wait() -> Any:
+        with told_when_waiting(waiting):
+            return share_on_host(must_not_build)
+
+    other = run.start(wait, 1)
+    assert waiting.wait(LONG_S)
+    builder.process.kill()
+    try:
+        error = other.result()
+    finally:
+        builder.process.join()
+        if has_child:
+            os.kill(child.value, signal.SIGKILL)
+    assert type(error) is RuntimeError
+    assert f"process {builder.process.pid}, the rank that built" in str(error)
+
+
+def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
+    begun, waiting = FORK.Event(), FORK.Event()
+
+    def build() -> None:
+        begun.set()
+        waiting.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    first = run.start(lambda: share_on_host(build), 0)
+    assert begun.wait(LONG_S)
+
+    def wait() -> int:
+        with told_when_waiting(waiting):
+            return share_on_host(make)["builder"]
+
+    second = run.start(wait, 1)
+    assert type(first.result()) is KeyboardInterrupt
+    assert second.result() == second.process.pid
+
+
+def test_a_child_of_the_rank_that_built_does_not_keep_the_name(run) -> None:
+    child = FORK.Value("i", 0)
+
+    def build_and_fork() -> int:
+        found = share_on_host(make)
+        fork_child(child)
+        return found["builder"]
+
+    builder = run.start(build_and_fork, 0)
+    assert builder.result() == builder.process.pid
+    builder.process.kill()
+    builder.process.join()
+    try:
+        late = run.start(contents, 1)
+        assert late.result()[0] == late.process.pid
+    finally:
+        os.kill(child.value, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_what_connects_and_goes_away_is_no_rank(run) -> None:
+    builder = run.start(contents, 0)
+    built = builder.result()
+    for _ in range(3):
+        stranger = Meeting("share_on_host 0")
+        assert not stranger.is_host
+        stranger.wait_for_host()  # it is being answered, and does not receive that
+        stranger.close()
+    assert contents() == built
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_a_default_timeout_of_sockets_means_nothing(run) -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        built = run.start(contents, 0).result()
+        time.sleep(0.1)  # the timeout is over while the builder waits for the next rank
+        assert contents() == built
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+# Another user ------------------------------------------------------------------------------
+
+
+def as_nobody(function: Callable[[], Any]) -> Any:
+    """Run a function in a forked process of another user."""
+    ours, theirs = FORK.Pipe()
+
+    def main() -> None:
+        os.setgroups([])
+        os.setresuid(65534, 65534, 65534)
+        theirs.send(function())
+
+    process = FORK.Process(target=main)
+    process.start()
+    theirs.close()
+    assert ours.poll(LONG_S)
+    result = ours.recv()
+    ours.close()
+    process.join(LONG_S)
+    process.close()
+    return result
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@needs_root
+@pytest.mark.usefixtures("as_rank")
+def test_another_user_gets_nothing(run) -> None:
+    builder = run.start(contents, 0)
+    built = builder.result()
+    meeting = Meeting("share_on_host 0")
+    name = meeting._name
+    meeting.close()
+
+    def attach() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.settimeout(LONG_S)
+            channel.connect(name)
+            with contextlib.suppress(ConnectionResetError):
+                return channel.recv(1000)
+        return b""
+
+    assert as_nobody(attach) == b""
+    assert contents() == built
+
+
+@needs_root
+@pytest.mark.usefixtures("as_rank")
+def test_what_another_user_offers_is_refused(run, monkeypatch) -> None:
+    ends = FORK.Event()
+    ours, theirs = FORK.Pipe()
+    user = os.geteuid()
+
+    def offer() -> None:
+        os.setgroups([])
+        os.setresuid(65534, 65534, 65534)
+        monkeypatch.setattr(os, "geteuid", lambda: user)  # takes the name of the user's run
+        theirs.send(Meeting("share_on_host 0").is_host)
+        ends.wait(LONG_S)
+
+    process = FORK.Process(target=offer)
+    process.start()
+    try:
+        assert ours.poll(LONG_S)
+        assert ours.recv()
+        with pytest.raises(PermissionError, match="user 65534 has taken the name"):
+            share_on_host(make)
+    finally:
+        ends.set()
+        process.join(LONG_S)
+        process.close()
+        ours.close()
+        theirs.close()
