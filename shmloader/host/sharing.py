@@ -43,7 +43,7 @@ _RECEIVED = b"received"
 # Characters of an error's text: a message has to fit into the socket's buffer.
 _ERROR_CHARACTERS = 20_000
 
-# How long the host waits for one guest, which receives at once unless it is stopped or has gone, and
+# How long the host waits for a guest, which receives at once unless it is stopped or has gone, and
 # tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
 _ANSWER_S = 10.0
 _RETRY_S = 0.001
