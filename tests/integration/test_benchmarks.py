@@ -183,6 +183,14 @@ def test_the_benchmark_of_memory_prints_its_table():
     assert "\ncontent: the same for all loaders\n" in done.stdout
 
 
+def test_the_benchmark_of_ranks_prints_its_table():
+    done = run("host.py", "--smallest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for loader in ("plain", "share_on_host"):
+        row = rf"^\| {loader} \| [\d,]+ \| -?[\d,]+ \| "
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+
+
 PEERS = {
     "torch": "torch",
     "torchdata": "torchdata",
