@@ -29,7 +29,8 @@ class HangWatch:
         """End the workers whose sample takes too long.
 
         Returns:
-            In how many seconds to look again.
+            In how many seconds to look again; 0 if a worker was ended, which is replaced before
+            the engine waits. (A thread that was left behind sends nothing that would end a wait.)
         """
         wait_s = self._timeout_s
         for worker in self._scheduler.workers:
@@ -37,6 +38,8 @@ class HangWatch:
                 at_work = self._pool.was_at(worker.worker_id)
                 if _is_late(at_work):
                     self._end(worker)
+                    if worker.hang:
+                        wait_s = 0.0
                 elif at_work.sample != NO_SAMPLE:
                     wait_s = min(wait_s, at_work.sample_left_s)
         return wait_s
