@@ -578,7 +578,7 @@ def check_max_failures(max_failures: object, on_error: object) -> None:
 # Sizes ---------------------------------------------------------------------------------------
 
 
-def parse_size(value: int | str, name: str) -> int:
+def parse_size(value: object, name: str) -> int:
     """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
 
     Args:
