@@ -32,6 +32,7 @@ from shmloader.loader.arguments import (
     check_dataset,
     check_last_batch,
     check_may_have_workers,
+    check_on_error,
     check_seed,
     check_settable,
     check_thread_pool,
@@ -455,7 +456,12 @@ class DataLoader(MeasuredLoader[_T_co]):
             super().check_worker_number_rationality()
 
     def _config(self) -> LoaderConfig:
-        """Return the arguments as they are now, for an iterator that begins."""
+        """Return the arguments as they are now, for an iterator that begins.
+
+        Raises:
+            TypeError, ValueError: If an attribute was set to what cannot be an argument.
+        """
+        check_on_error(self.on_error)  # any other word would skip bad samples
         is_iterable = self._dataset_kind == _DatasetKind.Iterable
         size, order = self.shm_size, self._present_plan.order
         concurrency = self.fetch_concurrency

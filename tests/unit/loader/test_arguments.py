@@ -348,6 +348,18 @@ def test_numbers_of_numpys_types_are_taken_by_our_own_arguments_too(kind, argume
         assert (found, type(found)) == (expected, type(expected))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}]
+)
+def test_a_wrong_word_that_is_set_later_does_not_skip_bad_samples(options):
+    loader = DataLoader({0: 0}, sampler=[0, 1], **options)
+    loader.on_error = "Raise"
+    with pytest.raises(ValueError, match=r"^on_error should be 'raise', 'skip' or a function"):
+        iter(loader)
+    loader.on_error = "skip"
+    assert len(list(loader)) == 1
+
+
 def test_a_batch_sampler_that_yields_no_lists_is_named():
     with pytest.raises(TypeError, match="is not iterable") as raised:
         list(DataLoader(range(4), batch_sampler=[1, 2]))
