@@ -239,6 +239,8 @@ def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
     """Say how to make a loader without a seed depend on the number of the epoch."""
     if is_data_pipe(dataset):  # cannot be combined with a seed
         return "A data pipe has to be told the epoch itself."
+    if callable(probe(dataset, "set_epoch")):  # as those of Hugging Face have it
+        return "The dataset has a set_epoch() of its own: call that before iter()."
     return f"Give seed={' in place of generator=' if has_generator else ''}."
 
 
