@@ -217,6 +217,24 @@ def test_an_old_name_raises_and_says_the_new_one(kind) -> None:
     assert "transform" not in inspect.signature(kind).parameters
 
 
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batchsize", " Did you mean 'batch_size'?"),
+        ("n_workers", " Did you mean 'num_workers'?"),
+        ("drop_lsat", " Did you mean 'drop_last'?"),
+        ("samples_timeout", " Did you mean 'sample_timeout'?"),
+        ("xyz", ""),
+    ],
+)
+def test_a_misspelled_argument_is_told_its_name(kind, name, hint) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument") as raised:
+        kind(range(4), **{name: 1})
+    text = f"{kind.__name__}.__init__() got an unexpected keyword argument '{name}'"
+    assert str(raised.value) == (f"{text}.{hint}" if hint else text)
+
+
 @pytest.mark.parametrize(
     ("given", "exact"),
     [
