@@ -244,6 +244,11 @@ def describe_bad_index(index: object) -> str:
     return f"The sample of index {describe_index(index)} failed."
 
 
+def describe_bad_replacement(index: object) -> str:
+    """Return the note for what ``on_error`` has raised."""
+    return f"It was raised by on_error for the sample of index {describe_index(index)}."
+
+
 def describe_bad_list(indices: object) -> str:
     """Return the note for samples that were loaded together."""
     return f"One call of __getitems__ for {describe_indices(indices)} failed."

@@ -16,6 +16,7 @@ from shmloader.batch.failures import (
     describe_bad_index,
     describe_bad_list,
     describe_bad_number,
+    describe_bad_replacement,
     describe_index,
     note_sample,
 )
@@ -379,7 +380,14 @@ class TolerantFetcher:
     def _replacement(self, index: Any, error: Exception) -> Any:
         """Note a bad sample, whose exception is being handled; return another or ``_SKIPPED``."""
         self._report.note(BadSample.caught(index, self._where))
-        return _SKIPPED if self._replace is None else self._replace(index, error)
+        if self._replace is None:
+            return _SKIPPED
+        try:
+            return self._replace(index, error)
+        except BaseException as raised:
+            if not _is_from_outside(raised):
+                note_sample(raised, describe_bad_replacement(index))
+            raise
 
     def _load_by_getitems(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
         """Load all samples by one call, or by one call for each if that fails."""
@@ -416,6 +424,10 @@ class TolerantFetcher:
                 if _is_from_outside(error):
                     raise
                 samples.append(self._replacement(index, error))
+            except BaseException as error:
+                if not _is_from_outside(error):
+                    note_sample(error, describe_bad_index(index))
+                raise
             else:
                 samples.append(sample if unwrap is None else unwrap(sample))
         return samples

@@ -73,6 +73,7 @@ class BatchMaker:
                 collate_fn,
                 is_iterable=plan.is_iterable,
                 may_fail=on_error != "raise",
+                may_replace=callable(on_error),
                 begins_samples=concurrent_fetcher is None,
                 begins_collate=begins_collate,
                 collates_plainly=collates_plainly,

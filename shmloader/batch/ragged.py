@@ -6,6 +6,7 @@ type, or lack a key, torch names neither; there a note does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,9 @@ _OF_TYPES = (
     "expected Tensor as element",
     "default_collate: batch must contain",
     "Could not infer dtype of ",
+    "must be real number, not ",
+    "new(): invalid data type ",
+    "only one element tensors can be converted to Python scalars",
 )
 
 # How many shapes the text names.
@@ -86,15 +90,17 @@ def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
     if not isinstance(samples, list) or not samples:
         return None
     kind = type(error)
-    wanted: tuple[str, ...] = ()
+    wanted: tuple[tuple[str, ...], ...] = ()
     if kind is KeyError:
-        wanted = ("keys",)
+        wanted = (("keys",),)
     elif kind in (RuntimeError, ValueError) and str(error).startswith(_BEGINNINGS):
-        wanted = ("shape", "length")
-    elif kind in (RuntimeError, TypeError) and str(error).startswith(_OF_TYPES):
-        wanted = ("type",)
+        # A number among arrays is stacked as an array without dimensions.
+        wanted = ("shape", "length"), ("type",)
+    elif kind in (RuntimeError, TypeError, ValueError) and str(error).startswith(_OF_TYPES):
+        wanted = (("type",),)
     with Suppressed(Exception):  # a container of the user's may raise anything
-        return _find(samples, "sample", _DEPTH, wanted) if wanted else None
+        found = (_find(samples, "sample", _DEPTH, each) for each in wanted)
+        return next((one for one in found if one is not None), None)
     return None
 
 
@@ -164,7 +170,8 @@ def _find(
 def _compare(parts: Sequence[Any]) -> tuple[str, list[str]] | None:
     """Return in what the samples differ here, and the value for each; None if they are alike."""
     kinds = [_kind_of(part) for part in parts]
-    if len(set(kinds)) > 1 or kinds[0] == "NoneType":
+    are_numbers = all(isinstance(part, Number) for part in parts)  # an int and a float are stacked
+    if (len(set(kinds)) > 1 and not are_numbers) or kinds[0] == "NoneType":
         return "type", kinds
     first = parts[0]
     if isinstance(first, torch.Tensor | np.ndarray):

@@ -260,6 +260,7 @@ class SampleRng:
         *,
         is_iterable: bool = False,
         may_fail: bool = True,
+        may_replace: bool = True,
         begins_samples: bool = True,
         begins_collate: bool = True,
         collates_plainly: bool = False,
@@ -270,7 +271,8 @@ class SampleRng:
             dataset: The dataset.
             collate_fn: Makes a batch of samples.
             is_iterable: Whether the dataset is an iterable one.
-            may_fail: Whether a bad sample runs code of the user's, or leaves a batch shorter.
+            may_fail: Whether a bad sample leaves a batch shorter, or is replaced.
+            may_replace: Whether a function of the user's replaces bad samples.
             begins_samples: Whether asking for a sample seeds its generators; otherwise the caller
                 calls :meth:`begin_sample`.
             begins_collate: Whether ``collate_fn`` is called with its generators seeded; otherwise
@@ -281,14 +283,16 @@ class SampleRng:
         """
         if is_iterable:
             return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
-        counts_samples = begins_samples and not may_fail and is_plain_data(dataset)
+        draws_nothing = begins_samples and not may_replace and is_plain_data(dataset)
+        counts_samples = draws_nothing and not may_fail
         if begins_samples and not counts_samples:
-            dataset = _SeededSamples(self, dataset)
+            begin = self._pass_sample if draws_nothing else self.begin_sample
+            dataset = _BegunSamples(begin, dataset)
         return dataset, self._wrap_collate(
             collate_fn,
             begins=begins_collate,
             counts_samples=counts_samples,
-            may_be_plain=counts_samples and collates_plainly,
+            may_be_plain=draws_nothing and collates_plainly,
         )
 
     def begin_sample(self) -> None:
@@ -296,6 +300,10 @@ class SampleRng:
         key = self._positioned.key(self._count)
         self._count += 1
         self._set(_Use.SAMPLE, *key)
+
+    def _pass_sample(self) -> None:
+        """Count the next sample of the ticket, which draws nothing."""
+        self._count += 1
 
     def begin_collate(self) -> None:
         """Seed for collating the samples that were begun since the last batch."""
@@ -386,11 +394,14 @@ class _Loading:
         self._rng.restore_globals()
 
 
-class _SeededSamples:
-    """A map-style dataset that seeds before each sample: ``__getitems__`` would load many."""
+class _BegunSamples:
+    """A map-style dataset that seeds or counts before each sample.
 
-    def __init__(self, rng: SampleRng, dataset: Any) -> None:
-        self._rng = rng
+    It has no ``__getitems__``, which would load many samples by one call.
+    """
+
+    def __init__(self, begin: Callable[[], None], dataset: Any) -> None:
+        self._begin = begin
         self._dataset = dataset
 
     @functools.cached_property
@@ -398,7 +409,7 @@ class _SeededSamples:
         return one_by_one(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        self._rng.begin_sample()
+        self._begin()
         return self._get(index)
 
 

@@ -29,19 +29,21 @@ class HangWatch:
         """End the workers whose sample takes too long.
 
         Returns:
-            In how many seconds to look again.
+            In how many seconds to look again; 0 if a worker was ended, which is replaced before
+            the engine waits. (A thread that was left behind sends nothing that would end a wait.)
         """
         wait_s = self._timeout_s
         for worker in self._scheduler.workers:
             if worker.is_alive and not worker.hang:
                 at_work = self._pool.was_at(worker.worker_id)
                 if _is_late(at_work):
-                    self._end(worker)
+                    wait_s = 0.0 if self._end(worker) else wait_s
                 elif at_work.sample != NO_SAMPLE:
                     wait_s = min(wait_s, at_work.sample_left_s)
         return wait_s
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: Worker) -> bool:
+        """End a worker; return False if it has done with its sample meanwhile."""
         worker_id = worker.worker_id
         # This waits for the worker's stack, and so gives it another moment: all workers are late if
         # the whole job was stopped for a while.
@@ -51,10 +53,10 @@ class HangWatch:
             again.epoch, again.seq, again.sample,
         )  # fmt: skip
         if not is_same or not _is_late(again):
-            return
+            return False
         pid = self._pool.pid(worker_id)
         if not self._pool.kill(worker_id, again.seq):
-            return
+            return False
         scheduler = self._scheduler
         tickets = {ticket.seq: ticket for ticket in scheduler.tickets}
         ticket = tickets.get(again.seq) if again.epoch == scheduler.epoch else None
@@ -67,6 +69,7 @@ class HangWatch:
             describe_hung_work(worker_id, pid, at_work),
             describe_hang(worker_id, pid, self._timeout_s, batch),
         )
+        return True
 
 
 def _is_late(at_work: AtWork) -> bool:

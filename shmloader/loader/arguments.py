@@ -15,9 +15,10 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch.utils.data import (
     IterableDataset,
@@ -238,6 +239,8 @@ def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
     """Say how to make a loader without a seed depend on the number of the epoch."""
     if is_data_pipe(dataset):  # cannot be combined with a seed
         return "A data pipe has to be told the epoch itself."
+    if callable(probe(dataset, "set_epoch")):  # as those of Hugging Face have it
+        return "The dataset has a set_epoch() of its own: call that before iter()."
     return f"Give seed={' in place of generator=' if has_generator else ''}."
 
 
@@ -397,7 +400,7 @@ def _check_not_async(loader: Any) -> None:
 
 def _check_count(value: object, name: str, what: str, *, minimum: int) -> None:
     text = f"{name} should be {what}, but got {name}={value!r}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(text)
     if value < minimum:
         raise ValueError(text)
@@ -408,9 +411,9 @@ def _check_sample_timeout(loader: Any) -> None:
     if timeout is None:
         return
     got = f"but got sample_timeout={timeout!r}"
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"sample_timeout should be a number of seconds or None, {got}")
-    if not 0 < timeout < math.inf:
+    if not 0 < float(timeout) < math.inf:
         raise ValueError(f"sample_timeout should be a positive number of seconds, {got}")
     if loader.num_workers == 0:
         raise ValueError(
@@ -529,18 +532,20 @@ def parse_max_failures(max_failures: object) -> int | Fraction | None:
         ValueError: If it is a float outside (0, 1].
     """
     got = f"but got max_failures={max_failures!r}"
-    if isinstance(max_failures, float):
+    if isinstance(max_failures, float | np.floating):
         if not 0 < max_failures <= 1:
             raise ValueError(
                 "max_failures should be a share above 0 and at most 1 if it is a float, and an int "
                 f"if it is a number of samples, {got}"
             )
-        return Fraction(str(float(max_failures)))
-    if isinstance(max_failures, bool) or not isinstance(max_failures, int | Fraction | None):
+        return Fraction(str(max_failures))
+    if max_failures is None or isinstance(max_failures, Fraction):
+        return max_failures
+    if isinstance(max_failures, bool) or not isinstance(max_failures, Integral):
         raise TypeError(
             f"max_failures should be an int, or for a share a float or a fractions.Fraction, {got}"
         )
-    return max_failures
+    return int(max_failures)
 
 
 def check_max_failures(max_failures: object, on_error: object) -> None:
@@ -575,7 +580,7 @@ def check_max_failures(max_failures: object, on_error: object) -> None:
 # Sizes ---------------------------------------------------------------------------------------
 
 
-def parse_size(value: int | str, name: str) -> int:
+def parse_size(value: object, name: str) -> int:
     """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
 
     Args:
@@ -588,16 +593,16 @@ def parse_size(value: int | str, name: str) -> int:
     """
     got = f"but got {name}={value!r}"
     text = f"{name} should be a number of bytes or a text such as '512MiB' or '8GiB', {got}"
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(text)
-    if isinstance(value, int):
-        size = value
-    else:
+    if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None:
             raise ValueError(text)
         unit = (match[2] or "").lower()
         size = int(float(match[1]) * (_BINARY_UNITS.get(unit) or _UNITS[unit]))
+    elif isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(text)
+    else:
+        size = int(value)
     if size <= 0:
         raise ValueError(f"{name} should be positive, {got}")
     return size

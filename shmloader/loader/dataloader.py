@@ -5,6 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -31,6 +32,7 @@ from shmloader.loader.arguments import (
     check_dataset,
     check_last_batch,
     check_may_have_workers,
+    check_on_error,
     check_seed,
     check_settable,
     check_thread_pool,
@@ -454,9 +456,15 @@ class DataLoader(MeasuredLoader[_T_co]):
             super().check_worker_number_rationality()
 
     def _config(self) -> LoaderConfig:
-        """Return the arguments as they are now, for an iterator that begins."""
+        """Return the arguments as they are now, for an iterator that begins.
+
+        Raises:
+            TypeError, ValueError: If an attribute was set to what cannot be an argument.
+        """
+        check_on_error(self.on_error)  # any other word would skip bad samples
         is_iterable = self._dataset_kind == _DatasetKind.Iterable
         size, order = self.shm_size, self._present_plan.order
+        concurrency = self.fetch_concurrency
         fetch = FetchConfig(
             is_iterable,
             self._auto_collation,
@@ -466,8 +474,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             seed=self._seed_of_samples,
             snapshot_every=self._snapshot_interval(is_iterable=is_iterable),
             is_persistent=bool(self.persistent_workers),
-            concurrency=self.fetch_concurrency,
-            sample_timeout_s=self.sample_timeout,
+            concurrency=None if concurrency is None else operator.index(concurrency),
+            sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
         )
         return LoaderConfig(
             fetch=fetch,
@@ -484,13 +492,13 @@ class DataLoader(MeasuredLoader[_T_co]):
             is_dynamic=self._dispatches_dynamically,
             timeout_s=self.timeout,
             worker_init_fn=self.worker_init_fn,
-            worker_restarts=self.worker_restarts,
+            worker_restarts=operator.index(self.worker_restarts),
             multiprocessing_context=self.multiprocessing_context,
             is_threaded=self.thread_pool,
             shm_bytes=None if size is None else parse_size(size, "shm_size"),
             devices=tuple(parse_device(device) for device in self._wanted_devices()),
             has_steps=self._has_steps,
-            device_prefetch=self.device_prefetch,
+            device_prefetch=operator.index(self.device_prefetch),
             device_transform=self.device_transform,
             root=self._root,
         )
@@ -513,7 +521,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         A map-style dataset cannot re-read what it delivered since: its state is saved each time.
         """
         if is_iterable:
-            return self.snapshot_every_n_steps or 0
+            return operator.index(self.snapshot_every_n_steps or 0)
         return 1 if self._saves_dataset else 0
 
     # The end ---------------------------------------------------------------------------------

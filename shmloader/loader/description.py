@@ -4,8 +4,8 @@ import contextlib
 import inspect
 import reprlib
 from collections.abc import Callable
-from fractions import Fraction
 from multiprocessing.context import BaseContext
+from numbers import Number
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _ALWAYS = ("batch_size", "num_workers")
 ORDER_ARGUMENTS = ("shuffle", "sampler", "batch_sampler")
 
 # Types whose values are shown by their repr.
-_PLAIN = (bool, int, float, str, Fraction)
+_PLAIN = (Number, str)
 
 _shortener = reprlib.Repr()
 _shortener.maxother = _shortener.maxstring = 60

@@ -1,6 +1,8 @@
 """Checks of arguments, called by constructors. Errors name the argument and its value."""
 
+import difflib
 import functools
+import inspect
 import reprlib
 from collections.abc import Callable
 from numbers import Integral
@@ -99,18 +101,26 @@ def refuse_old_names(
 ) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
     """Return a decorator for a constructor: an argument's old name raises, and says the new one.
 
-    The old names are no part of the signature, so editors and type checkers do not know them.
+    The old names are no part of the signature, so editors and type checkers do not know them. A
+    misspelled name raises in the words of Python 3.13 and later, which name the similar argument.
 
     Args:
         remedies: The end of the message, for each old name.
     """
 
     def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+        known = tuple(inspect.signature(init).parameters)
+
         @functools.wraps(init)
         def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
             for name in options:
                 if name in remedies:
                     raise TypeError(f"{name} is not an argument: {remedies[name]}")
+                if name not in known and (similar := difflib.get_close_matches(name, known, 1)):
+                    raise TypeError(
+                        f"{init.__qualname__}() got an unexpected keyword argument {name!r}. "
+                        f"Did you mean {similar[0]!r}?"
+                    )
             init(*args, **options)
 
         return checked

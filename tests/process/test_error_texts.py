@@ -91,17 +91,39 @@ def test_the_index_in_a_subset_is_named(place):
     assert "The sample of index 3 failed." in own_notes(error)
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
-def test_of_what_is_no_error_elsewhere_the_index_is_named_too(kind):
+@pytest.mark.parametrize(
+    ("kind", "on_error"),
+    [
+        (SystemExit, "raise"),
+        (KeyboardInterrupt, "raise"),
+        (StopIteration, "raise"),
+        (SystemExit, "skip"),  # which skips only what is an Exception
+    ],
+)
+def test_of_what_is_no_error_elsewhere_the_index_is_named_too(kind, on_error):
     def sample(index: int) -> int:
         if index == 2:
             raise kind
         return index
 
-    error = raised_by(DataLoader(Calls(sample, 4), batch_size=4, num_workers=1))
+    options = {"on_error": on_error}
+    error = raised_by(DataLoader(Calls(sample, 4), batch_size=4, num_workers=1, **options))
     assert type(error) is RuntimeError
     assert str(error).splitlines()[0] == f"Caught {kind.__name__} in DataLoader worker process 0."
     assert "The sample of index 2 failed." in own_notes(error)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("options", [{}, {"fetch_concurrency": 2}, {"batch_size": None}])
+def test_an_exception_of_on_error_is_named_with_the_index(place, options):
+    def fails(index: int) -> int:
+        """Takes no exception."""
+        return index
+
+    options = {"batch_size": 4, "on_error": fails, **options}
+    error = raised_by(DataLoader(Numbers(12, 6), **options, **PLACES[place]))
+    assert type(error) is TypeError
+    assert own_notes(error)[-1] == "It was raised by on_error for the sample of index 6."
 
 
 def test_an_exception_of_worker_init_fn_is_named():

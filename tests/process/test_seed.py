@@ -550,6 +550,11 @@ def distributed() -> DistributedSampler[Any]:
     return DistributedSampler(range(8), num_replicas=1, rank=0)
 
 
+class CountsEpochs(list[int]):
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle by the epoch."""
+
+
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
@@ -560,6 +565,10 @@ def distributed() -> DistributedSampler[Any]:
         (
             lambda: DataLoader(range(4), shuffle=True, generator=torch.Generator()),
             "Give seed= in place of generator=.",
+        ),
+        (
+            lambda: DataLoader(CountsEpochs()),
+            "The dataset has a set_epoch() of its own: call that before iter().",
         ),
         (
             lambda: DataLoader(IterableWrapper([1, 2])),

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from shmloader import sample_rng
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
@@ -73,6 +74,53 @@ def test_the_global_generators_are_put_back_where_they_are_the_users(restores):
     assert (after == before) == restores
     random.setstate(before[0])
     torch.set_rng_state(torch.tensor(before[1], dtype=torch.uint8))
+
+
+def replacing(index, error):
+    return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "on_error", "is_seeded"),
+    [
+        (list(range(9)), "raise", False),
+        (list(range(9)), "skip", False),
+        (list(range(9)), replacing, True),  # the user's function may draw
+        (Draws(), "skip", True),
+    ],
+)
+def test_generators_are_seeded_only_where_code_of_the_users_may_run(dataset, on_error, is_seeded):
+    plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False, seed=1)
+    maker = BatchMaker(
+        plan, dataset, default_collate, on_error, where="here", timer=Timer(), rng=SampleRng(1)
+    )
+    before = random.getstate(), torch.get_rng_state()
+    maker.make(PositionedIndices([5, 6], 0, 8))
+    after = random.getstate()
+    random.setstate(before[0])
+    torch.set_rng_state(before[1])
+    assert (after != before[0]) == is_seeded
+
+
+class OwnList(list):
+    """A list that may run code of the user's."""
+
+
+def test_a_bad_sample_of_plain_data_does_not_shift_the_random_numbers_of_collate():
+    def collate(samples):
+        return samples, int(sample_rng().integers(1 << 30))
+
+    def batches(dataset):
+        plan = FetchConfig(
+            is_iterable=False, auto_collation=True, drop_last=False, seed=1, may_shard=True
+        )
+        rng = SampleRng(1, restores_global=True)
+        maker = BatchMaker(plan, dataset, collate, "skip", where="here", timer=Timer(), rng=rng)
+        return maker.make(PositionedIndices([[0, 99, 1], [2, 3]], 0, 0))
+
+    plain = batches(list(range(9)))
+    assert [samples for samples, _ in plain] == [[0, 1], [2, 3]]
+    assert plain == batches(OwnList(range(9)))
 
 
 def test_the_fetcher_loads_from_what_watches_the_samples():

@@ -47,6 +47,7 @@ def test_the_whole_text():
         ([{"x": [0, {"y": one}]} for one in zeros(3, 4)], "shapes of sample['x'][1]['y']"),
         ([np.zeros(length) for length in (3, 4)], "shapes of sample"),
         ([{"x": np.zeros(length)} for length in (3, 4)], "shapes of sample['x']"),
+        ([(1, torch.zeros(3)), (1.5, torch.zeros(4))], "shapes of sample[1]"),
     ],
 )
 def test_the_field_is_named(samples, where):
@@ -131,6 +132,20 @@ def test_a_subclass_of_the_users_own_is_raised_as_it_is():
     ("samples", "note"),
     [
         ([1, None, 3], "the type of sample: int for indices 7, 9; NoneType for index 8."),
+        ([1.0, 2.0, None], "the type of sample: float for indices 7 to 8; NoneType for index 9."),
+        ([1, "a", 3], "the type of sample: int for indices 7, 9; str for index 8."),
+        (
+            [1, torch.zeros(2), 3],
+            "the type of sample: int for indices 7, 9; Tensor for index 8.",
+        ),
+        (
+            [(1, np.zeros(2)), (1.5, 0), (1, np.zeros(2))],
+            "the type of sample[1]: ndarray for indices 7, 9; int for index 8.",
+        ),
+        (
+            [np.zeros(2), 0, np.zeros(2)],
+            "the type of sample: ndarray for indices 7, 9; int for index 8.",
+        ),
         ([None, None, None], "the type of sample: NoneType for indices 7 to 9."),
         (
             [(torch.zeros(2), 1), (2, 1), (torch.zeros(2), 1)],

@@ -2,6 +2,7 @@
 
 import inspect
 import mmap
+import operator
 import re
 import types
 from fractions import Fraction
@@ -216,6 +217,24 @@ def test_an_old_name_raises_and_says_the_new_one(kind) -> None:
     assert "transform" not in inspect.signature(kind).parameters
 
 
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batchsize", " Did you mean 'batch_size'?"),
+        ("n_workers", " Did you mean 'num_workers'?"),
+        ("drop_lsat", " Did you mean 'drop_last'?"),
+        ("samples_timeout", " Did you mean 'sample_timeout'?"),
+        ("xyz", ""),
+    ],
+)
+def test_a_misspelled_argument_is_told_its_name(kind, name, hint) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument") as raised:
+        kind(range(4), **{name: 1})
+    text = f"{kind.__name__}.__init__() got an unexpected keyword argument '{name}'"
+    assert str(raised.value) == (f"{text}.{hint}" if hint else text)
+
+
 @pytest.mark.parametrize(
     ("given", "exact"),
     [
@@ -226,6 +245,8 @@ def test_an_old_name_raises_and_says_the_new_one(kind) -> None:
         (1.0, Fraction(1)),
         (1e-7, Fraction(1, 10**7)),
         (np.float64(0.25), Fraction(1, 4)),
+        (np.float32(0.1), Fraction(1, 10)),
+        (np.int64(3), 3),
     ],
 )
 def test_a_float_is_the_share_that_it_is_written_as(given, exact) -> None:
@@ -321,6 +342,40 @@ def test_numbers_of_other_types_that_torch_takes_are_taken():
     options = {"num_workers": one, "prefetch_factor": one, "timeout": np.float32(5)}
     assert DataLoader(range(4), **options).num_workers == 1
     assert len(list(DataLoader(range(4), num_workers=0.0))) == 4
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        ({"worker_restarts": np.int64(2)}, {"worker_restarts": 2}),
+        ({"device_prefetch": np.int32(3)}, {"device_prefetch": 3}),
+        ({"shm_size": np.int64(2**26)}, {"shm_bytes": 2**26}),
+        ({"sample_timeout": np.float32(1.5)}, {"fetch.sample_timeout_s": 1.5}),
+        ({"sample_timeout": np.int64(2)}, {"fetch.sample_timeout_s": 2.0}),
+        ({"fetch_concurrency": np.int64(4)}, {"fetch.concurrency": 4}),
+    ],
+    ids=str,
+)
+def test_numbers_of_numpys_types_are_taken_by_our_own_arguments_too(kind, arguments, fields):
+    loader = kind(range(4), num_workers=1, **arguments)
+    (name, value), *_ = arguments.items()
+    assert f"{name}={value!r}" in repr(loader)
+    for path, expected in fields.items():
+        found = operator.attrgetter(path)(loader._config())
+        assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}]
+)
+def test_a_wrong_word_that_is_set_later_does_not_skip_bad_samples(options):
+    loader = DataLoader({0: 0}, sampler=[0, 1], **options)
+    loader.on_error = "Raise"
+    with pytest.raises(ValueError, match=r"^on_error should be 'raise', 'skip' or a function"):
+        iter(loader)
+    loader.on_error = "skip"
+    assert len(list(loader)) == 1
 
 
 def test_a_batch_sampler_that_yields_no_lists_is_named():

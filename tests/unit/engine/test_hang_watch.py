@@ -1,0 +1,52 @@
+"""When the engine looks again at what its workers do."""
+
+import pytest
+
+from shmloader.engine.hang_watch import HangWatch
+from shmloader.engine.scheduler import Scheduler
+from shmloader.pools.status_page import AtWork, Phase
+
+TIMEOUT_S = 60.0
+
+
+class Threads:
+    """What a pool with a queue says of its workers, and whom it was told to end."""
+
+    has_queue = True
+
+    def __init__(self, *left_s: float) -> None:
+        self._left_s = left_s
+        self.ended: list[int] = []
+
+    def pid(self, worker_id: int) -> None:
+        """None."""
+
+    def was_at(self, worker_id: int) -> AtWork:
+        left_s = self._left_s[worker_id]
+        return AtWork(Phase.LOADING, 0, worker_id, 1.0, sample=0, sample_left_s=left_s)
+
+    ask = was_at
+
+    def kill(self, worker_id: int, seq: int) -> bool:
+        assert seq == worker_id
+        self.ended.append(worker_id)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("left_s", "ended", "wait_s"),
+    [
+        ((60.0, 60.0), [], 60.0),
+        ((5.0, 3.0), [], 3.0),
+        ((5.0, -1.0), [1], 0.0),
+        ((-1.0, 5.0), [0], 0.0),
+        ((0.0, -1.0), [0, 1], 0.0),
+    ],
+)
+def test_a_worker_that_was_ended_is_replaced_before_the_engine_waits(left_s, ended, wait_s):
+    pool = Threads(*left_s)
+    scheduler = Scheduler(2, 2, 0, in_order=True, has_queue=True)
+    for seq in range(2):
+        assert scheduler.offer([seq]).seq == seq
+    assert HangWatch(pool, scheduler, TIMEOUT_S).look() == wait_s
+    assert pool.ended == ended
