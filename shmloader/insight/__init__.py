@@ -7,6 +7,7 @@ print) and ``trace`` (each batch by itself).
 """
 
 from shmloader.insight.snapshot import (
+    ConsumerStats,
     LoaderStats,
     SlotStats,
     Stages,
@@ -17,6 +18,7 @@ from shmloader.insight.snapshot import (
 )
 
 __all__ = [
+    "ConsumerStats",
     "LoaderStats",
     "SlotStats",
     "StageStats",

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from shmloader.insight.core_time import ConsumerMeter, ConsumerUsage
 from shmloader.insight.histogram import Histogram
 from shmloader.insight.measurements import (
     PLACES,
@@ -73,6 +74,7 @@ class Record:
         readings: Usage of the workers; None without workers of ours.
         failed: Count of the loader's samples that failed; None if none is kept.
         begin_ns: When the epoch began; None for now.
+        is_sum: Whether it only takes the sums of other records, and measures nothing itself.
 
     Attributes:
         lane: Number of the iterator among those at work at the same time; 0 for a single one.
@@ -99,6 +101,7 @@ class Record:
         readings: Readings | None = None,
         failed: Failures | None = None,
         begin_ns: int | None = None,
+        is_sum: bool = False,
     ) -> None:
         self.epoch = epoch
         self.kind = kind
@@ -116,6 +119,8 @@ class Record:
         begun = () if readings is None else readings.read(thoroughly=False)
         self._usage_begun = list(begun)
         self._final: tuple[Counts | None, Sequence[Usage]] | None = None
+        self._meter = None if is_sum else ConsumerMeter()
+        self._consumer = ConsumerUsage()
         self._failed = failed
         self._failed_before = 0 if failed is None else failed.total
         self.first_ns = self.last_ns = time.monotonic_ns() if begin_ns is None else begin_ns
@@ -368,6 +373,8 @@ class Record:
             if self.traced is not None:
                 self.traced.end()
             self._final = self.engine_counts(), self._usage(thoroughly=False)
+            self._consumer = self.consumer()
+            self._meter = None
             failed, self._failed = self.failure_count(), None
             self.failures = failed
             self.counts = self._readings = None
@@ -378,6 +385,11 @@ class Record:
         """Return how many samples failed and batches raised."""
         failures, failed = self.failures, self._failed
         return failures + (0 if failed is None else failed.total - self._failed_before)
+
+    def consumer(self) -> ConsumerUsage:
+        """Return what the consumer has used."""
+        meter = self._meter  # read first, as below
+        return self._consumer if meter is None else meter.read()
 
     def places(self) -> dict[str, int]:
         """Return where the next batch was while the consumer waited, in ns; see :data:`PLACES`."""
@@ -413,6 +425,7 @@ class Record:
             keeps_workers=self.keeps_workers,
             in_order=self._in_order,
             begin_ns=self.first_ns,
+            is_sum=True,
         )
         made.last_ns = self.last_ns
         made.is_over = self.is_over
@@ -431,6 +444,7 @@ class Record:
             sums.pss_bytes, sums.pid = now.pss_bytes, now.pid
 
     def _add_sums(self, other: "Record") -> None:
+        self._consumer = self._consumer.and_then(other.consumer())
         self.iter_ns += other.iter_ns
         self.startup_ns += other.startup_ns
         self.batches += other.batches
@@ -557,7 +571,7 @@ class Statistics:
 def _sum(past: Record | None, record: Record) -> Record:
     later = record.copy()
     if past is None:
-        past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns)
+        past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns, is_sum=True)
         past.merge(later)
         return past
     summed = past.copy()

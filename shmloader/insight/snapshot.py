@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+from shmloader.insight.core_time import ConsumerUsage
 from shmloader.insight.measurements import Counts
 from shmloader.insight.record import Record, WorkerSums
 from shmloader.insight.text import write_html, write_line, write_table
@@ -131,6 +132,23 @@ class WorkerStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ConsumerStats:
+    """What the process that takes the batches used, from ``iter()`` to the end of the epoch.
+
+    Attributes:
+        process_cpu_s: CPU seconds of all its threads, worker threads included.
+        cpu_s: CPU seconds of the thread that takes the batches; None where the system does not
+            report it.
+        stalled_s: Seconds in which that thread could have run but no core was free; None where the
+            system does not report it.
+    """
+
+    process_cpu_s: float = 0.0
+    cpu_s: float | None = None
+    stalled_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SlotStats:
     """The use of shared memory.
 
@@ -222,6 +240,7 @@ class LoaderStats:
         load_p50_s: Median seconds that a worker took for a batch; right to 7 %.
         load_p99_s: 99th percentile of these seconds.
         workers: The statistics of each worker.
+        consumer: What the process that takes the batches used.
         slots: The use of shared memory.
         restarts: Number of workers that were replaced.
         failures: Number of samples that were left out or replaced, and of batches that raised.
@@ -244,6 +263,7 @@ class LoaderStats:
     load_p50_s: float = 0.0
     load_p99_s: float = 0.0
     workers: tuple[WorkerStats, ...] = ()
+    consumer: ConsumerStats = ConsumerStats()
     slots: SlotStats = SlotStats()
     restarts: int = 0
     failures: int = 0
@@ -318,6 +338,7 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
             _worker_stats(worker_id, record.workers[worker_id])
             for worker_id in sorted(record.workers)
         ),
+        consumer=_consumer_stats(record.consumer()),
         slots=SlotStats(
             counts.slot_count,
             counts.most_bytes,
@@ -331,6 +352,13 @@ def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStat
         failures=record.failure_count(),
         machine=machine,
     )
+
+
+def _consumer_stats(usage: ConsumerUsage) -> ConsumerStats:
+    process_cpu_s, spent = usage.process_cpu_ns / _NS, usage.core_time
+    if spent is None:
+        return ConsumerStats(process_cpu_s)
+    return ConsumerStats(process_cpu_s, spent.cpu_ns / _NS, spent.stalled_ns / _NS)
 
 
 def _worker_stats(worker_id: int, sums: WorkerSums) -> WorkerStats:

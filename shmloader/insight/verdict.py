@@ -34,10 +34,12 @@ HELD_UP_SHARE = 0.5
 AHEAD_SHARE = 0.5
 #: Workers that wait for a core for a larger share of their busy time than this compete for cores.
 STALLED_SHARE = 0.3
+#: So does a consumer that waits for one for a larger share of the time in which it wants one.
 #: Workers wait for something else if they compute, or want a core, for less than the first share of
 #: their busy time, and compute if they do so for more than the second.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
-#: Workers that use a smaller share of all cores than this do not compete with each other alone.
+#: Where the workers and the consumer's process use a smaller share of all cores than this, they do
+#: not compete with each other alone.
 CORES_SHARE = 0.6
 #: Collating is slow where it takes a larger share of the workers' time than this.
 COLLATE_SHARE = 0.5
@@ -202,12 +204,44 @@ def _of_delivery(stats: "LoaderStats") -> tuple[Finding, str]:
             "that you need."
         )
     places = stats.wait.places
+    spent_s = places.transport + places.build
+    if _consumer_stalls(stats, spent_s):
+        return _of_a_stalled_consumer(stats, spent_s)
     return Finding.DELIVERY, (
-        f"for {_share(places.transport + places.build, stats.wait.total_s)} of that, the next "
+        f"for {_share(spent_s, stats.wait.total_s)} of that, the next "
         "batch was loaded and being delivered: raise batch_size, so that there are fewer batches, "
         "or make what is done with each of them on the consumer's thread cheaper (unpickling its "
         "objects, device_transform= on the CPU)."
     )
+
+
+def _consumer_stalls(stats: "LoaderStats", spent_s: float) -> bool:
+    """Return whether the consumer lacked a core while batches were delivered, for ``spent_s``.
+
+    How much of the time without a core was in ``next()`` is not known. The consumer wants a core
+    all the while, so that it is taken to be the same share there as elsewhere.
+    """
+    cpu_s, stalled_s = stats.consumer.cpu_s, stats.consumer.stalled_s
+    if cpu_s is None or stalled_s is None:
+        return False
+    return stalled_s > STALLED_SHARE * max(spent_s, cpu_s + stalled_s)
+
+
+def _of_a_stalled_consumer(stats: "LoaderStats", spent_s: float) -> tuple[Finding, str]:
+    stalled = (
+        f"for {_share(spent_s, stats.wait.total_s)} of that, the next batch was loaded, but no "
+        "core was free for the consumer to take it"
+    )
+    if not _work_of(stats).uses_cores:
+        return Finding.CORES_TAKEN, (
+            f"{stalled}: other programs use them ({_cores(stats)}); end these, or use other cores."
+        )
+    if stats.num_workers > stats.machine.cores:
+        return Finding.TOO_MANY_WORKERS, (
+            f"{stalled}: {stats.num_workers} workers compete with it for {_cores(stats)}; lower "
+            "num_workers."
+        )
+    return Finding.CORES_BUSY, f"{stalled}: {_OWN_CORES.format(cores=_cores(stats))}"
 
 
 def _of_start(stats: "LoaderStats") -> str:
@@ -243,12 +277,14 @@ class _Work:
         busy_s: Seconds in which they loaded batches, in all.
         wanted_s: Seconds in which they computed, or could have but no core was free.
         stalled_s: Seconds in which no core was free.
+        uses_cores: Whether the workers and the consumer's process use most of the cores.
     """
 
     busy: str
     busy_s: float
     wanted_s: float
     stalled_s: float
+    uses_cores: bool
 
 
 def _work_of(stats: "LoaderStats") -> _Work:
@@ -262,11 +298,15 @@ def _work_of(stats: "LoaderStats") -> _Work:
         start_s = max(0.0, stats.elapsed_s - span_s)
         cpu_s += max(0.0, worker.cpu_s - start_s)
         stalled_s += max(0.0, (worker.stalled_s or 0.0) - start_s)
+    used_s = stats.consumer.process_cpu_s
+    if stats.kind != "threads":  # whose CPU time that includes
+        used_s += cpu_s
     return _Work(
         f"workers were busy {share:.0%}",
         sum(worker.busy_s for worker in working),
         cpu_s + stalled_s,
         stalled_s,
+        used_s > CORES_SHARE * stats.machine.cores * stats.elapsed_s,
     )
 
 
@@ -294,14 +334,13 @@ def _of_the_workers(stats: "LoaderStats") -> tuple[Finding, str]:
 def _of_cores(stats: "LoaderStats", work: _Work) -> tuple[Finding, str]:
     stalled = f"{work.busy}, but for {_share(work.stalled_s, work.busy_s)} of that no core was free"
     if stats.num_workers > stats.machine.cores:
-        used_s = work.wanted_s - work.stalled_s
-        others = ""
-        if used_s < CORES_SHARE * stats.machine.cores * stats.elapsed_s:
-            others = ", and other programs use them too"
+        others = "" if work.uses_cores else ", and other programs use them too"
         return Finding.TOO_MANY_WORKERS, (
             f"{stalled} for them: {stats.num_workers} workers compete for {_cores(stats)}{others}; "
             "lower num_workers."
         )
+    if work.uses_cores:
+        return Finding.CORES_BUSY, (f"{stalled}: {_OWN_CORES.format(cores=_cores(stats))}")
     return Finding.CORES_TAKEN, (
         f"{stalled}: other programs use them ({_cores(stats)}), or other threads of this one; end "
         "these, or use other cores."
@@ -346,6 +385,11 @@ def _of_their_work(stats: "LoaderStats", work: _Work) -> tuple[Finding, str]:
         f"{where}, on all of {_cores(stats)}: make that cheaper, or use more cores.{turns}"
     )
 
+
+_OWN_CORES = (
+    "the workers and the consumer use most of {cores}; make `__getitem__` and `collate_fn`, or "
+    "what is done with each batch, cheaper, or use more cores."
+)
 
 _OF_WORKERS = ("fetch", "collate", "encode")
 

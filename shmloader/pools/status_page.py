@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from shmloader.batch.sample_watch import NO_SAMPLE
+from shmloader.insight.core_time import core_time_here
 from shmloader.insight.measurements import Usage
 from shmloader.memory.slot import MEMFD_NAME
 
@@ -288,35 +289,14 @@ class Line:
     def note_usage(self) -> None:
         """Write what this process has used."""
         self._usage_ns = self._idle_ns
-        stalled_ns = stalled_here()
+        spent = core_time_here()
         _USAGE.pack_into(
             self._mapping,
             self._offset + _USAGE_AT,
             time.process_time_ns(),
-            -1 if stalled_ns is None else stalled_ns,
+            -1 if spent is None else spent.stalled_ns,
             self._pss_bytes,
         )
-
-
-def stalled_here() -> int | None:
-    """Return for how many nanoseconds the calling thread could have run but no core was free.
-
-    None if the kernel does not report it.
-    """
-    return _stalled("thread-self")
-
-
-def stalled_thread(native_id: int) -> int | None:
-    """Return the stalled time of another thread of this process; None also if it has ended."""
-    return _stalled(f"self/task/{native_id}")
-
-
-def _stalled(thread: str) -> int | None:
-    try:
-        with open(f"/proc/{thread}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123 - 5 µs
-            return int(file.read(64).split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def measure_memory(pid: int) -> int | None:

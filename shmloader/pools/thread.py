@@ -46,10 +46,11 @@ from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.errors import ClosedLoaderError
+from shmloader.insight.core_time import core_time_here, core_time_of
 from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
-from shmloader.pools.status_page import AtWork, Phase, stalled_here, stalled_thread
+from shmloader.pools.status_page import AtWork, Phase
 from shmloader.pools.thread_task import ThreadConfig, ThreadTask, load
 from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import is_exiting, may_wait_here
@@ -129,9 +130,9 @@ class _Worker(BackgroundThread):
         """Return the time used up to its last batch. Called from any thread."""
         number = self.system_id
         if number is not None:
-            stalled_ns = stalled_thread(number)
-            if stalled_ns is not None:
-                self._stalled_ns = stalled_ns
+            spent = core_time_of(number)
+            if spent is not None:
+                self._stalled_ns = spent.stalled_ns
         return Usage(None, self._cpu_ns, self._stalled_ns)
 
     def ask(self) -> AtWork:
@@ -172,7 +173,8 @@ class _Worker(BackgroundThread):
             while self._serve_one():
                 pass
         finally:
-            self._stalled_ns = stalled_here()
+            spent = core_time_here()
+            self._stalled_ns = None if spent is None else spent.stalled_ns
 
     def depart(self) -> None:
         """End the threads that load samples for this one."""

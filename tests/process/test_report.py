@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from shmloader import DataLoader
 from shmloader.cli.main import main
 from shmloader.cli.report.data import read_trace
+from shmloader.cli.report.picture import draw_run
 from shmloader.insight.measurements import STAGES
 from shmloader.insight.text import seconds
 from tests.late import switched_on
@@ -35,7 +38,16 @@ ABOUT = """{"traceEvents": [%s], "otherData":
 PROBE = """
 <script>
 addEventListener("error", event => { document.body.dataset.error = event.message; });
+document.body.dataset.width = innerWidth;
 document.body.dataset.wide = document.documentElement.scrollWidth - innerWidth;
+// Text that is wider than its element, or an element that reaches out of the one around it. Only
+// the table of all figures is scrolled sideways, by itself.
+document.body.dataset.cut = [...document.querySelectorAll("main *:not(pre)")].filter(element => {
+  const box = element.getBoundingClientRect();
+  const around = element.parentElement.getBoundingClientRect();
+  return box.width && (element.clientWidth && element.scrollWidth > element.clientWidth + 1
+    || box.right > around.right + 1 || box.left < around.left - 1);
+}).map(element => element.tagName + " " + element.textContent.trim().slice(0, 40)).join("; ");
 const colours = {};
 for (const canvas of document.querySelectorAll("canvas")) {
   const bits = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -48,6 +60,13 @@ for (const canvas of document.querySelectorAll("canvas")) {
   colours[canvas.id] = [...found];
 }
 document.body.dataset.colours = JSON.stringify(colours);
+</script>
+"""
+# Put the page of a frame in place of the page around it.
+SHOW_FRAME = """
+<script>
+onload = () => document.documentElement.replaceWith(
+  frames[0].document.documentElement.cloneNode(true));
 </script>
 """
 FETCH, WAIT, USE, READY = "#2f6fde", "#d8432f", "#b9c3d0", "#a9d6a0"
@@ -73,8 +92,10 @@ def browse(page: Path, width: int) -> str:
     """The page as it is when its script has run in a browser."""
     assert BROWSER is not None
     text = page.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>")
+    # No window is narrower than 500 pixels, but a frame may be.
+    frame = f'<iframe width="{width}" height="1600" srcdoc="{html.escape(text)}"></iframe>'
     probed = page.with_name(f"probed-{page.name}")
-    probed.write_text(text, encoding="utf-8")
+    probed.write_text(f'<!doctype html><meta charset="utf-8">{frame}{SHOW_FRAME}', encoding="utf-8")
     done = subprocess.run(
         [
             BROWSER,
@@ -82,7 +103,6 @@ def browse(page: Path, width: int) -> str:
             "--no-sandbox",
             "--disable-gpu",
             f"--user-data-dir={page.parent / 'profile'}",
-            f"--window-size={width},1600",
             "--dump-dom",
             probed.as_uri(),
         ],
@@ -96,7 +116,7 @@ def browse(page: Path, width: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to look at the page with")
-@pytest.mark.parametrize(("is_bound", "width"), [(True, 1280), (False, 480)])
+@pytest.mark.parametrize(("is_bound", "width"), [(True, 1280), (False, 400)])
 def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
     trace = record(tmp_path / "run.json", is_bound=is_bound)
     assert main(["report", str(trace), "-o", str(tmp_path / "page.html")]) == 0
@@ -108,6 +128,10 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
     wide = re.search(r'data-wide="(-?\d+)"', seen)
     assert wide is not None
     assert int(wide[1]) <= 0, "it has to be scrolled sideways"
+    assert f'data-width="{width}"' in seen
+    cut = re.search(r'data-cut="([^"]*)"', seen)
+    assert cut is not None
+    assert not cut[1], "text is cut"
     found = re.search(r'data-colours="([^"]+)"', seen)
     assert found is not None
     colours = json.loads(found[1].replace("&quot;", '"'))
@@ -285,6 +309,52 @@ def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
             # What is not looked for is nobody's: it is part of "ready".
             assert spent <= batch.taken - since + 0.01
             assert spent >= 0.5 * (batch.taken - since)
+
+
+def test_the_timeline_has_all_that_the_consumer_waited(tmp_path) -> None:
+    """Also what ``next()`` took to find the end of an epoch, and what came between two calls."""
+    with DataLoader(Calls(slow, 2), num_workers=2) as loader, loader.trace(tmp_path / "run.json"):
+        for _ in range(2):
+            for _ in loader:
+                time.sleep(0.01)
+    run = read_trace(tmp_path / "run.json")
+    calls = sorted([*run.begins, *run.waits])
+    assert len(calls) == 2 * (1 + 2 + 1)
+    ends = [at + took for at, took in calls]
+    begins = [at for at, _ in calls]
+    # Three between the calls of each epoch, and none between the epochs.
+    between = [at for at in ends if at != ends[3]][:-1]
+    assert [at for at, _ in run.uses] == pytest.approx(between)
+    after = [at for at in begins[1:] if at != begins[4]]
+    assert [at + took for at, took in run.uses] == pytest.approx(after)
+    assert main(["report", str(tmp_path / "run.json")]) == 0
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    found = re.search(r'type="application/json">(.*)</script>', page)
+    assert found is not None
+    data = json.loads(found[1])
+    assert len(data["waits"]) == 6
+    assert len(data["uses"]) == 6
+
+
+@pytest.mark.usefixtures("_fonts")
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 0}])
+def test_the_picture_has_each_chart_of_the_page(tmp_path, options) -> None:
+    run = read_trace(record(tmp_path / "run.json", is_bound=True, **options))
+    figure = draw_run(run, tmp_path / "picture.png")
+    charts = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    page = resources.files("shmloader.cli.report").joinpath("page.html").read_text("utf-8")
+    titles = re.findall("<h2>(.*)</h2>", page)
+    if not options["num_workers"]:
+        titles.remove("Batches on their way")
+    assert list(charts) == titles
+    waited = charts["What the consumer waited for"]
+    drawn = run.drawn_places()
+    assert [bar.get_width() for bar in waited.patches] == [spent_s * 1e3 for _, _, spent_s in drawn]
+    texts = [f"{seconds(spent_s)}  {text}" for _, text, spent_s in drawn]
+    assert [text.get_text() for text in waited.texts] == texts
+    figure.draw_without_rendering()
+    right = waited.get_window_extent().x1
+    assert all(text.get_window_extent().x1 <= right for text in waited.texts)
 
 
 @pytest.mark.slow

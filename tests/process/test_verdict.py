@@ -25,8 +25,8 @@ from torch.utils.data import Sampler
 
 import shmloader
 from shmloader import DataLoader, LoaderStats
+from shmloader.insight.core_time import core_time_here
 from shmloader.insight.verdict import Finding
-from shmloader.pools.status_page import stalled_here
 from tests.late import switched_on
 from tests.made_up import System
 from tests.process.support import Calls
@@ -39,7 +39,7 @@ LONG_S = 0.03
 LONGER_S = 0.1
 
 needs_schedstat = pytest.mark.skipif(
-    stalled_here() is None, reason="the kernel does not tell how long a thread waits for a core"
+    core_time_here() is None, reason="the kernel does not tell how long a thread waits for a core"
 )
 
 

@@ -71,11 +71,16 @@ def _data_of(run: TracedRun) -> dict[str, Any]:
         "stages": STAGES,
         "left_out": len(run.batches) - len(batches),
         "batches": [_row(batch) for batch in batches],
-        "begins": [[round(at, 3), round(took, 3)] for at, took in run.begins[:_MAX_BATCHES]],
-        "waits": [[round(at, 3), round(took, 3)] for at, took in run.waits[:_MAX_BATCHES]],
+        "begins": _rounded(run.begins),
+        "waits": _rounded(run.waits),
+        "uses": _rounded(run.uses),
         "figures": run.figures,
-        "places": [[name, text, spent_s * 1e3] for name, text, spent_s in run.places],
+        "places": [[colour, text, spent_s * 1e3] for colour, text, spent_s in run.drawn_places()],
     }
+
+
+def _rounded(spans: list[tuple[float, float]]) -> list[list[float]]:
+    return [[round(at, 3), round(took, 3)] for at, took in spans[:_MAX_BATCHES]]
 
 
 def _row(batch: TracedBatch) -> dict[str, Any]:

@@ -5,6 +5,7 @@ rely on them.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -21,6 +22,15 @@ _BUILT = re.compile(r"build (\d{1,15})")
 _STAGED = re.compile(r"(pin|device) (\d{1,15})")
 
 _WAITS = ("share", "total_s", "startup_s", "p50_s", "p99_s")
+
+# The stage whose colour a place has, unless it is that of its own name.
+_PLACE_COLOURS = {
+    "start": "slot",
+    "draw": "reorder",
+    "send": "slot",
+    "end": "slot",
+    "other": "wait",
+}
 
 # Thirty years in microseconds, where JavaScript's numbers still resolve a quarter of one.
 _MAX_AMOUNT = 1e15
@@ -71,22 +81,36 @@ class TracedRun:
         batches: The batches, in the order in which they were taken.
         begins: For each call of ``iter()``, when it began and how long it took, in milliseconds.
         waits: For each call of ``next()``, when it began and how long it took, in milliseconds.
+        uses: When the consumer worked between two calls, and for how long, in milliseconds.
         verdict: The verdict's sentence.
         table: The statistics as they print.
         epochs: The epochs that were recorded, in words.
         figures: The most important figures: names and values.
         places: Where the next batch was while the consumer waited: the name of the place, what it
             means, and the seconds of waiting. Places without any are left out.
+
+    The calls of ``next()`` include those that found the epoch's end and returned no batch, as the
+    figures do.
     """
 
     batches: list[TracedBatch]
     begins: list[tuple[float, float]]
     waits: list[tuple[float, float]]
+    uses: list[tuple[float, float]]
     verdict: str
     table: str
     epochs: str
     figures: list[tuple[str, str]]
     places: list[tuple[str, str, float]]
+
+    def drawn_places(self) -> list[tuple[str, str, float]]:
+        """Return what the chart shows of ``places``: the colour's name, the text, the seconds."""
+        least_s = max((spent_s for _, _, spent_s in self.places), default=0.0) / 1000
+        return [
+            (_PLACE_COLOURS.get(name, name), text, spent_s)
+            for name, text, spent_s in self.places
+            if spent_s >= least_s
+        ]
 
 
 def read_trace(path: Path) -> TracedRun:
@@ -111,6 +135,7 @@ def read_trace(path: Path) -> TracedRun:
             batches,
             begins,
             waits,
+            _uses_between(begins, waits),
             _text(about["verdict"]),
             _text(about["table"]),
             _epochs_of(about["stats"]),
@@ -197,6 +222,18 @@ def _places_of(values: object) -> list[tuple[str, str, float]]:
 def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
     return [
         _span(event) for event in events if event["ph"] == "X" and event["name"].startswith(name)
+    ]
+
+
+def _uses_between(
+    begins: list[tuple[float, float]], waits: list[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Return what lies between two calls, unless the second one begins an epoch."""
+    calls = [(at, took, False) for at, took in begins] + [(at, took, True) for at, took in waits]
+    return [
+        (at + took, following - at - took)
+        for (at, took, _), (following, _, is_next) in itertools.pairwise(sorted(calls))
+        if is_next and following > at + took
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from shmloader.cli.report.data import TracedRun
 from shmloader.cli.target import UsageError
 from shmloader.insight.measurements import STAGES
+from shmloader.insight.text import seconds
 
 _COLOURS = {
     "slot": "#c3c9d2",
@@ -25,6 +26,9 @@ _COLOURS = {
     "use": "#b9c3d0",
 }
 _CONSUMER = {"wait": "consumer waits in iter(), next()", "use": "consumer works"}
+# The stages that one row of the timeline shows: a worker's, or those of the consumer's own thread.
+_LOADING = ("fetch", "collate", "encode")
+_IN_PROCESS = ("fetch", "collate", "build", "pin", "device")
 _MOST_BARS = 400
 
 
@@ -54,27 +58,34 @@ def new_figure(argument: str, path: Path, **options: Any) -> Any:
 
 
 def write_picture(run: TracedRun, path: Path) -> None:
-    """Draw a run.
+    """Draw a run into a file.
 
     Raises:
         UsageError: If matplotlib is not installed, or the file is not one of a picture.
         OSError: If the picture cannot be written.
     """
+    draw_run(run, path).savefig(path)
+
+
+def draw_run(run: TracedRun, path: Path) -> Any:
+    """Return a figure of matplotlib with the charts of the page, in their order."""
     rows = len({batch.worker for batch in run.batches}) + 2
-    size = (11, 10 + 0.25 * rows)
+    places = run.drawn_places()
+    size = (11, 10.5 + 0.25 * rows + 0.25 * len(places))
     figure = new_figure("--png", path, figsize=size, dpi=120, layout="constrained")
-    heights = [1.2 + 0.35 * rows, 3.5, 2, 2.2]
+    heights = [1.2 + 0.35 * rows, 0.5 + 0.25 * len(places), 3.5, 2, 2.2]
     has_workers = any(batch.worker is not None for batch in run.batches)
     if not has_workers:  # one batch is never ahead of another
         heights.pop()
     panels = figure.subplots(len(heights), 1, height_ratios=heights)
-    timeline, stack, waits = panels[:3]
+    timeline, waited, stack, waits = panels[:4]
     figures = [f"{name}:\N{NO-BREAK SPACE}{value}" for name, value in run.figures]
     lines = [*textwrap.wrap(run.verdict, 130), f"({run.epochs})", ""]
     lines += ["   ·   ".join(some) for some in (figures[:3], figures[3:])]
     title = "\n".join(lines)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
     _draw_timeline(timeline, run)
+    _draw_places(waited, places)
     _draw_stack(stack, run)
     waits.set_title("How long next() took", loc="left", fontsize=10)
     waits.vlines(
@@ -82,12 +93,12 @@ def write_picture(run: TracedRun, path: Path) -> None:
     )
     waits.set(ylabel="ms", xlabel="ms")
     if has_workers:
-        _draw_in_flight(panels[3], run)
-    for axes in panels[2:]:
+        _draw_in_flight(panels[4], run)
+    for axes in panels[3:]:
         axes.sharex(timeline)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_timeline(axes: Any, run: TracedRun) -> None:
@@ -97,23 +108,22 @@ def _draw_timeline(axes: Any, run: TracedRun) -> None:
     names += [*(stages if workers else []), "consumer"]
     spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
     last = len(names) - 1
-    spans[last, "wait"] = list(run.begins)
-    for batch, following in zip(run.batches, [*run.batches[1:], None], strict=True):
+    spans[last, "wait"] = [*run.begins, *run.waits]
+    spans[last, "use"] = run.uses
+    for batch in run.batches:
         at = batch.began
         row = last if batch.worker is None else workers.index(batch.worker)
-        spans.setdefault((last, "wait"), []).append((batch.asked, batch.taken - batch.asked))
-        for name in ("fetch", "collate", "encode"):
+        for name in _LOADING if workers else _IN_PROCESS:
             took = batch.stage_ms.get(name, 0.0)
             spans.setdefault((row, name), []).append((at, took))
             at += took
         for name in stages if workers else ():
             span = (batch.stage_began, batch.stage_ms.get(name, 0.0))
             spans.setdefault((last - 1, name), []).append(span)
-        if following is not None and following.epoch == batch.epoch:
-            span = (batch.taken, following.asked - batch.taken)
-            spans.setdefault((last, "use"), []).append(span)
     names_shown = set()
     for (row, name), bars in spans.items():
+        if not any(took for _, took in bars):
+            continue
         label = None if name in names_shown else _CONSUMER.get(name, name)
         names_shown.add(name)
         axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=_COLOURS[name], label=label)
@@ -121,6 +131,20 @@ def _draw_timeline(axes: Any, run: TracedRun) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_title("Timeline", loc="left", fontsize=10)
+    axes.set_xlabel("ms")
+
+
+def _draw_places(axes: Any, places: list[tuple[str, str, float]]) -> None:
+    """Draw a bar for each place, with its duration and its meaning at the bar's end."""
+    values = [spent_s * 1e3 for _, _, spent_s in places]
+    colours = [_COLOURS[colour] for colour, _, _ in places]
+    bars = axes.barh(range(len(places)), values, color=colours)
+    texts = [f"{seconds(spent_s)}  {text}" for _, text, spent_s in places]
+    axes.bar_label(bars, texts, padding=4, fontsize=9)
+    axes.margins(x=0.6)  # the texts are no longer than that
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    axes.set_title("What the consumer waited for", loc="left", fontsize=10)
     axes.set_xlabel("ms")
 
 
@@ -140,6 +164,7 @@ def _draw_stack(axes: Any, run: TracedRun) -> None:
             below = [low + mean for low, mean in zip(below, means, strict=True)]
     axes.set_title("Where each batch spent its time", loc="left", fontsize=10)
     axes.set(ylabel="ms", xlabel="batch")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.margins(x=0)
     axes.legend(ncols=6, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.2))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmloader.insight.core_time import ConsumerUsage, CoreTime, core_time_here
 from shmloader.insight.measurements import BatchTimes, WorkTimes
 from shmloader.insight.record import Record
 
@@ -115,3 +118,31 @@ def test_a_worker_is_idle_between_its_batches_and_perhaps_awaited() -> None:
     assert total.copy().workers[1].idle_ns == 120
     assert total.copy().workers[1].idle_awaited_ns == 110
     assert record.copy().workers[0].idle_ns == 0
+
+
+def test_what_the_consumer_uses_counts_until_the_epoch_ends() -> None:
+    record = record_of()
+    until_ns = time.thread_time_ns() + 5_000_000
+    while time.thread_time_ns() < until_ns:
+        pass
+    with ThreadPoolExecutor(1) as other:
+        seen = other.submit(lambda: record.copy().consumer()).result()
+    assert seen.process_cpu_ns >= 5_000_000
+    if core_time_here() is not None:
+        assert seen.core_time is not None
+        assert 0 < seen.core_time.cpu_ns <= seen.process_cpu_ns + 10_000_000  # ticks of the clock
+    record.end()
+    assert record.consumer().process_cpu_ns >= seen.process_cpu_ns
+    assert record.consumer() == record.consumer() == record.copy().consumer()
+
+
+def test_what_the_consumer_used_in_two_epochs_is_added() -> None:
+    one = ConsumerUsage(5, CoreTime(4, 2))
+    assert one.and_then(ConsumerUsage(7, CoreTime(1, 3))) == ConsumerUsage(12, CoreTime(5, 5))
+    assert one.and_then(ConsumerUsage(7)) == ConsumerUsage(12, CoreTime(4, 2))
+    first, second = record_of(), record_of()
+    first.end()
+    second.end()
+    total = first.copy()
+    total.merge(second.copy())
+    assert total.consumer() == first.consumer().and_then(second.consumer())

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from shmloader.insight import LoaderStats, SlotStats, StageStats, WaitPlaces, WaitStats, WorkerStats
+from shmloader.insight import (
+    ConsumerStats,
+    LoaderStats,
+    SlotStats,
+    StageStats,
+    WaitPlaces,
+    WaitStats,
+    WorkerStats,
+)
 from shmloader.insight.snapshot import Machine, Stages
 from shmloader.insight.verdict import LITTLE_SHARE, Finding
 
@@ -67,6 +75,18 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         Finding.CORES_TAKEN,
         "for 40% of that no core was free",
     ),
+    "the consumer has one of the cores": (  # and no other program runs
+        stats_of(STALLED, fetch=5, cores=2, consumer=ConsumerStats(process_cpu_s=8.0)),
+        Finding.CORES_BUSY,
+        "the workers and the consumer use most of 2 cores; make `__getitem__`",
+    ),
+    "threads are part of the consumer's process": (
+        stats_of(
+            STALLED, fetch=5, cores=2, kind="threads", consumer=ConsumerStats(process_cpu_s=11.0)
+        ),
+        Finding.CORES_TAKEN,
+        "other programs use them (2 cores)",
+    ),
     "workers that sleep want no core": (
         stats_of({"cpu_s": 0.1, "stalled_s": 3.5}, fetch=5),
         Finding.TOO_FEW_WORKERS,
@@ -117,6 +137,43 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         stats_of(build=4, fetch=1, slots=SlotStats(lent=80, copied=20)),
         Finding.DELIVERY,
         "raise batch_size",
+    ),
+    "no core to take batches with": (
+        stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(5.0, 5.0, 4.0)),
+        Finding.CORES_TAKEN,
+        "no core was free for the consumer to take it",
+    ),
+    "no core to take batches with, by the workers": (
+        stats_of({"cpu_s": 9.0}, transport=4, cores=2, consumer=ConsumerStats(1.0, 1.0, 4.0)),
+        Finding.CORES_BUSY,
+        "the workers and the consumer use most of 2 cores; make `__getitem__`",
+    ),
+    "no core to take batches with, by too many workers": (
+        stats_of(
+            {"cpu_s": 4.0}, transport=4, workers=4, cores=2, consumer=ConsumerStats(1.0, 1.0, 4.0)
+        ),
+        Finding.TOO_MANY_WORKERS,
+        "4 workers compete with it for 2 cores; lower num_workers",
+    ),
+    "a core was wanted for training": (  # so little that it does not explain the delivery
+        stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(5.0, 5.0, 1.5)),
+        Finding.DELIVERY,
+        "raise batch_size",
+    ),
+    "a core was wanted for moments": (  # of an otherwise sleeping consumer
+        stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(0.1, 0.1, 0.2)),
+        Finding.DELIVERY,
+        "raise batch_size",
+    ),
+    "copies, with too few cores": (
+        stats_of(
+            build=4,
+            fetch=1,
+            slots=SlotStats(lent=20, copied=80),
+            consumer=ConsumerStats(5.0, 5.0, 4.0),
+        ),
+        Finding.SLOTS_HELD,
+        "80 of 100 batches were copied out",
     ),
     "errors": (stats_of(other=4, fetch=1), Finding.ERRORS, "on_error="),
     "two causes": (
