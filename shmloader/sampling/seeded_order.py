@@ -1,5 +1,6 @@
 """The order of a loader with a seed, which depends only on the seed and the epoch's number."""
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -306,6 +307,12 @@ class SeededOrder(Sampler[list[Any]]):
             whole, left = divmod(count, cut.global_count)
             return whole * cut.share + cut.count(left)
         return count_steps(count, cut, self._last_batch) * cut.share
+
+    def without_repeats(self) -> "SeededOrder":
+        """Return a copy in which each sample comes once, and all samples come."""
+        other = copy.copy(self)
+        other._last_batch = "keep"
+        return other
 
     def _begin(self) -> Steps:
         start, carried = self._progress.position, self.carry_over.samples

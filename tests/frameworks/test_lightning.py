@@ -28,6 +28,9 @@ class Module(lightning.LightningModule):
     def training_step(self, batch: Any, _: int) -> Any:
         return self.model(*batch)["loss"]
 
+    def predict_step(self, batch: Any, _: int) -> list[float]:
+        return batch[0][:, 0].tolist()
+
     def validation_step(self, batch: Any, _: int) -> None:
         pass
 
@@ -120,3 +123,24 @@ def test_after_the_last_step_of_the_run_nothing_follows(tmp_path):
 def test_a_second_run_of_the_same_loader_begins_with_the_trainers_epoch(tmp_path):
     first = fit(tmp_path)
     assert_equal(fit(tmp_path), first)
+
+
+@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep", "rollover"])
+def test_a_sharded_loader_predicts_each_sample_once(last_batch, tmp_path):
+    found: list[float] = []
+    for rank in range(2):
+        loader = shmloader.ShardedDataLoader(
+            Rows(21), 4, shuffle=True, num_workers=1, last_batch=last_batch, rank=rank, world_size=2
+        )
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )
+        predicted = trainer.predict(Module(), loader)
+        found += [row for batch in predicted for row in batch]
+        assert len(predicted) == len(trainer.predict_dataloaders)
+    assert sorted(found) == [*map(float, range(21))]
