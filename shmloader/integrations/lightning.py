@@ -1,5 +1,6 @@
 """Lightning: a callback that keeps seeded loaders in step with the Trainer's epochs."""
 
+import warnings
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -29,6 +30,13 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Forget the states if Lightning has loaded them, and leave an epoch that is over."""
         loop = trainer.fit_loop
+        if any(map(_rolls_over, loop._combined_loader.flattened)):
+            warnings.warn(
+                "Lightning ends each epoch after as many batches as the first one has, but with "
+                "last_batch='rollover' later ones may have more, whose samples are not trained on: "
+                "set last_batch='keep' or 'discard'",
+                stacklevel=2,
+            )
         if not loop.restarting:
             return
         self._states = []
@@ -63,3 +71,7 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 has_changed = True
         if has_changed and is_begun:  # otherwise, Lightning begins the epoch after this call
             iter(loop._data_fetcher)
+
+
+def _rolls_over(loader: object) -> bool:
+    return isinstance(loader, DataLoader) and loader.last_batch == "rollover"

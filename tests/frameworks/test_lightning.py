@@ -125,6 +125,13 @@ def test_a_second_run_of_the_same_loader_begins_with_the_trainers_epoch(tmp_path
     assert_equal(fit(tmp_path), first)
 
 
+def test_that_lightning_cuts_epochs_that_roll_over_is_told(tmp_path):
+    with pytest.warns(UserWarning, match="last_batch='keep' or 'discard'"):
+        seen = fit(tmp_path, order={"last_batch": "rollover"})
+    # The second of three epochs has three batches: 4 samples of the first one, and 20.
+    assert len(seen) == 3 * 2
+
+
 @pytest.mark.parametrize("last_batch", ["pad", "discard", "keep", "rollover"])
 def test_a_sharded_loader_predicts_each_sample_once(last_batch, tmp_path):
     found: list[float] = []
