@@ -10,7 +10,7 @@ from typing import Any
 
 import accelerate
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.integrations.rebuilding import check_loader, rebuild
@@ -123,7 +123,4 @@ def _order_of(batches: Any) -> dict[str, Any]:
             "batch_size": batches.batch_size,
             "drop_last": batches.drop_last,
         }
-    if isinstance(batches, BatchSamplerShard):
-        # By these names, a loader knows that it loads a rank's part.
-        batches.rank, batches.num_replicas = batches.process_index, batches.num_processes
     return {"batch_sampler": batches}

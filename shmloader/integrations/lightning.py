@@ -1,7 +1,9 @@
 """Lightning: a callback that keeps seeded loaders in step with the Trainer's epochs."""
 
+import warnings
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import Callback
 
 from shmloader.loader.dataloader import DataLoader
@@ -12,8 +14,9 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
 
     Lightning saves the states of its training loaders in each checkpoint, but loads them only if
     the checkpoint was made in the middle of an epoch, and it begins a loader's epoch before it
-    says which one that is. With this callback, a checkpoint made at the end of an epoch resumes
-    with the following epoch, as the run that saved it did.
+    says which one that is. From a checkpoint made after the last step of an epoch, but before its
+    end, it begins the following epoch with the iterator of the one that is over. With this
+    callback, all of these resume with the following epoch, as the run that saved them did.
     """
 
     def __init__(self) -> None:
@@ -25,9 +28,27 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
         self._states = loop.get("state_dict", {}).get("combined_loader", [])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Forget the states if Lightning has loaded them."""
-        if trainer.fit_loop.restarting:
-            self._states = []
+        """Forget the states if Lightning has loaded them, and leave an epoch that is over."""
+        loop = trainer.fit_loop
+        if any(map(_rolls_over, loop._combined_loader.flattened)):
+            warnings.warn(
+                "Lightning ends each epoch after as many batches as the first one has, but with "
+                "last_batch='rollover' later ones may have more, whose samples are not trained on: "
+                "set last_batch='keep' or 'discard'",
+                stacklevel=2,
+            )
+        if not loop.restarting:
+            return
+        self._states = []
+        has_left_epoch = (
+            getattr(loop, "restarted_mid_epoch", False)  # by the names of Lightning 2.5 and later
+            and loop.epoch_loop.restarted_on_train_batch_end
+            and loop.epoch_loop.batch_progress.is_last_batch
+        )
+        if has_left_epoch and not loop.done:
+            for loader in loop._combined_loader.flattened:
+                _set_sampler_epoch(loader, trainer.current_epoch)  # workers draw ahead at once
+            iter(loop._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Make the loaders deliver the epoch that begins."""
@@ -50,3 +71,7 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 has_changed = True
         if has_changed and is_begun:  # otherwise, Lightning begins the epoch after this call
             iter(loop._data_fetcher)
+
+
+def _rolls_over(loader: object) -> bool:
+    return isinstance(loader, DataLoader) and loader.last_batch == "rollover"

@@ -5,6 +5,9 @@ from typing import Any, Generic, TypeVar
 
 from shmloader.batch.sample_rng import sample_rng
 
+# The methods by which transforms are seeded: of Albumentations, and of MONAI.
+_METHODS = ("set_random_seed", "set_random_state")
+
 _Transform = TypeVar("_Transform", bound=Callable[..., Any])
 
 
@@ -38,3 +41,29 @@ class SeededTransform(Generic[_Transform]):
         if rng is not None:
             self._reseed(self.transform, int(rng.integers(1 << 32)))
         return self.transform(*args, **kwargs)
+
+
+def seeded(transform: _Transform) -> SeededTransform[_Transform]:
+    """Return a transform of Albumentations or MONAI that a loader with ``seed=`` seeds anew.
+
+    Args:
+        transform: A ``Compose`` of either, or any object with ``set_random_seed(seed)`` or
+            ``set_random_state(seed=...)``.
+
+    Raises:
+        TypeError: If it has neither.
+    """
+    if not any(callable(getattr(transform, name, None)) for name in _METHODS):
+        raise TypeError(
+            "seeded() needs a transform with set_random_seed or set_random_state, such as Compose "
+            f"of Albumentations or MONAI, but got {type(transform).__name__}: for any other, use "
+            "SeededTransform"
+        )
+    return SeededTransform(transform, _reseed)
+
+
+def _reseed(transform: Any, seed: int) -> None:
+    if callable(getattr(transform, _METHODS[0], None)):
+        transform.set_random_seed(seed)
+    else:
+        transform.set_random_state(seed=seed)

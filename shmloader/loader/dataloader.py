@@ -368,7 +368,8 @@ class DataLoader(MeasuredLoader[_T_co]):
     @property
     def _all_samplers(self) -> tuple[object, ...]:
         """The samplers of this loader, one of which may be cut for ranks."""
-        return self.sampler, self.batch_sampler, probe(self.batch_sampler, "sampler")
+        batches = self.batch_sampler
+        return self.sampler, batches, probe(batches, "sampler"), probe(batches, "batch_sampler")
 
     @property
     def _seed_of_samples(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Warns where a framework is about to build a loader of torch's class from the attributes of ours.
+"""What frameworks make of the attributes of our loaders: a warning, and a correction.
 
 Some frameworks read the arguments of a loader and make another one of torch's class with them. That
 one runs without shmloader, and without the arguments that torch does not have. All that can be seen
@@ -8,6 +8,8 @@ of it is the reading: of ``worker_init_fn``, which nothing else in these modules
 import sys
 import warnings
 from typing import Any
+
+from shmloader.sampling.seeded_samplers import SeededShardSampler
 
 # The modules that read, with the framework's name and its adapter.
 _ACCELERATE = ("accelerate", "shmloader.integrations.accelerate.prepare(accelerator, loader)")
@@ -59,3 +61,20 @@ class ReadByFrameworks:
                 RebuiltLoaderWarning,
                 stacklevel=4,
             )
+
+
+def leave_out_repeats(batch_sampler: Any) -> None:
+    """Make a sharded loader by which Lightning predicts deliver each sample once.
+
+    To train, ranks need as many batches as the others, and the order of a sharded loader is padded.
+    To predict, Lightning makes a loader with a batch sampler of its own over that order, which
+    would have a prediction for each of the samples that were added.
+
+    Args:
+        batch_sampler: The batch sampler of a loader, or None.
+    """
+    if type(batch_sampler).__name__ != "_IndexBatchSamplerWrapper":
+        return
+    batches = batch_sampler._batch_sampler
+    if isinstance(batches.sampler, SeededShardSampler):
+        batches.sampler = batch_sampler.sampler = batches.sampler.without_repeats()

@@ -199,7 +199,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         now. A loaded state of that epoch is kept, and one of another epoch is discarded.
 
         With a ``seed``, calling ``set_epoch`` of the sampler itself names the next epoch as well,
-        if the sampler has an attribute ``epoch`` with that number.
+        if the sampler has an attribute ``epoch`` with that number. Until the first batch of an
+        epoch is asked for, it names that one.
 
         Without a seed or such a sampler, nothing depends on the number: a warning says so, once.
         """

@@ -18,6 +18,7 @@ from shmloader.loader.arguments import (
 )
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.description import describe_loader
+from shmloader.loader.rebuilt import leave_out_repeats
 from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
@@ -194,6 +195,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise ValueError("devices is mutually exclusive with device")
         _check_prefetch(prefetch, num_workers, prefetch_factor)
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
+        leave_out_repeats(batch_sampler)
         # Of the order that another loader has divided already, nothing is left to handle.
         is_cut = any(map(_is_own_share, (sampler, batch_sampler, probe(batch_sampler, "sampler"))))
         check_last_batch(

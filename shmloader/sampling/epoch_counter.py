@@ -81,6 +81,13 @@ class EpochCounter:
             self.is_renamed |= self.next != self.newest
             self.newest, self._is_shared = self.next, True
 
+    def is_fresh(self, progress: Progress) -> bool:
+        """Return whether no batch of the newest epoch, which has this progress, was asked for.
+
+        False for an epoch that continues from another run's state.
+        """
+        return self._is_fresh and progress is self.progress
+
     def leave_beginning(self, progress: Progress) -> bool:
         """Note that the first batch of an epoch is asked for; return whether it was renamed.
 

@@ -151,7 +151,9 @@ class EpochPlan:
         Returns:
             Whether the epoch has another number now, and has to be drawn again.
         """
-        counter = self.counter
+        counter, named = self.counter, self.order.named_epoch()
+        if named is not None and counter.is_fresh(progress):
+            counter.name_by_sampler(named)  # told to a sampler of the user's since ``iter()``
         if not counter.leave_beginning(progress):
             return False
         counter.begin_again()

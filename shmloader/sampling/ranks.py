@@ -14,6 +14,13 @@ import torch.distributed
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
+# Attributes by which samplers tell their rank and the number of ranks: torch's, ours, accelerate's.
+_NAMES = (
+    ("rank", "num_replicas"),
+    ("rank", "world_size"),
+    ("process_index", "num_processes"),
+)
+
 
 def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return the rank of this process and the world size.
@@ -123,14 +130,22 @@ def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
 
 def is_cut_for_ranks(sampler: object) -> bool:
     """Whether a sampler yields only one rank's share, as torch's ``DistributedSampler`` does."""
-    count = probe(sampler, "num_replicas", probe(sampler, "world_size", 1))
-    return probe(sampler, "rank") is not None and isinstance(count, int) and count > 1
+    return _share_of(sampler) is not None
 
 
 def rank_of(samplers: Iterable[object]) -> int | None:
     """Return the rank for which the first sampler that is cut for ranks yields a share, if any."""
     for sampler in samplers:
-        rank = probe(sampler, "rank")
-        if is_cut_for_ranks(sampler) and isinstance(rank, Integral):
+        rank = _share_of(sampler)
+        if isinstance(rank, Integral):
             return int(rank)
+    return None
+
+
+def _share_of(sampler: object) -> object:
+    """Return the rank whose share a sampler yields, by its own word; None if it is not cut."""
+    for own, size in _NAMES:
+        rank, count = probe(sampler, own), probe(sampler, size)
+        if rank is not None and isinstance(count, int) and count > 1:
+            return rank
     return None

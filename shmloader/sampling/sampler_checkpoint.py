@@ -128,10 +128,22 @@ def set_epoch_of(sampler: object, epoch: int) -> None:
 
 def epoch_of(sampler: object) -> int | None:
     """Return the ``epoch`` of a sampler, or of the sampler in a batch sampler, that can be set."""
+    told = _told_of_epochs(sampler)
+    return None if told is None else told[1]
+
+
+def may_count_epochs(sampler: object) -> bool:
+    """Whether iterating a sampler may change what :func:`epoch_of` returns: not for torch's."""
+    told = _told_of_epochs(sampler)
+    return told is not None and probe(type(told[0]), "__iter__") is not DistributedSampler.__iter__
+
+
+def _told_of_epochs(sampler: object) -> tuple[Any, int] | None:
+    """Return the sampler whose epoch can be set, and that epoch; None if there is none."""
     for each in (sampler, probe(sampler, "sampler")):
         epoch = probe(each, "epoch")
         if callable(probe(each, "set_epoch")) and type(epoch) is int and epoch >= 0:
-            return epoch
+            return each, epoch
     return None
 
 

@@ -1,5 +1,6 @@
 """The order of a loader with a seed, which depends only on the seed and the epoch's number."""
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -18,6 +19,7 @@ from shmloader.sampling.sampler_checkpoint import (
     describe,
     epoch_of,
     log_redraw,
+    may_count_epochs,
     set_epoch_of,
     size_of_batches,
 )
@@ -219,8 +221,8 @@ class SeededOrder(Sampler[list[Any]]):
     def named_epoch(self) -> int | None:
         """Return the epoch that other code has set in the user's sampler, if any.
 
-        Once an epoch was drawn, one that is one more than the last known one does not count, since
-        samplers may count epochs by themselves.
+        Once an epoch was drawn, one that is one more than the last known one does not count if the
+        sampler may count epochs by itself.
         """
         now = epoch_of(self._items)
         return None if now in (None, self._known_epoch, self._counted_epoch) else now
@@ -306,6 +308,12 @@ class SeededOrder(Sampler[list[Any]]):
             return whole * cut.share + cut.count(left)
         return count_steps(count, cut, self._last_batch) * cut.share
 
+    def without_repeats(self) -> "SeededOrder":
+        """Return a copy in which each sample comes once, and all samples come."""
+        other = copy.copy(self)
+        other._last_batch = "keep"
+        return other
+
     def _begin(self) -> Steps:
         start, carried = self._progress.position, self.carry_over.samples
         if self._items is not None:
@@ -333,7 +341,9 @@ class SeededOrder(Sampler[list[Any]]):
         log_redraw(self._items, start)
         set_epoch_of(self._items, epoch)
         self._known_epoch = epoch_of(self._items)
-        self._counted_epoch = None if self._known_epoch is None else self._known_epoch + 1
+        self._counted_epoch = self._known_epoch
+        if self._counted_epoch is not None and may_count_epochs(self._items):
+            self._counted_epoch += 1
         items = iter(self._items)
         if begun_from is None or "own" not in begun_from:
             return items

@@ -4,6 +4,7 @@ The loader does not draw from them. They are for frameworks that read, wrap or i
 of a loader; iterating them does not affect the loader.
 """
 
+import copy
 from collections.abc import Iterator, Sized
 from typing import Any, Protocol
 
@@ -100,6 +101,9 @@ class GlobalOrder(Protocol):
     def sample_count(self) -> int:
         """Return the number of samples of this rank in an epoch."""
 
+    def without_repeats(self) -> "GlobalOrder":
+        """Return a copy in which each sample comes once, and all samples come."""
+
 
 class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignore[override]
     """A rank's share of the order of a ``ShardedDataLoader``, with what it is padded with.
@@ -143,6 +147,12 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
     def total_size(self) -> int:  # type: ignore[override]
         """Number of samples of all ranks, if all have as many."""
         return len(self) * self.num_replicas
+
+    def without_repeats(self) -> "SeededShardSampler":
+        """Return a copy that yields each sample on one rank alone, and leaves none out."""
+        other = copy.copy(self)
+        other.order = self.order.without_repeats()
+        return other
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices of the epoch."""

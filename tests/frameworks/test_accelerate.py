@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
 from shmloader.integrations import accelerate as adapter
@@ -146,3 +148,17 @@ def test_other_loaders_are_refused():
         adapter.prepare(Accelerator(cpu=True), torch.utils.data.DataLoader(Rows()))
     with pytest.raises(TypeError, match="ShardedDataLoader does itself"):
         adapter.prepare(Accelerator(cpu=True), shmloader.ShardedDataLoader(Rows()))
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("splits", [False, True], ids=["whole batches", "split batches"])
+def test_with_install_and_a_seed_each_rank_draws_random_numbers_of_its_own(splits, skipped):
+    numbers = []
+    for rank in range(2):
+        batches = BatchSampler(SequentialSampler(range(LENGTH)), 4, drop_last=False)
+        share = BatchSamplerShard(batches, 2, rank, split_batches=splits)
+        if skipped:
+            share = SkipBatchSampler(share, skipped)
+        with shmloader.installed(seed=7):
+            numbers += torch.cat([x[:, 1] for x, _ in TorchLoader(Rows(), batch_sampler=share)])
+    assert len({*map(float, numbers)}) == len(numbers) > 0

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
@@ -131,6 +131,24 @@ def test_the_sampler_names_the_epoch_that_has_begun_before_its_first_batch(kind,
             assert read(loader) == epochs[number]
             assert read(loader) == epochs[number + 1]
             assert loader.stats().epoch == number + 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("named", [1, 3])
+def test_a_sampler_of_the_users_names_it_too_with_a_seed(named, way) -> None:
+    def make():
+        sampler = DistributedSampler(range(LENGTH), 1, 0, seed=3)
+        return DataLoader(torch.arange(LENGTH), 4, sampler=sampler, seed=1, **WAYS[way])
+
+    with make() as whole:
+        whole.set_epoch(named)
+        expected = [torch.cat(list(whole)).tolist() for _ in range(2)]
+    with make() as loader:
+        iterator = iter(loader)
+        loader.sampler.set_epoch(named)
+        assert torch.cat(list(iterator)).tolist() == expected[0]
+        assert loader.stats().epoch == named
+        assert torch.cat(list(loader)).tolist() == expected[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])

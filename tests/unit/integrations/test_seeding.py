@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import random
 
+import pytest
+
 import shmloader
-from shmloader.integrations.seeding import SeededTransform
+from shmloader.integrations.seeding import SeededTransform, seeded
 
 
 class Own:
@@ -48,3 +50,29 @@ def test_the_loaders_seed_decides_what_the_transform_draws():
 
 def test_without_a_seed_the_transform_draws_as_before():
     assert run() != run()
+
+
+class OfAlbumentations(Own):
+    def set_random_seed(self, seed: int) -> None:
+        reseed(self, seed)
+
+
+class OfMonai(Own):
+    def set_random_state(self, seed: int | None = None, state: object = None) -> None:
+        assert seed is not None
+        reseed(self, seed)
+
+
+@pytest.mark.parametrize("kind", [OfAlbumentations, OfMonai])
+def test_transforms_are_seeded_by_their_own_methods(kind):
+    def draw(seed: int) -> list[float]:
+        samples = Samples()
+        samples.transform = pickle.loads(pickle.dumps(seeded(kind())))
+        return [float(x) for x in shmloader.DataLoader(samples, batch_size=None, seed=seed)]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_transform_without_such_a_method_is_refused():
+    with pytest.raises(TypeError, match="SeededTransform"):
+        seeded(Own())
