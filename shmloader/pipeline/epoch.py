@@ -381,7 +381,11 @@ def _park_if_exiting() -> None:
     The interpreter exits, and ends pipelines and executors. The thread would print an exception,
     though the program ends as it should.
     """
-    if threading.current_thread().daemon and not threading.main_thread().is_alive():
+    # Python has executors refuse items before the main thread counts as ended. What tells is
+    # private; a Python without it would only be less quiet.
+    has_begun = getattr(threading, "_SHUTTING_DOWN", False)
+    is_exiting = has_begun or not threading.main_thread().is_alive()
+    if is_exiting and threading.current_thread().daemon:
         threading.Event().wait()
 
 
