@@ -352,6 +352,21 @@ def test_a_stop_while_it_starts_leaves_nothing(executor, monkeypatch):
     assert list(pipeline) == [0, 1, 2]
 
 
+def test_a_stop_before_the_source_has_begun_is_told_as_any_other(monkeypatch):
+    pipeline = chain(range(3), abs)
+
+    class Stopped(runtime.Epoch):
+        def begin(self):
+            pipeline.stop()  # as another thread may
+            super().begin()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "Epoch", Stopped)
+        with pytest.raises(ClosedLoaderError, match="stopped while it started"):
+            pipeline.start()
+    assert list(pipeline) == [0, 1, 2]
+
+
 def test_what_an_iterator_has_started_the_next_one_stops():
     pipeline = chain(range(3), abs)
     older = iter(pipeline)
