@@ -141,10 +141,11 @@ class Epoch:
         self._taker = 0
 
     def begin(self) -> None:
-        """Start the source."""
+        """Start the source, unless the epoch was left meanwhile."""
         with self._lock:
             flow = self._flow
-            assert flow is not None
+            if flow is None:
+                return
             flow.begin(self._reader)
             ready = self._take_ready(flow)
         self._hand_out(ready)
@@ -171,7 +172,8 @@ class Epoch:
             flow.set_time(now_ns)
             may_continue = flow.yielded(job, output, after)
             ready = self._take_ready(flow)
-        self._hand_out(ready)
+        if ready:
+            self._hand_out(ready)
         return may_continue
 
     def finished(self, task: Task, *outputs: object) -> Task | None:
@@ -180,10 +182,9 @@ class Epoch:
         Returns:
             A task that the same executor can continue with at once, or None.
         """
-        end = self._reader.note_end() if task.stage.is_source else None
-        return self._update(
-            lambda flow: flow.finished(task.job, *outputs, end=end), task.stage.executor
-        )
+        if task.stage.is_source:
+            return self._update(task, Flow.source_finished, self._reader.note_end())
+        return self._update(task, Flow.finished, *outputs)
 
     def failed(self, task: Task, error: BaseException) -> Task | None:
         """Note that a job's op has raised. Returns the same as :meth:`finished`."""
@@ -194,14 +195,11 @@ class Epoch:
         if flow is None:
             return None
         failure_counter = flow.stages[task.job.number].failure_counter
-        assert isinstance(failure_counter, StageFailureCounter)
-        if not failure_counter.leaves_out or not isinstance(error, Exception):
+        if failure_counter is None or not isinstance(error, Exception):
             return self.failed_for_good(task, error)
-        listed, good = failure_counter.describe(error, item), error
-        following = self._update(
-            lambda flow: flow.failed(task.job, failure_counter.note_bad(listed, good)),
-            task.stage.executor,
-        )
+        assert isinstance(failure_counter, StageFailureCounter)
+        listed = failure_counter.describe(error, item)
+        following = self._update(task, _leave_out, failure_counter, listed, error)
         failure_counter.log_first(listed, error)
         return following
 
@@ -209,23 +207,24 @@ class Epoch:
         """Note a failure that is raised even if ``max_failures`` allows some."""
         item = NOTHING if task.stage.is_source else task.job.item
         raised = explained(error, f"stage '{task.stage.name}'", item)
-        return self._update(lambda flow: flow.failed(task.job, raised), task.stage.executor)
+        return self._update(task, Flow.failed, raised)
 
     def failed_to_set_up(self, task: Task, error: BaseException) -> Task | None:
         """Note that ``setup`` of a job's stage has raised."""
         raised = explained(error, f"setup of stage '{task.stage.name}'")
-        return self._update(lambda flow: flow.failed(task.job, raised), task.stage.executor)
+        return self._update(task, Flow.failed, raised)
 
-    def _update(self, change: Callable[[Flow], None], executor: StageExecutor) -> Task | None:
+    def _update(self, task: Task, change: Callable[..., None], *args: object) -> Task | None:
+        """Call ``change`` with the flow, the task's job and ``args``, under the lock."""
         now_ns = time.monotonic_ns()
         with self._lock:
             flow = self._flow
             if flow is None:
                 return None
             flow.set_time(now_ns)
-            change(flow)
+            change(flow, task.job, *args)
             ready = self._take_ready(flow)
-        return self._hand_out(ready, executor) if ready else None
+        return self._hand_out(ready, task.stage.executor) if ready else None
 
     def _take_ready(self, flow: Flow) -> list[Job]:
         if flow.has_news:
@@ -244,7 +243,8 @@ class Epoch:
             That one, which ``executor`` continues with.
         """
         kept: Task | None = None
-        ready.sort(key=attrgetter("number"), reverse=True)
+        if len(ready) > 1:
+            ready.sort(key=attrgetter("number"), reverse=True)
         for job in ready:
             stage = self._stage_ops[job.number]
             assert stage is not None
@@ -308,7 +308,8 @@ class Epoch:
             clock.is_waiting = item is NOTHING
             self.delivered = flow.delivered
             ready = self._take_ready(flow)
-        self._hand_out(ready)
+        if ready:
+            self._hand_out(ready)
         return item
 
     def _stop_waiting(self) -> str:
@@ -381,8 +382,19 @@ def _park_if_exiting() -> None:
     The interpreter exits, and ends pipelines and executors. The thread would print an exception,
     though the program ends as it should.
     """
-    if threading.current_thread().daemon and not threading.main_thread().is_alive():
+    # Python has executors refuse items before the main thread counts as ended. What tells is
+    # private; a Python without it would only be less quiet.
+    has_begun = getattr(threading, "_SHUTTING_DOWN", False)
+    is_exiting = has_begun or not threading.main_thread().is_alive()
+    if is_exiting and threading.current_thread().daemon:
         threading.Event().wait()
+
+
+def _leave_out(
+    flow: Flow, job: Job, counter: StageFailureCounter, failed: FailedItem, error: Exception
+) -> None:
+    """Count and list a failed call; leave its item out, or raise if too many have failed."""
+    flow.failed(job, counter.note_bad(failed, error))
 
 
 def _make_flow(
@@ -418,9 +430,11 @@ def _make_flow(
         own = None
         if stage.max_failures is not None:
             own = Limit(stage.max_failures, f"stage '{stage.name}'", is_resumed=is_resumed)
-        failure_counter = StageFailureCounter(
-            stage.name, own, shared, failures, judges_shared=index == last_pipe
-        )
+        failure_counter = None
+        if own is not None or shared is not None:
+            failure_counter = StageFailureCounter(
+                stage.name, own, shared, failures, judges_shared=index == last_pipe
+            )
         stages.append(
             PipeStage(
                 number,

@@ -168,12 +168,11 @@ class ThreadExecutor:
         self._threads = [
             _Thread(f"{name}_{number}", self._tasks, prepare) for number in range(count)
         ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except BaseException:
-            self.end()  # the system allows no further thread
-            raise
+
+    def start(self) -> None:
+        """Start the threads. The caller ends the executor if this raises."""
+        for thread in self._threads:
+            thread.start()
 
     def put(self, task: Task) -> None:
         """Have a task run by the next free thread."""

@@ -103,10 +103,12 @@ class Limit:
 class StageFailureCounter:
     """Counts the calls of one stage in one epoch; see ``FailureCounter`` in ``flow``.
 
+    A stage has one if failed items are left out, as long as there are not too many.
+
     Args:
         name: The stage's name.
         own: The limit of the stage alone, or None.
-        shared: The limit of all stages that have none of their own, or None.
+        shared: The limit of all stages that have none of their own, or None. Not both are None.
         failures: The pipeline's list of failures.
         judges_shared: Whether this is the last stage, at whose end the shared limit is judged.
     """
@@ -121,19 +123,15 @@ class StageFailureCounter:
         judges_shared: bool,
     ) -> None:
         self._name = name
-        self._limit = own or shared
+        limit = own or shared
+        assert limit is not None
+        self._limit = limit
         self._judged = [own, shared if judges_shared else None]
         self._failures = failures
 
-    @property
-    def leaves_out(self) -> bool:
-        """Whether failed items are left out, as long as there are not too many."""
-        return self._limit is not None
-
     def note_good(self) -> None:
         """Count a call that has succeeded."""
-        if self._limit is not None:
-            self._limit.count.note(1, 0)
+        self._limit.count.note(1, 0)
 
     def describe(self, error: Exception, item: object) -> FailedItem:
         """Return the entry for the list of failures. It refers to no frame of the op's.
@@ -151,7 +149,6 @@ class StageFailureCounter:
             The exception to raise, with ``error`` as its cause, if too many have failed.
         """
         limit = self._limit
-        assert limit is not None
         limit.first, limit.last = limit.first or failed, failed
         self._failures.total += 1
         self._failures.add(failed)
@@ -159,7 +156,7 @@ class StageFailureCounter:
 
     def log_first(self, failed: FailedItem, error: Exception) -> None:
         """Log a failure if it is the first of the epoch."""
-        if self._limit is not None and self._limit.first is failed:
+        if self._limit.first is failed:
             _log.warning(
                 "stage '%s' failed for item %s, which is left out (max_failures): %s: %s; further "
                 "failures are counted in the pipeline's `failures` and not logged",

@@ -232,9 +232,10 @@ class PipeStage:
 
     def end_work(self, job: Job) -> None:
         """Note that an executor has a job no longer: it is suspended or done."""
-        now_ns = self._clock.now_ns
-        if self.working.pop(job, NOTHING) is NOTHING:
+        if job not in self.working:
             return
+        del self.working[job]
+        now_ns = self._clock.now_ns
         job.work_ns += now_ns - job.ready_ns
         if job.began_ns:
             job.op_ns += now_ns - job.began_ns
@@ -256,6 +257,10 @@ class PipeStage:
 
     def finish(self, job: Job) -> None:
         """Note that a job has no further result."""
+        self.end_work(job)
+        if job.op_ns and self.number:
+            self.meter.calls.note(job.op_ns)
+            self.meter.work_ns += job.work_ns
         job.is_done = True
         job.item = None
         if not self._in_order and not job.outputs:
@@ -495,11 +500,13 @@ class Flow:
             Whether the job may continue. If not, it comes to ``ready`` when it may.
         """
         stage = self._pipes[job.number]
-        if job.number + 1 < len(self.stages) and self.stages[job.number + 1].is_cut:
+        following = job.number + 1
+        if following < len(self.stages) and self.stages[following].is_cut:
             return False  # nothing takes the result in, and the job stays suspended
-        op_ns = self.clock.now_ns - job.began_ns
+        now_ns = self.clock.now_ns
+        op_ns = now_ns - job.began_ns
         job.op_ns += op_ns
-        job.began_ns = self.clock.now_ns
+        job.began_ns = now_ns
         if not job.number:
             stage.meter.calls.note(op_ns)
         job.result_count += 1
@@ -509,24 +516,26 @@ class Flow:
             after = job.before.within(job.number, job.result_count)
         is_passed = stage.put(job, (output, after))
         if is_passed:
-            self._advance(stage.number + 1)
+            self._advance(following)
         else:
             stage.end_work(job)
         return is_passed
 
-    def finished(self, job: Job, *outputs: object, end: Checkpoint | None = None) -> None:
-        """Take the last results of a job, or none: it is done.
+    def source_finished(self, job: Job, end: Checkpoint | None) -> None:
+        """Note that the source's job is done.
 
         Args:
             job: The job.
-            outputs: The results.
-            end: Where the next epoch begins, if the job is the source's.
+            end: Where the next epoch begins.
         """
+        self._end = end
+        self.finished(job)
+
+    def finished(self, job: Job, *outputs: object) -> None:
+        """Take the last results of a job, or none: it is done."""
         stage = self._pipes[job.number]
         if stage.failure_counter is not None:
             stage.failure_counter.note_good()
-        if job.number == 0:
-            self._end = end
         count, total = job.result_count, job.result_count + len(outputs)
         for output in outputs:
             count += 1
@@ -536,7 +545,7 @@ class Flow:
                     after = job.before.within(job.number, count)
                 stage.put(job, (output, after))
         job.result_count = total
-        if job.number and not job.result_count:
+        if job.number and not total:
             stage.meter.left_out_count += 1
         self._finish(stage, job)
 
@@ -556,14 +565,8 @@ class Flow:
         self._finish(stage, job)
 
     def _finish(self, stage: PipeStage, job: Job) -> None:
-        stage.end_work(job)
         stage.finish(job)
-        if job.number and job.op_ns:
-            stage.meter.calls.note(job.op_ns)
-            stage.meter.work_ns += job.work_ns
-        if stage.number + 1 < len(self.stages):
-            self._advance(stage.number + 1)
-        self._advance(stage.number)
+        self._advance(stage.number, stage.number + 1)
 
     def take(self) -> object:
         """Return the consumer's next item, NOTHING if it is not there yet, or END."""
@@ -586,13 +589,13 @@ class Flow:
         """Whether :meth:`take` would return anything but NOTHING."""
         return bool(self._sink.items) or self._sink.is_ended
 
-    def _advance(self, number: int) -> None:
-        """Move all items that can be moved, after a change at stage ``number``."""
+    def _advance(self, *numbers: int) -> None:
+        """Move all items that can be moved, after a change at some stages, the last one first."""
         stages, ready = self.stages, self.ready
-        todo = [number]
+        todo = list(numbers)
         while todo:
             number = todo.pop()
-            if not 0 <= number < len(stages):
+            if number == len(stages):
                 continue
             stage = stages[number]
             before = stage.before
@@ -606,7 +609,7 @@ class Flow:
                     has_passed = True
                 else:
                     break
-            if has_taken:
+            if has_taken and number and stages[number - 1].held:
                 todo.append(number - 1)
             if has_passed:
                 todo.append(number + 1)

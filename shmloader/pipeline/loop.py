@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
 
+from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.executors import EXIT_S, refuse_coroutine
@@ -41,8 +42,11 @@ class _LoopThread(BackgroundThread):
 
     def call(self, function: Callable[[], object]) -> None:
         """Have the loop call a function, unless the loop has ended."""
-        with contextlib.suppress(RuntimeError):
+        try:
             self.loop.call_soon_threadsafe(function)
+        except RuntimeError as error:
+            if is_interruption(error):
+                raise
 
     def stop(self) -> None:
         """End the loop. Called on the loop."""
@@ -84,6 +88,9 @@ class LoopExecutor:
         self._running: set[asyncio.Task[None]] = set()
         # Suspended async generators, by id() of their jobs: each resumes when its future is set.
         self._suspended: dict[int, asyncio.Future[None]] = {}
+
+    def start(self) -> None:
+        """Start the thread. The caller ends the executor if this raises."""
         self._thread.start()
 
     def put(self, task: Task) -> None:

@@ -310,15 +310,13 @@ class PipelineRuntime:
         shared: dict[RunsOn, Any] = {}
         on_thread = is_sync(config.source)
         if not on_thread or RunsOn.LOOP in used:
-            shared[RunsOn.LOOP] = LoopExecutor("shmloader_loop")
-            executors.append(shared[RunsOn.LOOP])
+            shared[RunsOn.LOOP] = _start(LoopExecutor("shmloader_loop"), executors)
         if RunsOn.THREADS in used:
-            shared[RunsOn.THREADS] = ThreadExecutor("shmloader_pipe", config.num_threads)
-            executors.append(shared[RunsOn.THREADS])
+            threads = ThreadExecutor("shmloader_pipe", config.num_threads)
+            shared[RunsOn.THREADS] = _start(threads, executors)
         iterates: Any = shared.get(RunsOn.LOOP)
         if on_thread:
-            iterates = ThreadExecutor("shmloader_source", 1)
-            executors.append(iterates)
+            iterates = _start(ThreadExecutor("shmloader_source", 1), executors)
         # Called once, with the reader as the item.
         op: Callable[..., object] = SourceReader.iterate_async
         kind = OpKind.ASYNC_GENERATOR
@@ -342,8 +340,7 @@ class PipelineRuntime:
                 executor = FuturesExecutor(stage.executor)
                 executors.append(executor)
             elif stage.runs_on is RunsOn.DEVICE:
-                executor = _DeviceExecutor(self._destination(index, stage))
-                executors.append(executor)
+                executor = _start(_DeviceExecutor(self._destination(index, stage)), executors)
                 op, transfer = executor.copy, executor.stage
             else:
                 executor = shared[stage.runs_on]
@@ -356,6 +353,15 @@ class PipelineRuntime:
                 )
             )  # fmt: skip
         return stage_ops
+
+
+def _start(
+    executor: ThreadExecutor | LoopExecutor, executors: list[_Executor]
+) -> ThreadExecutor | LoopExecutor:
+    """Start an executor. It is listed first: an interruption must leave no thread unlisted."""
+    executors.append(executor)
+    executor.start()
+    return executor
 
 
 def _end_runtime(reference: "weakref.ref[PipelineRuntime]") -> None:

@@ -93,8 +93,8 @@ class SourceReader:
         self.is_resumed = is_resumed
         self._source = source
         self.start = start
-        self._every = snapshot_every
         self._how = Resumes.NEVER if start is None else how_it_resumes(source)
+        self._every = snapshot_every if self._how is Resumes.BY_STATE else 0
         self._saved, self._read = (None, 0) if start is None else (start.saved, start.read)
 
     def iterate(self) -> Iterator[Any]:
@@ -131,7 +131,7 @@ class SourceReader:
         if self.start is None:
             return None
         self._read += 1
-        if self._how is Resumes.BY_STATE and self._read == self._every:
+        if self._read == self._every:
             self._saved, self._read = saved_state(self._source), 0
         return Checkpoint(self._saved, self._read)
 

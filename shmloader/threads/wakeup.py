@@ -25,9 +25,11 @@ class Wakeup:
 
     def set(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
+        if not self._unset.locked():
+            return  # set already; an exception for each call would cost more
         try:
             self._unset.release()
-        except RuntimeError as error:  # the event is set already
+        except RuntimeError as error:  # another thread was faster
             if is_interruption(error):
                 raise
 

@@ -132,10 +132,8 @@ if __name__ == "__main__":
 
 
 def is_possible(shape, end):
-    if end == "in a function":
-        return shape not in SHAPES_WITHOUT_ITEMS  # it would wait for an item
-    # Python shuts the user's executor down while the thread still gives it items, and says so.
-    return end != "consumed by a daemon" or "pool" not in shape
+    # In a function, it would wait for an item.
+    return end != "in a function" or shape not in SHAPES_WITHOUT_ITEMS
 
 
 CELLS = [(shape, end) for shape in SHAPES for end in ENDS if is_possible(shape, end)]

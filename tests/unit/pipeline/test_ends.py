@@ -24,6 +24,10 @@ from tests.unit.pipeline.support import SOON_S, Gate, Squares, chain
 END_S = 5.0
 
 
+async def pass_on(number):
+    return number
+
+
 class Stuck:
     """An op that does not come back until it is let go."""
 
@@ -347,6 +351,77 @@ def test_a_stop_while_it_starts_leaves_nothing(executor, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(runtime, executor, Stopped)
+        with pytest.raises(ClosedLoaderError, match="stopped while it started"):
+            pipeline.start()
+    assert list(pipeline) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["shmloader_loop", "shmloader_pipe_1", "shmloader_source_0"])
+def test_an_interruption_while_a_thread_starts_leaves_no_thread(name, monkeypatch):
+    builder = PipelineBuilder().add_source(range(3)).pipe(abs, concurrency=2).pipe(pass_on)
+    pipeline = builder.add_sink().build(num_threads=2)
+    start = threading.Thread.start
+
+    def start_and_raise(thread):
+        start(thread)
+        if thread.name == name:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_raise)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.start()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("shmloader_")]
+    assert sorted(pipeline) == [0, 1, 2]
+
+
+def _loop_of(pipeline):
+    [loop] = [
+        executor._thread.loop
+        for executor in pipeline._runtime._executors
+        if isinstance(executor, runtime.LoopExecutor)
+    ]
+    return loop
+
+
+def test_what_a_handler_raises_while_the_loop_is_told_to_end_ends_it_nevertheless(monkeypatch):
+    pipeline = chain(range(3), pass_on)
+    pipeline.start()
+    loop = _loop_of(pipeline)
+    call = loop.call_soon_threadsafe
+    calls = []
+
+    def call_and_raise(function):
+        calls.append(function)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return call(function)
+
+    def handler(*_):
+        raise RuntimeError("of the handler")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        monkeypatch.setattr(loop, "call_soon_threadsafe", call_and_raise)
+        with pytest.raises(RuntimeError, match="of the handler"):
+            pipeline.stop()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # The interruption may have used up the time that stop() waits.
+    wait_until(lambda: "shmloader_loop" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_a_stop_before_the_source_has_begun_is_told_as_any_other(monkeypatch):
+    pipeline = chain(range(3), abs)
+
+    class Stopped(runtime.Epoch):
+        def begin(self):
+            pipeline.stop()  # as another thread may
+            super().begin()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "Epoch", Stopped)
         with pytest.raises(ClosedLoaderError, match="stopped while it started"):
             pipeline.start()
     assert list(pipeline) == [0, 1, 2]
