@@ -17,14 +17,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.payload import PICKLE_ERRORS, Payload, receive_payload
+from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.host.meeting import Meeting
 from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import resolve_ranks
 from shmloader.shared.sharing import share
@@ -40,8 +39,10 @@ _BUILT, _FAILED = b"built", b"failed"
 # What a guest sends when it has received all.
 _RECEIVED = b"received"
 
-# Characters of an error's text: a message has to fit into the socket's buffer.
+# Characters of an error's text, which may be four bytes each, and the longest first message. It has
+# to fit into the socket's buffer, of about 212 KB.
 _ERROR_CHARACTERS = 20_000
+_ANSWER_BYTES = 128 * 1024
 
 # How long the host waits for a guest, which receives at once unless it is stopped or has gone, and
 # tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
@@ -112,9 +113,11 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
         try:
-            found: list[_T] = _receive(meeting)
+            answer = _receive(meeting)
         except (ConnectionError, TimeoutError) as error:
-            if is_interruption(error) or meeting.has_lost_host:
+            if is_interruption(error):
+                raise
+            if meeting.has_lost_host:
                 raise RuntimeError(
                     f"process {meeting.host_pid}, the rank that built the object for this host, "
                     "ended before it had shared it. Its own output says why; if it was killed, "
@@ -122,7 +125,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                 ) from error
             # Its build() was interrupted, or all ranks had come: this is one more.
         else:
-            return found[0]
+            found: _T = _open(answer, meeting.host_pid)
+            return found
         finally:
             meeting.close()
 
@@ -232,7 +236,7 @@ class _Server(BackgroundThread):
                     guest.send(_BUILT)
                     for data, descriptors in self._payload.messages():
                         _send(guest, data, descriptors)
-                if guest.recv(RECEIVE_BYTES) != _RECEIVED:
+                if guest.recv(_ANSWER_BYTES) != _RECEIVED:
                     return
             except OSError as error:
                 if is_interruption(error):
@@ -269,34 +273,38 @@ def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
 # The others ----------------------------------------------------------------------------------
 
 
-def _receive(meeting: Meeting) -> list[_T]:
-    """Wait for what the other rank builds.
+def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
+    """Wait for what the other rank builds, or for what it raised.
 
     Raises:
         ConnectionError, TimeoutError: If that rank has ended, or has closed the meeting.
-        Exception: What it raised.
     """
     _log.info("process %d builds an object for the ranks of this host", meeting.host_pid)
     channel = meeting.wait_for_host()
-    answer = channel.recv(RECEIVE_BYTES)
-    if answer.startswith(_FAILED):
-        _thank(channel)
-        RemoteError.loads(answer.removeprefix(_FAILED)).reraise(
-            f"Process {meeting.host_pid} built the object for all ranks of this host."
-        )
-    if answer != _BUILT:
+    data = channel.recv(_ANSWER_BYTES)
+    answer: RemoteError | ReceivedPayload
+    if data.startswith(_FAILED):
+        answer = RemoteError.loads(data.removeprefix(_FAILED))
+    elif data == _BUILT:
+        channel.settimeout(_REST_S)
+        answer = receive_payload(channel)
+    else:
         raise ConnectionResetError("the meeting was closed")
-    channel.settimeout(_REST_S)
-    payload = receive_payload(channel)
-    _thank(channel)
-    before = PROCESS.received
-    try:
-        found: list[_T] = payload.load()
-    finally:
-        PROCESS.received = before
-    return found
-
-
-def _thank(channel: socket.socket) -> None:
     with Suppressed(OSError):  # the host may have ended meanwhile, and is needed no more
         channel.send(_RECEIVED)
+    return answer
+
+
+def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
+    """Return the object that the other rank has built.
+
+    Raises:
+        Exception: What that rank raised, or what unpickling the object raises.
+    """
+    if isinstance(answer, RemoteError):
+        answer.reraise(f"Process {builder} built the object for all ranks of this host.")
+    before = PROCESS.received
+    try:
+        return answer.load()[0]
+    finally:
+        PROCESS.received = before

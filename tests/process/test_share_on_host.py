@@ -300,6 +300,53 @@ def test_an_exception_of_build_is_raised_in_all_ranks(run) -> None:
     assert len(told) == 2
 
 
+@pytest.mark.parametrize("kind", [ConnectionResetError, TimeoutError])
+def test_an_exception_of_build_is_not_taken_for_the_end_of_the_rank(run, kind) -> None:
+    built = FORK.Value("i", 0)
+
+    def fail() -> Any:
+        with built.get_lock():
+            built.value += 1
+        raise kind("while downloading")
+
+    results = run.results(lambda: share_on_host(fail), 3)
+    assert [type(one) for one in results] == [kind] * 3
+    assert built.value == 1
+
+
+def test_a_long_text_of_an_exception_arrives_in_any_script(run) -> None:
+    def fail() -> Any:
+        raise ValueError("\N{GRINNING FACE}" * 1_000_000)
+
+    assert [type(one) for one in run.results(lambda: share_on_host(fail), 2)] == [ValueError] * 2
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_an_interruption_of_the_wait_is_raised_as_it_is(run) -> None:
+    begun = FORK.Event()
+
+    def build() -> None:
+        begun.set()
+        signal.pause()
+
+    class Alarm:
+        def set(self) -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    def give_up(number: int, frame: Any) -> None:
+        raise TimeoutError("no more time")
+
+    builder = run.start(lambda: share_on_host(build), 1)
+    assert begun.wait(LONG_S)
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        with told_when_waiting(Alarm()), pytest.raises(TimeoutError, match="no more time"):
+            share_on_host(must_not_build)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        builder.process.kill()
+
+
 def test_too_little_memory_is_raised_in_all_ranks(run) -> None:
     def fail() -> Any:
         raise SharedMemoryError("not enough memory to share")
