@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -66,8 +67,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     The ranks find each other by a Unix socket named after the run: torchrun's run id and restart
     count, ``MASTER_ADDR`` and ``MASTER_PORT``, or Slurm's job and step, else the process that
     started them. No collective operation is needed, no port and no file, and ranks may come late
-    and in any order. Only processes of the same user are answered. Where there is one rank, this is
-    ``share(build())``.
+    and in any order. Only processes of the same user are answered. Where there is one rank, and
+    within ``build``, which runs in one rank, this is ``share(build())``.
 
     The memory has no name, and is freed with its last user. The rank that built it keeps it until
     all ranks of this host have it (``LOCAL_WORLD_SIZE``, else the world size), or until its process
@@ -102,7 +103,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             f"but got a {type(build).__name__}: share_on_host(lambda: dataset) or share(dataset)"
         )
     ranks = _local_ranks()
-    if ranks == 1:
+    if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:
         return share(build(), writable)
     if sys.platform != "linux":
         raise RuntimeError("share_on_host() with more than one rank needs Linux; use share()")
@@ -143,7 +144,7 @@ def _local_ranks() -> int:
 
 def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: bool) -> _T:
     try:
-        shared = share(build(), writable)
+        shared = share(_call(build), writable)
         payload = _pickled(shared)
     except Exception as error:
         if is_interruption(error):
@@ -157,6 +158,16 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
         raise
     _Server(meeting, guests, shared, payload).begin_serving()
     return shared
+
+
+def _call(build: Callable[[], _T]) -> _T:
+    """Call the function. What it shares on the host itself is not counted: the others do not."""
+    thread = threading.get_ident()
+    PROCESS.builds_on_host.add(thread)
+    try:
+        return build()
+    finally:
+        PROCESS.builds_on_host.discard(thread)
 
 
 def _pickled(shared: object) -> Payload:
@@ -206,13 +217,19 @@ class _Server(BackgroundThread):
         try:
             while self._left and (guest := self._meeting.next_guest(may_wait=False)) is not None:
                 self._answer(guest)
-            if self._left:
-                self.start()
-                return
         except BaseException:
             self._close()
             raise
-        self._close()
+        if not self._left:
+            self._close()
+            return
+        try:
+            self.start()
+        except Exception as error:
+            # An interruption comes while this waits for the thread, which runs and closes.
+            if not is_interruption(error):
+                self._close()
+            raise
 
     def work(self) -> None:
         """Answer ranks, on the thread."""

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, share_on_host
 from shmloader.host.meeting import Meeting
+from shmloader.host.sharing import _Server
 from shmloader.memory.bulk import address_of
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
@@ -192,6 +193,16 @@ def test_calls_are_told_apart_by_their_order(run) -> None:
         return [share_on_host(lambda name=name: [name] * 1000)[7] for name in ("train", "test")]
 
     assert run.results(both, 2) == [["train", "test"]] * 2
+
+
+def test_a_call_within_build_is_share_and_does_not_count(run) -> None:
+    def nested() -> list[str]:
+        return [*share_on_host(lambda: ["inner"] * 1000)[:1], "outer"]
+
+    def both() -> list[str]:
+        return [*share_on_host(nested), share_on_host(lambda: ["next"] * 1000)[7]]
+
+    assert run.results(both, 2) == [["inner", "outer", "next"]] * 2
 
 
 def test_a_restart_of_the_run_builds_anew_though_the_builder_before_lives(run) -> None:
@@ -413,6 +424,19 @@ def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
     second = run.start(wait, 1)
     assert type(first.result()) is KeyboardInterrupt
     assert second.result() == second.process.pid
+
+
+def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run, monkeypatch) -> None:
+    start = _Server.start
+
+    def start_interrupted(server: _Server) -> None:
+        start(server)
+        raise KeyboardInterrupt  # as in Thread.start(), which waits for the thread
+
+    monkeypatch.setattr(_Server, "start", start_interrupted)
+    builder = run.start(lambda: share_on_host(make), 0)
+    assert type(builder.result()) is KeyboardInterrupt
+    assert run.start(contents, 1).result()[0] == builder.process.pid
 
 
 def test_a_child_of_the_rank_that_built_does_not_keep_the_name(run) -> None:
