@@ -90,7 +90,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         SharedMemoryError: If there is not enough memory.
         RuntimeError: If the process that builds ends before it has shared the object; or without
             Linux, if there is more than one rank.
-        PermissionError: If another user holds the name of the run.
+        PermissionError: If another user holds the name of the run, or cannot be told from this one.
 
     Note:
         Several calls are told apart by their number, so all ranks must make the same calls in the
