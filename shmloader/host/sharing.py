@@ -45,9 +45,12 @@ _RECEIVED = b"received"
 _ERROR_CHARACTERS = 20_000
 _ANSWER_BYTES = 128 * 1024
 
-# How long the host waits for a guest, which receives at once unless it is stopped or has gone, and
-# tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
-_ANSWER_S = 10.0
+# How long the host waits for a guest, while others wait for their turn. A guest receives at once
+# unless it is stopped or has gone; one that goes on later finds in its socket what was sent.
+_ANSWER_S = 1.0
+
+# How long the host tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
+_SEND_S = 10.0
 _RETRY_S = 0.001
 
 # How long a guest waits for the rest of a payload.
@@ -275,7 +278,7 @@ def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
     Raises:
         OSError: If the guest has gone, or the kernel takes the descriptors no more.
     """
-    deadline = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + _SEND_S
     while True:
         try:
             socket.send_fds(guest, [data], descriptors)

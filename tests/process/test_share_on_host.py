@@ -7,6 +7,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -27,7 +28,7 @@ from shmloader.host.sharing import _Server
 from shmloader.memory.bulk import address_of
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
-from tests.process.support import descriptor_count, wait_until
+from tests.process.support import TOLD_S, descriptor_count, wait_until
 
 FORK = multiprocessing.get_context("fork")
 LONG_S = 60
@@ -405,6 +406,49 @@ def test_the_others_are_told_if_the_rank_that_builds_is_killed(run, has_child) -
             os.kill(child.value, signal.SIGKILL)
     assert type(error) is RuntimeError
     assert f"process {builder.process.pid}, the rank that built" in str(error)
+
+
+def test_a_stopped_rank_holds_up_the_others_for_a_moment_and_gets_it_later(run) -> None:
+    begun, waiting, is_stopped = FORK.Event(), FORK.Event(), FORK.Event()
+
+    def build() -> dict[str, Any]:
+        begun.set()
+        assert is_stopped.wait(LONG_S)
+        return make()
+
+    builder = run.start(lambda: share_on_host(build)["builder"], 0, 3)
+    assert begun.wait(LONG_S)
+
+    def wait() -> Any:
+        with told_when_waiting(waiting):
+            return contents()
+
+    stopped = run.start(wait, 1, 3)
+    assert waiting.wait(LONG_S)
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    is_stopped.set()
+    try:
+        found = builder.result()
+        other = run.start(contents, 2, 3).result()
+        assert time.monotonic() - start < TOLD_S
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+    assert stopped.result() == other
+    assert other[0] == found == builder.process.pid
+
+
+def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
+    def receive() -> Any:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor_count() + 20, limit))
+        return share_on_host(must_not_build)
+
+    many = [shmloader.share(np.full(8, n)) for n in range(100)]
+    run.start(lambda: len(share_on_host(lambda: many)), 0).result()
+    error = run.start(receive, 1).result()
+    assert isinstance(error, OSError)
+    assert f"process {run.started[1].process.pid} has too few file descriptors" in str(error)
 
 
 def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
