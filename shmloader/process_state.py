@@ -12,6 +12,7 @@ Everything else has an owner. (``shmloader.faults`` is separate, since it exists
 ``meetings``            where the ranks of this host meet, of which this one is the host: a child
                         closes them, too
 ``calls_on_host``       the number of calls of ``share_on_host()``, by which ranks tell them apart
+``builds_on_host``      the threads that run a function for ``share_on_host()``
 ``received``            in a worker, the descriptors that came with its payload
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
@@ -70,6 +71,7 @@ class ProcessState:
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.meetings: set[Any] = set()
         self.calls_on_host = 0
+        self.builds_on_host: set[int] = set()
         self.received: list[int] = []
         self.locked_for_good: list[Any] = []
         self.installation: Any = None

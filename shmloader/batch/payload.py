@@ -301,12 +301,12 @@ def receive_payload(channel: socket.socket) -> "ReceivedPayload":
         if data != _MORE:
             break
     if is_short:
-        # The worker lives on, to report this.
+        # The process lives on, to report this.
         for descriptor in descriptors:
             os.close(descriptor)
         raise OSError(
             errno.EMFILE,
-            "a DataLoader worker has too few file descriptors for what the dataset shares; "
+            f"process {os.getpid()} has too few file descriptors for what the dataset shares; "
             "raise `ulimit -n`",
         )
     return ReceivedPayload(data, descriptors)

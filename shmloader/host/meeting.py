@@ -6,7 +6,9 @@ it. The name exists once for each network namespace, so containers with networks
 meet.
 
 A name can be bound, and connected to, by any user. So each side asks the kernel who the other is
-(``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything.
+(``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything. In a user namespace
+the kernel shows all users that have no number there as one (user_namespaces(7)), and a process of
+that number meets nobody.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from shmloader.interruptions import is_interruption
 from shmloader.process_state import PROCESS
@@ -35,6 +38,12 @@ _RUN_VARIABLES = (
 
 # struct ucred of <sys/socket.h>: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
+
+# The user that stands for all those who have no number, if /proc does not say another one.
+_OVERFLOW_USER = 65534
+
+# /proc/self/uid_map where each user has a number: the namespace in which the machine started.
+_ALL_USERS = ["0", "0", "4294967295"]
 
 # Between the host's bind and listen the kernel refuses guests. They try again after this time.
 _RETRY_S = 0.01
@@ -65,10 +74,16 @@ class Meeting:
 
     Raises:
         OSError: If this system has no such sockets, or no descriptor is left.
-        PermissionError: If the name is another user's.
+        PermissionError: If the name is another user's, or others look like this user.
     """
 
     def __init__(self, topic: str) -> None:
+        if _others_look_like(os.geteuid()):
+            raise PermissionError(
+                f"user {os.geteuid()} stands for all users who have no number in this user "
+                "namespace, so ranks cannot be told from processes of other users; run as another "
+                "user of the namespace (`unshare --map-root-user`), or use share()"
+            )
         digest = hashlib.sha256(f"{name_of_run()}\n{topic}".encode()).hexdigest()[:32]
         self._name = f"\0shmloader-{os.geteuid()}-{digest}"
         self.host_pid = os.getpid()
@@ -189,6 +204,18 @@ def _readable(*descriptors: int | None, timeout_ms: int | None = None) -> set[in
         if descriptor is not None:
             poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(timeout_ms)}
+
+
+def _others_look_like(user: int) -> bool:
+    """Whether the kernel shows other users as this one."""
+    try:
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        numbered = Path("/proc/self/uid_map").read_text().split()
+    except OSError as error:
+        if is_interruption(error):
+            raise
+        return user == _OVERFLOW_USER
+    return user == overflow and numbered != _ALL_USERS
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:

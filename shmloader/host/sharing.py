@@ -15,16 +15,16 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.payload import PICKLE_ERRORS, Payload, receive_payload
+from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.host.meeting import Meeting
 from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import resolve_ranks
 from shmloader.shared.sharing import share
@@ -40,12 +40,17 @@ _BUILT, _FAILED = b"built", b"failed"
 # What a guest sends when it has received all.
 _RECEIVED = b"received"
 
-# Characters of an error's text: a message has to fit into the socket's buffer.
+# Characters of an error's text, which may be four bytes each, and the longest first message. It has
+# to fit into the socket's buffer, of about 212 KB.
 _ERROR_CHARACTERS = 20_000
+_ANSWER_BYTES = 128 * 1024
 
-# How long the host waits for a guest, which receives at once unless it is stopped or has gone, and
-# tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
-_ANSWER_S = 10.0
+# How long the host waits for a guest, while others wait for their turn. A guest receives at once
+# unless it is stopped or has gone; one that goes on later finds in its socket what was sent.
+_ANSWER_S = 1.0
+
+# How long the host tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
+_SEND_S = 10.0
 _RETRY_S = 0.001
 
 # How long a guest waits for the rest of a payload.
@@ -65,8 +70,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     The ranks find each other by a Unix socket named after the run: torchrun's run id and restart
     count, ``MASTER_ADDR`` and ``MASTER_PORT``, or Slurm's job and step, else the process that
     started them. No collective operation is needed, no port and no file, and ranks may come late
-    and in any order. Only processes of the same user are answered. Where there is one rank, this is
-    ``share(build())``.
+    and in any order. Only processes of the same user are answered. Where there is one rank, and
+    within ``build``, which runs in one rank, this is ``share(build())``.
 
     The memory has no name, and is freed with its last user. The rank that built it keeps it until
     all ranks of this host have it (``LOCAL_WORLD_SIZE``, else the world size), or until its process
@@ -88,7 +93,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         SharedMemoryError: If there is not enough memory.
         RuntimeError: If the process that builds ends before it has shared the object; or without
             Linux, if there is more than one rank.
-        PermissionError: If another user holds the name of the run.
+        PermissionError: If another user holds the name of the run, or cannot be told from this one.
 
     Note:
         Several calls are told apart by their number, so all ranks must make the same calls in the
@@ -101,7 +106,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             f"but got a {type(build).__name__}: share_on_host(lambda: dataset) or share(dataset)"
         )
     ranks = _local_ranks()
-    if ranks == 1:
+    if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:
         return share(build(), writable)
     if sys.platform != "linux":
         raise RuntimeError("share_on_host() with more than one rank needs Linux; use share()")
@@ -112,9 +117,11 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
         try:
-            found: list[_T] = _receive(meeting)
+            answer = _receive(meeting)
         except (ConnectionError, TimeoutError) as error:
-            if is_interruption(error) or meeting.has_lost_host:
+            if is_interruption(error):
+                raise
+            if meeting.has_lost_host:
                 raise RuntimeError(
                     f"process {meeting.host_pid}, the rank that built the object for this host, "
                     "ended before it had shared it. Its own output says why; if it was killed, "
@@ -122,7 +129,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                 ) from error
             # Its build() was interrupted, or all ranks had come: this is one more.
         else:
-            return found[0]
+            found: _T = _open(answer, meeting.host_pid)
+            return found
         finally:
             meeting.close()
 
@@ -139,7 +147,7 @@ def _local_ranks() -> int:
 
 def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: bool) -> _T:
     try:
-        shared = share(build(), writable)
+        shared = share(_call(build), writable)
         payload = _pickled(shared)
     except Exception as error:
         if is_interruption(error):
@@ -153,6 +161,16 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
         raise
     _Server(meeting, guests, shared, payload).begin_serving()
     return shared
+
+
+def _call(build: Callable[[], _T]) -> _T:
+    """Call the function. What it shares on the host itself is not counted: the others do not."""
+    thread = threading.get_ident()
+    PROCESS.builds_on_host.add(thread)
+    try:
+        return build()
+    finally:
+        PROCESS.builds_on_host.discard(thread)
 
 
 def _pickled(shared: object) -> Payload:
@@ -202,13 +220,19 @@ class _Server(BackgroundThread):
         try:
             while self._left and (guest := self._meeting.next_guest(may_wait=False)) is not None:
                 self._answer(guest)
-            if self._left:
-                self.start()
-                return
         except BaseException:
             self._close()
             raise
-        self._close()
+        if not self._left:
+            self._close()
+            return
+        try:
+            self.start()
+        except Exception as error:
+            # An interruption comes while this waits for the thread, which runs and closes.
+            if not is_interruption(error):
+                self._close()
+            raise
 
     def work(self) -> None:
         """Answer ranks, on the thread."""
@@ -232,7 +256,7 @@ class _Server(BackgroundThread):
                     guest.send(_BUILT)
                     for data, descriptors in self._payload.messages():
                         _send(guest, data, descriptors)
-                if guest.recv(RECEIVE_BYTES) != _RECEIVED:
+                if guest.recv(_ANSWER_BYTES) != _RECEIVED:
                     return
             except OSError as error:
                 if is_interruption(error):
@@ -254,7 +278,7 @@ def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
     Raises:
         OSError: If the guest has gone, or the kernel takes the descriptors no more.
     """
-    deadline = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + _SEND_S
     while True:
         try:
             socket.send_fds(guest, [data], descriptors)
@@ -269,34 +293,38 @@ def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
 # The others ----------------------------------------------------------------------------------
 
 
-def _receive(meeting: Meeting) -> list[_T]:
-    """Wait for what the other rank builds.
+def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
+    """Wait for what the other rank builds, or for what it raised.
 
     Raises:
         ConnectionError, TimeoutError: If that rank has ended, or has closed the meeting.
-        Exception: What it raised.
     """
     _log.info("process %d builds an object for the ranks of this host", meeting.host_pid)
     channel = meeting.wait_for_host()
-    answer = channel.recv(RECEIVE_BYTES)
-    if answer.startswith(_FAILED):
-        _thank(channel)
-        RemoteError.loads(answer.removeprefix(_FAILED)).reraise(
-            f"Process {meeting.host_pid} built the object for all ranks of this host."
-        )
-    if answer != _BUILT:
+    data = channel.recv(_ANSWER_BYTES)
+    answer: RemoteError | ReceivedPayload
+    if data.startswith(_FAILED):
+        answer = RemoteError.loads(data.removeprefix(_FAILED))
+    elif data == _BUILT:
+        channel.settimeout(_REST_S)
+        answer = receive_payload(channel)
+    else:
         raise ConnectionResetError("the meeting was closed")
-    channel.settimeout(_REST_S)
-    payload = receive_payload(channel)
-    _thank(channel)
-    before = PROCESS.received
-    try:
-        found: list[_T] = payload.load()
-    finally:
-        PROCESS.received = before
-    return found
-
-
-def _thank(channel: socket.socket) -> None:
     with Suppressed(OSError):  # the host may have ended meanwhile, and is needed no more
         channel.send(_RECEIVED)
+    return answer
+
+
+def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
+    """Return the object that the other rank has built.
+
+    Raises:
+        Exception: What that rank raised, or what unpickling the object raises.
+    """
+    if isinstance(answer, RemoteError):
+        answer.reraise(f"Process {builder} built the object for all ranks of this host.")
+    before = PROCESS.received
+    try:
+        return answer.load()[0]
+    finally:
+        PROCESS.received = before

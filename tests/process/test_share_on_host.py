@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -22,10 +24,11 @@ from torch.utils.data import Dataset
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, share_on_host
 from shmloader.host.meeting import Meeting
+from shmloader.host.sharing import _Server
 from shmloader.memory.bulk import address_of
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
-from tests.process.support import descriptor_count, wait_until
+from tests.process.support import TOLD_S, descriptor_count, wait_until
 
 FORK = multiprocessing.get_context("fork")
 LONG_S = 60
@@ -194,6 +197,16 @@ def test_calls_are_told_apart_by_their_order(run) -> None:
     assert run.results(both, 2) == [["train", "test"]] * 2
 
 
+def test_a_call_within_build_is_share_and_does_not_count(run) -> None:
+    def nested() -> list[str]:
+        return [*share_on_host(lambda: ["inner"] * 1000)[:1], "outer"]
+
+    def both() -> list[str]:
+        return [*share_on_host(nested), share_on_host(lambda: ["next"] * 1000)[7]]
+
+    assert run.results(both, 2) == [["inner", "outer", "next"]] * 2
+
+
 def test_a_restart_of_the_run_builds_anew_though_the_builder_before_lives(run) -> None:
     before = run.start(contents, 0, 3).result()
     after = [run.start(contents, rank, 3, restarts=1).result() for rank in range(2)]
@@ -300,6 +313,53 @@ def test_an_exception_of_build_is_raised_in_all_ranks(run) -> None:
     assert len(told) == 2
 
 
+@pytest.mark.parametrize("kind", [ConnectionResetError, TimeoutError])
+def test_an_exception_of_build_is_not_taken_for_the_end_of_the_rank(run, kind) -> None:
+    built = FORK.Value("i", 0)
+
+    def fail() -> Any:
+        with built.get_lock():
+            built.value += 1
+        raise kind("while downloading")
+
+    results = run.results(lambda: share_on_host(fail), 3)
+    assert [type(one) for one in results] == [kind] * 3
+    assert built.value == 1
+
+
+def test_a_long_text_of_an_exception_arrives_in_any_script(run) -> None:
+    def fail() -> Any:
+        raise ValueError("\N{GRINNING FACE}" * 1_000_000)
+
+    assert [type(one) for one in run.results(lambda: share_on_host(fail), 2)] == [ValueError] * 2
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_an_interruption_of_the_wait_is_raised_as_it_is(run) -> None:
+    begun = FORK.Event()
+
+    def build() -> None:
+        begun.set()
+        signal.pause()
+
+    class Alarm:
+        def set(self) -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    def give_up(number: int, frame: Any) -> None:
+        raise TimeoutError("no more time")
+
+    builder = run.start(lambda: share_on_host(build), 1)
+    assert begun.wait(LONG_S)
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        with told_when_waiting(Alarm()), pytest.raises(TimeoutError, match="no more time"):
+            share_on_host(must_not_build)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        builder.process.kill()
+
+
 def test_too_little_memory_is_raised_in_all_ranks(run) -> None:
     def fail() -> Any:
         raise SharedMemoryError("not enough memory to share")
@@ -348,6 +408,49 @@ def test_the_others_are_told_if_the_rank_that_builds_is_killed(run, has_child) -
     assert f"process {builder.process.pid}, the rank that built" in str(error)
 
 
+def test_a_stopped_rank_holds_up_the_others_for_a_moment_and_gets_it_later(run) -> None:
+    begun, waiting, is_stopped = FORK.Event(), FORK.Event(), FORK.Event()
+
+    def build() -> dict[str, Any]:
+        begun.set()
+        assert is_stopped.wait(LONG_S)
+        return make()
+
+    builder = run.start(lambda: share_on_host(build)["builder"], 0, 3)
+    assert begun.wait(LONG_S)
+
+    def wait() -> Any:
+        with told_when_waiting(waiting):
+            return contents()
+
+    stopped = run.start(wait, 1, 3)
+    assert waiting.wait(LONG_S)
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    is_stopped.set()
+    try:
+        found = builder.result()
+        other = run.start(contents, 2, 3).result()
+        assert time.monotonic() - start < TOLD_S
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+    assert stopped.result() == other
+    assert other[0] == found == builder.process.pid
+
+
+def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
+    def receive() -> Any:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor_count() + 20, limit))
+        return share_on_host(must_not_build)
+
+    many = [shmloader.share(np.full(8, n)) for n in range(100)]
+    run.start(lambda: len(share_on_host(lambda: many)), 0).result()
+    error = run.start(receive, 1).result()
+    assert isinstance(error, OSError)
+    assert f"process {run.started[1].process.pid} has too few file descriptors" in str(error)
+
+
 def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
     begun, waiting = FORK.Event(), FORK.Event()
 
@@ -366,6 +469,19 @@ def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
     second = run.start(wait, 1)
     assert type(first.result()) is KeyboardInterrupt
     assert second.result() == second.process.pid
+
+
+def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run, monkeypatch) -> None:
+    start = _Server.start
+
+    def start_interrupted(server: _Server) -> None:
+        start(server)
+        raise KeyboardInterrupt  # as in Thread.start(), which waits for the thread
+
+    monkeypatch.setattr(_Server, "start", start_interrupted)
+    builder = run.start(lambda: share_on_host(make), 0)
+    assert type(builder.result()) is KeyboardInterrupt
+    assert run.start(contents, 1).result()[0] == builder.process.pid
 
 
 def test_a_child_of_the_rank_that_built_does_not_keep_the_name(run) -> None:
@@ -435,6 +551,20 @@ def as_nobody(function: Callable[[], Any]) -> Any:
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def test_a_user_who_looks_like_others_is_refused(run) -> None:
+    def in_namespace() -> Any:
+        # Without numbers for users, this one and all others are shown as "nobody".
+        if ctypes.CDLL(None).unshare(0x10000000):  # CLONE_NEWUSER, <linux/sched.h>
+            return None
+        return share_on_host(make)
+
+    error = run.start(in_namespace).result()
+    if error is None:
+        pytest.skip("no user namespaces here")
+    assert type(error) is PermissionError
+    assert "stands for all users who have no number in this user namespace" in str(error)
 
 
 @needs_root
