@@ -444,8 +444,10 @@ def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor_count() + 20, limit))
         return share_on_host(must_not_build)
 
-    many = [shmloader.share(np.full(8, n)) for n in range(100)]
-    run.start(lambda: len(share_on_host(lambda: many)), 0).result()
+    def build() -> list[Any]:
+        return [shmloader.share(np.full(8, number)) for number in range(100)]
+
+    assert run.start(lambda: len(share_on_host(build)), 0).result() == 100
     error = run.start(receive, 1).result()
     assert isinstance(error, OSError)
     assert f"process {run.started[1].process.pid} has too few file descriptors" in str(error)
