@@ -13,7 +13,9 @@ Everything else has an owner. (``shmloader.faults`` is separate, since it exists
                         closes them, too
 ``calls_on_host``       the number of calls of ``share_on_host()``, by which ranks tell them apart
 ``builds_on_host``      the threads that run a function for ``share_on_host()``
-``received``            in a worker, the descriptors that came with its payload
+``received``            in a worker, the descriptors that came with its payload; in a rank, while it
+                        opens what another rank has built, those that came with that
+``opening``             held while a rank does so
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
@@ -73,6 +75,7 @@ class ProcessState:
         self.calls_on_host = 0
         self.builds_on_host: set[int] = set()
         self.received: list[int] = []
+        self.opening = threading.RLock()
         self.locked_for_good: list[Any] = []
         self.installation: Any = None
 
@@ -83,6 +86,7 @@ class ProcessState:
 
     def leave_meetings(self) -> None:
         """Close the meetings in a forked child, which must not keep their names bound."""
+        self.opening = threading.RLock()
         for meeting in list(self.meetings):
             meeting.close()
 

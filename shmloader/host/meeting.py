@@ -84,7 +84,7 @@ class Meeting:
                 "namespace, so ranks cannot be told from processes of other users; run as another "
                 "user of the namespace (`unshare --map-root-user`), or use share()"
             )
-        digest = hashlib.sha256(f"{name_of_run()}\n{topic}".encode()).hexdigest()[:32]
+        digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}")).hexdigest()[:32]
         self._name = f"\0shmloader-{os.geteuid()}-{digest}"
         self.host_pid = os.getpid()
         while True:

@@ -323,8 +323,9 @@ def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
     """
     if isinstance(answer, RemoteError):
         answer.reraise(f"Process {builder} built the object for all ranks of this host.")
-    before = PROCESS.received
-    try:
-        return answer.load()[0]
-    finally:
-        PROCESS.received = before
+    with PROCESS.opening:
+        before = PROCESS.received
+        try:
+            return answer.load()[0]
+        finally:
+            PROCESS.received = before

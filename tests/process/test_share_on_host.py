@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -292,6 +292,60 @@ def test_without_ranks_it_is_share() -> None:
     found = share_on_host(make)
     assert find_segment(*address_of(found["array"])) is not None
     assert PROCESS.meetings == set()
+
+
+class Hook:
+    """Calls a function where it is unpickled."""
+
+    functions: ClassVar[dict[str, Callable[[], None]]] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return Hook.functions[self.name], ()
+
+
+def called_in_first() -> None:
+    SECOND.start()
+    second_begins.wait(0.5)  # it must not, before the first has been opened
+
+
+def called_in_second() -> None:
+    second_begins.set()
+    first_ends.wait(LONG_S)
+
+
+Hook.functions = {"first": called_in_first, "second": called_in_second}
+second_begins, first_ends = threading.Event(), threading.Event()
+SECOND = threading.Thread()
+
+
+def test_two_threads_of_a_rank_open_one_after_the_other(run) -> None:
+    def build(name: str) -> list[Any]:
+        return [Hook(name), np.full(1000, 1 if name == "first" else 2)]
+
+    def build_both() -> int:
+        return len([share_on_host(lambda name=name: build(name)) for name in Hook.functions])
+
+    def open_both() -> list[int]:
+        global SECOND  # noqa: PLW0603 - of this forked process
+        sums = []
+        SECOND = threading.Thread(
+            target=lambda: sums.append(int(share_on_host(must_not_build)[1].sum()))
+        )
+        first = share_on_host(must_not_build)
+        first_ends.set()
+        SECOND.join(LONG_S)
+        return [int(first[1].sum()), *sums]
+
+    assert run.start(build_both, 0).result() == 2
+    assert run.start(open_both, 1).result() == [1000, 2000]
+
+
+def test_variables_of_the_run_may_be_any_bytes(run, monkeypatch) -> None:
+    monkeypatch.setattr(run, "run_id", "\udcff" + run.run_id)  # as os.environ has a byte of 255
+    assert len(set(run.results(contents, 2))) == 1
 
 
 # Mistakes and faults -----------------------------------------------------------------------
