@@ -2,7 +2,10 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
+
+from shmloader.interruptions import is_interruption
 
 
 class CoreTime(NamedTuple):
@@ -67,8 +70,9 @@ def core_time_of(native_id: int) -> CoreTime | None:
 
 def _read(thread: str) -> CoreTime | None:
     try:
-        with open(f"/proc/{thread}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123 - 5 µs
-            cpu_ns, stalled_ns, _ = file.read(64).split()
+        cpu_ns, stalled_ns, _ = Path(f"/proc/{thread}/schedstat").read_bytes().split()
         return CoreTime(int(cpu_ns), int(stalled_ns))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if is_interruption(error):
+            raise
         return None

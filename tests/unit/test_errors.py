@@ -42,7 +42,7 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
 OURS = {
     *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence"),
     *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
-    *("sample_rng", "share", "CachedBatches", "LoaderStats", "PipelineStats"),
+    *("sample_rng", "share", "share_on_host", "CachedBatches", "LoaderStats", "PipelineStats"),
     *("install", "installed", "uninstall", "InstallReport"),
     *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
     "SampleTimeoutError",
