@@ -8,7 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def in_turn(names: Sequence[_T], round_: int) -> tuple[_T, ...]:
+    """What a round runs, in order: each round begins with another, so none always follows one."""
+    turn = round_ % len(names)
+    return (*names[turn:], *names[:turn])
 
 
 def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any] | str:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from _fresh import run_anew
+from _fresh import in_turn, run_anew
 from _machine import describe_machine
 from _measure import run_processes
 from _spread import with_spread
@@ -173,8 +173,7 @@ def _compare(options: argparse.Namespace) -> int:
     figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     common = [f"--samples={options.samples}", f"--workers={options.workers}"]
     for round_ in range(options.rounds):
-        turn = round_ % len(kinds)
-        for kind in (*kinds[turn:], *kinds[:turn]):
+        for kind in in_turn(kinds, round_):
             epochs = 1 if kind.startswith("torch") else options.epochs
             found: Any = run_anew(
                 __file__, [f"--run={kind}", f"--epochs={epochs}", *common], _RUN_LIMIT_S

@@ -18,12 +18,13 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 import uuid
 from functools import partial
 from typing import Any, NamedTuple
 
-from _fresh import run_anew
+from _fresh import in_turn, run_anew
 from _machine import describe_machine
 from _usage import pss_bytes
 from memory import Texts, make_texts
@@ -137,8 +138,7 @@ def main() -> int:
     kinds = ("plain", "share_on_host") if options.smallest else KINDS
     figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for round_ in range(options.rounds):
-        turn = round_ % len(kinds)
-        for kind in (*kinds[turn:], *kinds[:turn]):
+        for kind in in_turn(kinds, round_):
             arguments = [
                 f"--run={kind}",
                 f"--ranks={options.ranks}",
@@ -149,6 +149,8 @@ def main() -> int:
             empty = run_anew(__file__, [*arguments, f"--texts={few}"], _RUN_LIMIT_S)
             found = run_anew(__file__, [*arguments, f"--texts={options.texts}"], _RUN_LIMIT_S)
             figures[kind].append({**found, "of_data": found["nbytes"] - empty["nbytes"]})
+            print(f"round {round_ + 1} {kind}: {found['nbytes'] / 1e6:,.0f} MB, "
+                  f"{found['elapsed_s']:.1f} s", file=sys.stderr)  # fmt: skip
     once = _list_bytes(options.texts)
     print(f"the texts in one list: {once / 1e6:,.0f} MB\n")
     print("| loader | total PSS, MB | of data, MB | to the list | start and two epochs, s |")

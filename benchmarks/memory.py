@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from _fresh import run_anew
+from _fresh import in_turn, run_anew
 from _machine import describe_machine
 from _usage import pss_bytes
 
@@ -180,8 +180,7 @@ def main() -> int:
     kinds = ["plain, fork", "share, fork"] if options.smallest else KINDS
     figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for round_ in range(options.rounds):
-        turn = round_ % len(kinds)
-        for kind in (*kinds[turn:], *kinds[:turn]):
+        for kind in in_turn(kinds, round_):
             arguments = [f"--run={kind}", f"--workers={options.workers}"]
             empty: Any = run_anew(
                 __file__, [*arguments, f"--texts={_FEW}", "--epochs=1"], _RUN_LIMIT_S

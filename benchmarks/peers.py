@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from _fresh import try_anew
+from _fresh import in_turn, try_anew
 from _machine import describe_machine, find_commit
 from _peers import PEERS
 from _record import Record, Run
@@ -79,8 +79,7 @@ def cells(
     for round_ in range(rounds):
         for case in cases:
             names = [name for name in names_of(case) if name in (*chosen, BARE)]
-            turn = round_ % len(names)
-            for name in (*names[turn:], *names[:turn]):
+            for name in in_turn(names, round_):
                 yield round_, case, name
 
 

@@ -28,7 +28,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from _fresh import run_anew
+from _fresh import in_turn, run_anew
 from _machine import describe_machine
 from _peers import map_leaves
 from _spread import with_spread
@@ -123,9 +123,8 @@ def _compare(options: argparse.Namespace, works: Sequence[Workload]) -> None:
     began = time.monotonic()
     done = 0
     for round_ in range(options.rounds):
-        turn = round_ % len(KINDS)
         for work in works:
-            for kind in (*KINDS[turn:], *KINDS[:turn]):
+            for kind in in_turn(KINDS, round_):
                 figures = _measure(
                     [
                         f"--run={kind}",

@@ -20,7 +20,7 @@ import time
 import timeit
 from collections.abc import Callable
 
-from _fresh import run_anew
+from _fresh import in_turn, run_anew
 from _machine import describe_machine
 from _spread import with_spread
 from _workloads import Nothing
@@ -97,8 +97,7 @@ def main() -> None:
     figures: dict[str, list[float]] = {"alone": [], "on": [], "off": []}
     for round_ in range(options.rounds):
         kinds = list(figures)
-        turn = round_ % len(kinds)
-        for kind in (*kinds[turn:], *kinds[:turn]):
+        for kind in in_turn(kinds, round_):
             arguments = [f"--run={kind}", f"--batches={options.batches}"]
             figures[kind] += run_anew(__file__, arguments, _RUN_LIMIT_S).values()
             print(f"round {round_ + 1} {kind}: {figures[kind][-1]:.2f} µs", file=sys.stderr)

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from _fresh import try_anew
+from _fresh import in_turn, try_anew
 from _machine import describe_machine
 from _spread import with_spread
 
@@ -202,9 +202,8 @@ def compare(options: argparse.Namespace) -> int:
     runs: dict[tuple[int, str], list[Figures]] = {}
     errors = []
     for round_ in range(options.rounds):
-        turn = round_ % len(LOADERS)
         for workers in options.worker_counts:
-            for name in (*LOADERS[turn:], *LOADERS[:turn]):
+            for name in in_turn(LOADERS, round_):
                 figures = measure(name, workers, options)
                 if isinstance(figures, str):
                     errors.append(f"ERROR {workers} workers, {name}: {figures}")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from _fresh import try_anew
+from _fresh import in_turn, try_anew
 from _machine import describe_machine
 from _measure import LOADERS, Figures
 from _spread import with_spread_if_any
@@ -99,10 +99,8 @@ def measure_all(options: argparse.Namespace) -> list[Run]:
     start = time.monotonic()
     total = options.rounds * len(options.workloads) * len(options.loaders)
     for round_ in range(options.rounds):
-        # Another loader begins each round, so that none always follows the same one.
-        turn = round_ % len(options.loaders)
         for workload in options.workloads:
-            for loader in (*options.loaders[turn:], *options.loaders[:turn]):
+            for loader in in_turn(options.loaders, round_):
                 run = measure(options, round_, workload, loader)
                 runs.append(run)
                 result = run.error

@@ -85,7 +85,10 @@ class ProcessState:
             pipe.close_write()
 
     def leave_meetings(self) -> None:
-        """Close the meetings in a forked child, which must not keep their names bound."""
+        """Close the meetings in a forked child, which must not keep their names bound.
+
+        The lock may be held by a thread that the child does not have.
+        """
         self.opening = threading.RLock()
         for meeting in list(self.meetings):
             meeting.close()

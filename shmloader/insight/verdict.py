@@ -33,8 +33,8 @@ HELD_UP_SHARE = 0.5
 #: larger part than this of the time that they would need.
 AHEAD_SHARE = 0.5
 #: Workers that wait for a core for a larger share of their busy time than this compete for cores.
-STALLED_SHARE = 0.3
 #: So does a consumer that waits for one for a larger share of the time in which it wants one.
+STALLED_SHARE = 0.3
 #: Workers wait for something else if they compute, or want a core, for less than the first share of
 #: their busy time, and compute if they do so for more than the second.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6

@@ -34,6 +34,17 @@ FORK = multiprocessing.get_context("fork")
 LONG_S = 60
 
 
+def variables(run_id: str, rank: int, ranks: int, restarts: int = 0) -> dict[str, str]:
+    """The environment that torchrun gives a rank."""
+    return {
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+
+
 class Rank:
     """A forked process that is a rank of a run, and runs a function."""
 
@@ -42,13 +53,7 @@ class Rank:
     ) -> None:
         self._ours, theirs = FORK.Pipe()
         self._function = function
-        self._environment = {
-            "TORCHELASTIC_RUN_ID": run,
-            "TORCHELASTIC_RESTART_COUNT": str(restarts),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
+        self._environment = variables(run, rank, ranks, restarts)
         self.process = FORK.Process(target=self._main, args=(theirs,))
         self.process.start()
         theirs.close()
@@ -104,13 +109,7 @@ def run() -> Iterator[Run]:
 @pytest.fixture
 def as_rank(run, monkeypatch) -> None:
     """This process is a rank of the run."""
-    for name, value in (
-        ("TORCHELASTIC_RUN_ID", run.run_id),
-        ("TORCHELASTIC_RESTART_COUNT", "0"),
-        ("RANK", "0"),
-        ("WORLD_SIZE", "2"),
-        ("LOCAL_WORLD_SIZE", "2"),
-    ):
+    for name, value in variables(run.run_id, 0, 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(PROCESS, "calls_on_host", 0)
 
@@ -586,13 +585,17 @@ def test_a_default_timeout_of_sockets_means_nothing(run) -> None:
 # Another user ------------------------------------------------------------------------------
 
 
+def become_nobody() -> None:
+    os.setgroups([])
+    os.setresuid(65534, 65534, 65534)
+
+
 def as_nobody(function: Callable[[], Any]) -> Any:
     """Run a function in a forked process of another user."""
     ours, theirs = FORK.Pipe()
 
     def main() -> None:
-        os.setgroups([])
-        os.setresuid(65534, 65534, 65534)
+        become_nobody()
         theirs.send(function())
 
     process = FORK.Process(target=main)
@@ -652,8 +655,7 @@ def test_what_another_user_offers_is_refused(run, monkeypatch) -> None:
     user = os.geteuid()
 
     def offer() -> None:
-        os.setgroups([])
-        os.setresuid(65534, 65534, 65534)
+        become_nobody()
         monkeypatch.setattr(os, "geteuid", lambda: user)  # takes the name of the user's run
         theirs.send(Meeting("share_on_host 0").is_host)
         ends.wait(LONG_S)
