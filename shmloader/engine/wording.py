@@ -206,7 +206,11 @@ def _user_frames(at_work: AtWork) -> list[str]:
 
 
 # The modules from which a worker calls the user's code.
-_CALLERS = ("/shmloader/pools/child.py", "/shmloader/pools/thread_task.py", "/shmloader/batch/")
+_CALLERS = (
+    "/shmloader/pools/task_server.py",
+    "/shmloader/pools/thread_task.py",
+    "/shmloader/batch/",
+)
 
 
 def _is_not_ours(frame: str) -> bool:

@@ -40,6 +40,7 @@ from shmloader.pools.main_guard import name_of, refuse_during_import
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from shmloader.pools.status_page import StatusPage
+from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
 from shmloader.threads.fork_safety import all_parked
 from shmloader.threads.uninterruptible import uninterruptible
@@ -117,8 +118,8 @@ class WorkerStarter:
         self.status_page = StatusPage(worker_count)
         self._resources.append(self.status_page)
         self._start = WorkerStart(
-            0, worker_count, base_seed, config, self._parent_death, self.status_page, memory,
-            is_debugging(), self.startup, is_fresh=self.method != "fork",
+            0, worker_count, base_seed, TaskConfig(config, memory, is_debugging()),
+            self._parent_death, self.status_page, self.startup, is_fresh=self.method != "fork",
         )  # fmt: skip
 
     def make_payload(self, objects: tuple[object, ...], names: Sequence[str]) -> None:
