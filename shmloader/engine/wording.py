@@ -58,6 +58,8 @@ def describe_ticket(ticket: Ticket) -> str:
 def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
     """Say how a worker ended, what it was loading, and why it was not replaced."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
+    if death.because:
+        return death.because
     if death.exit_code == NO_GUARD_EXIT:
         return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from shmloader.sampling.checks import whole_number
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import NOT_TAIL, LastBatch
+
+#: Whose the workers are: each rank's own, or those of all ranks of a host.
+WorkerScope = Literal["rank", "host"]
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -488,6 +491,45 @@ def check_may_have_workers(dataset: object) -> None:
             f"daemonic processes are not allowed to have children, and {process.name} is daemonic, "
             "as the workers of a DataLoader and of a multiprocessing.Pool are: give a loader in "
             f"such a process num_workers=0{threads}"
+        )
+
+
+def check_worker_scope(
+    worker_scope: object,
+    *,
+    num_workers: object,
+    thread_pool: bool,
+    multiprocessing_context: Any,
+    saves_dataset: bool,
+) -> None:
+    """Check ``worker_scope``, and what cannot be combined with workers of a host.
+
+    Raises:
+        ValueError: If it is neither "rank" nor "host", or cannot be combined with the others.
+    """
+    got = f"but got worker_scope={worker_scope!r}"
+    if worker_scope not in get_args(WorkerScope):
+        raise ValueError(f"worker_scope should be 'rank' or 'host', {got}")
+    if worker_scope == "rank":
+        return
+    if thread_pool or not num_workers:
+        raise ValueError(f"worker_scope='host' needs worker processes: num_workers > 0, {got}")
+    if num_workers == "auto":
+        raise ValueError(
+            "num_workers cannot be 'auto' with worker_scope='host': give the number of workers of "
+            "the host"
+        )
+    method = getattr(multiprocessing_context, "get_start_method", lambda: multiprocessing_context)()
+    if method is not None:
+        raise ValueError(
+            "multiprocessing_context cannot be combined with worker_scope='host', whose workers "
+            f"are forked by a fresh process without devices, but got {method!r}"
+        )
+    if saves_dataset:
+        raise ValueError(
+            "a dataset with state_dict() cannot be combined with worker_scope='host', since its "
+            "state in a worker would be that of several ranks; snapshot_every_n_steps=0 leaves it "
+            "out of the loader's state"
         )
 
 

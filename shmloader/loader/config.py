@@ -20,8 +20,9 @@ from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Statistics
-from shmloader.loader.arguments import LOOP_HOLDS, lend_limit, slot_share
+from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
+from shmloader.pools.host_workers import HostPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class LoaderConfig:
         has_steps: Whether each step is a list of batches, one for each device.
         device_prefetch: Number of batches that may be ready on the device.
         device_transform: Called with each batch on the device; None for no call.
+        worker_scope: Whether the workers are this rank's own, or shared by the ranks of its host.
+        host_rank: Number of this rank on its host.
+        host_ranks: How many ranks the host has.
         root: Directory that contains ``proc`` and ``sys``.
     """
 
@@ -78,6 +82,16 @@ class LoaderConfig:
     device_prefetch: int
     device_transform: Callable[[Any], Any] | None
     root: str
+    worker_scope: WorkerScope = "rank"
+    host_rank: int = 0
+    host_ranks: int = 1
+
+    @property
+    def first_worker(self) -> int:
+        """The worker that this rank prefers, of those that the ranks of a host share."""
+        if self.worker_scope == "rank":
+            return 0
+        return self.host_rank * self.num_workers // self.host_ranks % self.num_workers
 
     @property
     def has_device(self) -> bool:
@@ -147,6 +161,7 @@ class LoaderParts:
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         failures: The samples that failed.
+        host_pool: The workers that the ranks of this host share; None for workers of its own.
         statistics: The records of all epochs.
         destination: The devices, as the first iterator opened them.
         streams: Positions or states of the workers' datasets in the newest epoch.
@@ -155,6 +170,7 @@ class LoaderParts:
     """
 
     adapter: Adapter | None = None
+    host_pool: HostPool | None = None
     failures: FailureList[FailedSample] = field(default_factory=FailureList)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None

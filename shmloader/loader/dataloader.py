@@ -384,6 +384,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Return where the batches of a step are to arrive, as the user said it."""
         return [self.device]
 
+    def _scope_config(self) -> dict[str, Any]:
+        """Return the fields of the configuration that say whose the workers are."""
+        return {}
+
     def _window_wanted(self) -> int | None:
         """Return the number of batches in flight, if ``prefetch_factor`` does not say it."""
         return None
@@ -435,6 +439,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                 "seed": self._sample_seed is not None,
                 "fetch_concurrency": self.fetch_concurrency is not None,
                 "sample_timeout": self.sample_timeout is not None,
+                "worker_scope": getattr(self, "worker_scope", "rank") != "rank",
             }
             warn_of_torch_workers(ours)
             iterator = torch_iterator(self, plan, parts)
@@ -502,6 +507,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             device_prefetch=operator.index(self.device_prefetch),
             device_transform=self.device_transform,
             root=self._root,
+            **self._scope_config(),
         )
 
     @property

@@ -164,12 +164,16 @@ class Death:
         oom_kills: Processes of the control group that the out-of-memory killer has ended, this
             one possibly among them.
         restart_limit: The most workers that are restarted in an epoch.
+        was_elsewhere: Whether it was loading a batch of another rank, with whom this one shares it.
+        because: Why all workers are gone, if that is known; else empty.
     """
 
     pid: int
     exit_code: int | None
     oom_kills: int = 0
     restart_limit: int = 0
+    was_elsewhere: bool = False
+    because: str = ""
 
 
 Reader = FlatReader | PickledReader

@@ -6,6 +6,7 @@ and at once when the main process dies.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import select
@@ -72,6 +73,18 @@ def worker_main(
         start: What the worker gets.
         close_inherited: In a forked worker, closes what other workers and loaders use.
     """
+    line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
+    channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
+    run_until_closed(channel, functools.partial(_Worker(channel, start, line).run, payload))
+
+
+def enter_worker(
+    worker_id: int,
+    parent_death: ParentDeathPipe | WorkerParentDeathPipe,
+    status_page: StatusPage | WorkerStatusPage,
+    close_inherited: Callable[[], None] | None,
+) -> Line:
+    """Make this process a worker. Returns its line of the status page."""
     # The garbage collector writes its notes into the objects themselves. The first full collection
     # would write to the page of every container of the main process, or of the fork server, and
     # the kernel would copy them all. Frozen objects are left alone; garbage among them stays. This
@@ -81,10 +94,10 @@ def worker_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if FAULTS is not None:
-        FAULTS.worker_id = start.worker_id
+        FAULTS.worker_id = worker_id
         FAULTS.reach("worker.start")
-    start.parent_death.hold()
-    line = start.status_page.open_line(start.worker_id)
+    parent_death.hold()
+    line = status_page.open_line(worker_id)
     if close_inherited is not None:
         close_inherited()
     # Writing to a closed socket must raise, whatever the user's process does about SIGPIPE.
@@ -92,11 +105,15 @@ def worker_main(
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
-    channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
+    return line
+
+
+def run_until_closed(channel: socket.socket, run: Callable[[], None]) -> None:
+    """Run a worker until its channel is closed. An exception ends the process."""
     # These two mean that the main process is gone or has closed the loader.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
         try:
-            _Worker(channel, start, line).run(payload)
+            run()
         except (BrokenPipeError, ConnectionResetError):
             raise
         except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -148,26 +165,19 @@ class _Worker:
         try:
             try:
                 payload = payload or receive_payload(self._channel)
-                dataset, collate_fn, init_fn, on_error = _load(payload)
+                dataset, collate_fn, init_fn, on_error = load(payload)
             finally:
                 # After the modules that this imports, which may seed or draw themselves.
                 seed = seed_worker(start.base_seed, start.worker_id)
                 if start.is_fresh:
                     end_startup(start.startup)
-            torch_worker._worker_info = torch_worker.WorkerInfo(
-                id=start.worker_id,
-                num_workers=start.worker_count,
-                seed=seed,
-                dataset=dataset,
-            )
-            if init_fn is not None:
-                _call_init(init_fn, start.worker_id)
+            introduce(start.worker_id, start.worker_count, seed, dataset, init_fn)
             self._tasks.open(dataset, collate_fn, on_error, by_value=payload.by_value)
         except BaseException:  # noqa: BLE001 - it answers every task
             self._tasks.fail(RemoteError.caught(self._tasks.where))
 
 
-def _load(payload: Any) -> Any:
+def load(payload: Any) -> Any:
     """Unpickle the dataset and the functions."""
     try:
         return payload.load()
@@ -182,8 +192,19 @@ def _load(payload: Any) -> Any:
         raise
 
 
-def _call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
-    """Call ``worker_init_fn``."""
+def introduce(
+    worker_id: int,
+    worker_count: int,
+    seed: int,
+    dataset: Any,
+    init_fn: Callable[[int], Any] | None,
+) -> None:
+    """Set what ``get_worker_info()`` returns, and call ``worker_init_fn``."""
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
+    )
+    if init_fn is None:
+        return
     try:
         init_fn(worker_id)
     except Exception as error:

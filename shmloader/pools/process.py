@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence, Sized
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
@@ -25,7 +26,6 @@ from shmloader.messages import (
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import (
     Batch,
-    Death,
     Empty,
     Failure,
     Reader,
@@ -35,7 +35,7 @@ from shmloader.pools.answers import (
 from shmloader.pools.arena import TRIM_EVERY, Arena, PageLocker
 from shmloader.pools.sender import Sender
 from shmloader.pools.status_page import AtWork
-from shmloader.pools.worker_processes import WorkerProcesses
+from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.threads.uninterruptible import uninterruptible
 
 
@@ -48,7 +48,7 @@ class ProcessPool:
         arena: The slots.
 
     Args:
-        workers: The processes; the pool owns them from now on.
+        workers: The processes, or the channels to them; the pool owns them from now on.
         slot_bytes: The most bytes of a slot that a batch may take.
         slot_count: The most slots there may be.
         locker: Locks the pages of slots that are lent, if a device reads them.
@@ -60,7 +60,7 @@ class ProcessPool:
 
     def __init__(
         self,
-        workers: WorkerProcesses,
+        workers: WorkerChannels[Any],
         *,
         slot_bytes: int,
         slot_count: int,
@@ -127,16 +127,10 @@ class ProcessPool:
         happened = self._workers.wait(timeout_s)
         for worker_id, data in happened:
             if data is None:
-                events.lost(worker_id, self._death_of(worker_id), self.was_at(worker_id))
+                events.lost(worker_id, self._workers.death(worker_id), self.was_at(worker_id))
             else:
                 self._take(worker_id, data, events)
         return bool(happened)
-
-    def _death_of(self, worker_id: int) -> Death:
-        workers = self._workers
-        return Death(
-            workers.pid(worker_id), workers.exit_code(worker_id), workers.oom_kills(worker_id)
-        )
 
     def enable_wake(self) -> None:
         """Enable the three methods below."""

@@ -137,12 +137,7 @@ class WorkerStarter:
         if self.method == "fork":
             self.payload = ForkedPayload(objects)
             return
-        try:
-            payload = self.payload = Payload(objects)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            _raise_explained(error, objects, names, self.method)
+        payload = self.payload = pickle_for_workers(objects, names, self.method)
         self._resources.append(payload)
 
     def start(self, worker_id: int) -> WorkerHandle:
@@ -170,7 +165,7 @@ class WorkerStarter:
                 self._ensure_server()
             with (
                 theirs,
-                _sigint_held_back(is_fresh=start.is_fresh),
+                sigint_held_back(is_fresh=start.is_fresh),
                 # The other methods copy no threads.
                 all_parked() if self.method == "fork" else nullcontext(),
                 unimportable_main_hidden(),
@@ -196,7 +191,7 @@ class WorkerStarter:
         # A server that imports nothing of ours would hand a blocked SIGINT on to all processes
         # that the user has it fork.
         is_bare = self._has_bare_server
-        blocked = nullcontext() if is_bare else _sigint_held_back(is_fresh=True)
+        blocked = nullcontext() if is_bare else sigint_held_back(is_fresh=True)
         with blocked, unimportable_main_hidden():
             multiprocessing.forkserver.ensure_running()
 
@@ -224,6 +219,16 @@ _OPEN_IN_WORKER = (
     "Open it in the worker: set it to None in __init__, and create it when it is first used, or in "
     "worker_init_fn (torch.utils.data.get_worker_info().dataset is the worker's own copy)."
 )
+
+
+def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method: str) -> Payload:
+    """Pickle what workers get that are started by ``method``; see ``make_payload``."""
+    try:
+        return Payload(objects)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        _raise_explained(error, objects, names, method)
 
 
 def _raise_explained(
@@ -292,7 +297,7 @@ def raise_with_remedy(error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def _sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
+def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
     """Keep Ctrl-C from a process that is started in this block, until that process ignores it.
 
     This process handles it when the block ends. May be used on any thread. On another thread than

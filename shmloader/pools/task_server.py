@@ -115,6 +115,11 @@ class TaskServer:
         """Answer every task with an error."""
         self._dataset.fail(error)
 
+    def close(self) -> None:
+        """Unmap the slots of this channel."""
+        for slot_id in list(self._slots):
+            self._drop_slot(slot_id)
+
     def take(self, message: object, ancillary: list[Any], flags: int) -> None:
         """Do what a message says, and answer it if it is a task or begins an epoch.
 

@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage
+from shmloader.pools.answers import Death
 from shmloader.pools.handle import WorkerChannel
 from shmloader.pools.status_page import AtWork, StatusPage, measure_memory
 from shmloader.pools.waker import Waker
@@ -88,18 +89,12 @@ class WorkerChannels(Generic[_Channel]):
         """Return the process id of a worker; 0 if it is not known yet."""
         raise NotImplementedError
 
-    def exit_code(self, worker_id: int) -> int | None:
-        """Return a lost worker's exit code, negative for a signal; None if it is not known."""
+    def death(self, worker_id: int) -> Death:
+        """Return how a lost worker ended."""
         raise NotImplementedError
 
-    def oom_kills(self, worker_id: int) -> int:
-        """Count the out-of-memory kills, if a worker was killed by SIGKILL.
-
-        Returns:
-            How many processes of our control group the kernel's out-of-memory killer has ended
-            since the workers were made; 0 if that is not known, or if the worker ended otherwise.
-        """
-        raise NotImplementedError
+    def note_task(self, epoch: int, seq: int) -> None:
+        """Note the number of a ticket that is sent."""
 
     def kill(self, worker_id: int) -> None:
         """Kill a worker, which ``wait`` will report."""

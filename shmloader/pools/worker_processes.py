@@ -29,6 +29,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, oom_kills
+from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
 from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
@@ -248,6 +249,10 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         yield worker_id, None
 
     # What the workers do ------------------------------------------------------------------
+
+    def death(self, worker_id: int) -> Death:
+        """Return how a lost worker ended."""
+        return Death(self.pid(worker_id), self.exit_code(worker_id), self.oom_kills(worker_id))
 
     def exit_code(self, worker_id: int) -> int | None:
         """Return a lost worker's exit code, negative for a signal; None if it was reaped by others.

@@ -632,7 +632,7 @@ def test_another_user_gets_nothing(run) -> None:
     builder = run.start(contents, 0)
     built = builder.result()
     meeting = Meeting("share_on_host 0")
-    name = meeting._name
+    name = meeting.name
     meeting.close()
 
     def attach() -> bytes:
