@@ -9,8 +9,15 @@ from typing import NamedTuple
 
 
 class Welcome(NamedTuple):
-    """Owner → rank, at first: there are this many workers, for a dataset that looks like this."""
+    """Owner → rank, at first.
 
+    Attributes:
+        pid: The owner's process id.
+        worker_count: The number of workers.
+        dataset: What their dataset looks like.
+    """
+
+    pid: int
     worker_count: int
     dataset: str
 

@@ -149,7 +149,7 @@ class _HostService:
         connection.setblocking(False)
         rank = self._ranks[connection.fileno()] = _Rank(connection)
         self._poll.register(connection, select.POLLIN)
-        rank.tell(Welcome(self._start.worker_count, self._start.dataset))
+        rank.tell(Welcome(os.getpid(), self._start.worker_count, self._start.dataset))
 
     def _take(self, rank: _Rank) -> None:
         """Take a rank's message, or its end."""

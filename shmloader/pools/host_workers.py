@@ -88,7 +88,7 @@ class HostPool:
 
     Attributes:
         worker_count: The number of workers of the host.
-        owner_pid: Process id of the owner, if this rank has started it; else of the rank that has.
+        owner_pid: Process id of the process that owns the workers.
 
     Args: See :func:`open_host_pool`.
     """
@@ -107,12 +107,11 @@ class HostPool:
         start = ServiceStart(worker_count, base_seed, describe_dataset(dataset))
         while True:
             meeting = Meeting(f"workers {number}")
-            self._name, self.owner_pid = meeting.name, meeting.host_pid
+            self._name = meeting.name
             process: BaseProcess | None = None
             try:
                 if meeting.is_host:
                     process, connection = _start_owner(meeting, self._objects, start)
-                    self.owner_pid = process.pid or 0
                 else:
                     connection = meeting.detach()
                 welcome = _receive_welcome(connection)
@@ -129,7 +128,7 @@ class HostPool:
                 process.join(KILL_S)
                 raise RuntimeError(_describe_failed_start(process))
             # The rank that was to start it could not, and has raised an error. This one tries.
-        self._connection = connection
+        self._connection, self.owner_pid = connection, welcome.pid
         in_child = _InChild(connection)
         PROCESS.meetings.add(in_child)
         self._closer = weakref.finalize(self, _close, os.getpid(), in_child, connection, process)
@@ -356,8 +355,8 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         assert self._control is not None
         self._poll.unregister(self._control)
         self._because = (
-            "The process that owns the workers of this host (worker_scope='host'; it is process "
-            f"{self._pool.owner_pid}, or was started by it) has ended, and all workers with it. "
+            f"The process {self._pool.owner_pid}, which owns the workers of this host "
+            "(worker_scope='host'), has ended, and all workers with it. "
             "The next epoch starts new ones."
         )
         self._pool.close()
@@ -429,10 +428,21 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         for worker in self._workers:
             worker.hang_up()
         if self._control is not None:
+            if os.getpid() == self._pid:
+                with Suppressed(OSError):  # also where a forked child has a copy of it
+                    self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
         for payload in self._payloads:
             payload.close()
         self._page.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the sockets in a forked child, which must not keep the owner from ending."""
+        super().leave_to_parent()
+        for worker in self._workers:
+            worker.channel.close()
+        if self._control is not None:
+            self._control.close()
 
     def abandon(self) -> None:
         """Close this object's descriptors in a forked child."""
