@@ -169,6 +169,14 @@ class _ConcurrentSamples:
         return sample
 
 
+class SwitchingDataset:
+    """A map-style dataset that may step aside for a batch, so that its samples cost no more."""
+
+    def for_batch(self) -> Any:
+        """Return the dataset from which the samples of the next batch are loaded."""
+        raise NotImplementedError
+
+
 class MapFetcher(_MapDatasetFetcher):
     """torch's fetcher of a map-style dataset, whose errors say which sample failed."""
 
@@ -178,6 +186,8 @@ class MapFetcher(_MapDatasetFetcher):
     def fetch(self, possibly_batched_index: Any) -> Any:
         """Return the batch of an index list, or of one key without batching."""
         dataset = self.dataset
+        if isinstance(dataset, SwitchingDataset):
+            dataset = dataset.for_batch()
         if not self.auto_collation:
             return self.collate_fn(self._load_each(dataset, [possibly_batched_index])[0])
         getitems = list_loader(dataset)

@@ -28,7 +28,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from shmloader.batch.arrays import is_plain_data
+from shmloader.batch.drawing import prove
 from shmloader.batch.maker import describe_coroutines
 from shmloader.device.backend import parse_device
 from shmloader.memory.slot import describe_shm_size
@@ -202,7 +202,7 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
         raise ValueError(
             "num_workers cannot be 'auto' with thread_pool=True: give the number of threads"
         )
-    if not (is_seeded or is_plain_data(dataset)):
+    if not is_seeded and prove(dataset) is None:
         warnings.warn(
             "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
