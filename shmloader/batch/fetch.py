@@ -21,6 +21,7 @@ from shmloader.batch.failures import (
     note_sample,
 )
 from shmloader.batch.ragged import collate
+from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded
@@ -475,8 +476,8 @@ def _only_one(samples: Any) -> Any:
     """
     if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
         raise TypeError(
-            "__getitems__ failed for a batch, and for one index of it returned a "
-            f"{type(samples).__name__} instead of a list of one sample, so the bad samples cannot "
+            "__getitems__ failed for a batch, and for one index of it returned "
+            f"{described_type(samples)} instead of a list of one sample, so the bad samples cannot "
             "be identified"
         )
     return samples[0]  # type: ignore[index]

@@ -288,8 +288,8 @@ class SampleRng:
             begins_samples: Whether asking for a sample seeds its generators; otherwise the caller
                 calls :meth:`begin_sample`.
             begins_collate: Whether ``collate_fn`` is called with its generators seeded; otherwise
-                ``collate_fn`` calls :meth:`begin_collate` where it may draw. Always for an iterable
-                dataset.
+                ``collate_fn`` calls :meth:`begin_default_collate` where it may draw. Always for an
+                iterable dataset.
             collates_plainly: Whether ``collate_fn`` is torch's own ``default_collate``, which draws
                 nothing where it runs no code of the user's.
         """
@@ -320,6 +320,11 @@ class SampleRng:
         """Seed for collating the samples that were begun since the last batch."""
         self._set(_Use.COLLATE, *self._positioned.key(self._batch_start))
 
+    def begin_default_collate(self, samples: Any) -> None:
+        """Seed for torch's ``default_collate``, unless it draws nothing for these samples."""
+        if not (self._draws_nothing and are_plain(samples)):
+            self.begin_collate()
+
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""
         position = self.position
@@ -348,7 +353,9 @@ class SampleRng:
         self, collate_fn: Callable[[Any], Any], *, begins: bool, collates_plainly: bool
     ) -> Callable[[Any], Any]:
         def collate(samples: Any) -> Any:
-            if begins and not (collates_plainly and self._draws_nothing and are_plain(samples)):
+            if begins and collates_plainly:
+                self.begin_default_collate(samples)
+            elif begins:
                 self.begin_collate()
             # Without batching, this is the ticket's only sample, which may have no length.
             if self._counts_later and isinstance(samples, list):

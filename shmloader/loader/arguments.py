@@ -6,6 +6,7 @@ wrong arguments stand in it, one function for each argument.
 
 import contextlib
 import inspect
+import itertools
 import math
 import mmap
 import multiprocessing
@@ -354,7 +355,10 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     if restarts and loader.num_workers == 0:
         raise ValueError("worker_restarts needs num_workers > 0")
     _check_sample_timeout(loader)
-    parsed = [parse_device(device) for device in devices]
+    names: Iterable[str] = itertools.repeat("device")
+    if getattr(loader, "devices", None) is not None:
+        names = (f"devices[{number}]" for number in range(len(devices)))
+    parsed = [parse_device(*each) for each in zip(devices, names, strict=False)]
     _check_device_transform(
         loader.device_transform, has_device=any(device is not None for device in devices)
     )

@@ -30,9 +30,6 @@ class Base(Dataset):
         self.size = 2
         self.transform = None
         self.is_training = False
-        self.shared = share(["a", "b"] * 2000)
-        self.pickled = share([("a", 1)] * 2000)
-        self.shared_dict = share({"a": 1, "b": 2} | dict.fromkeys(map(str, range(2000)), 0))
 
     def __len__(self):
         return 3
@@ -65,6 +62,11 @@ class Columns(Base):
 
 
 class Shared(Base):
+    def __init__(self, item="a"):
+        super().__init__()
+        self.shared = share([item] * 2000)
+        self.shared_dict = share(dict.fromkeys(map(str, range(2000)), item) | {"a": item})
+
     def __getitem__(self, index):
         return self.shared[index], self.shared_dict[self.shared[index]]
 
@@ -190,10 +192,16 @@ def test_torch_s_datasets_of_look_ups_draw_nothing(dataset) -> None:
     assert proof.holds()
 
 
-def test_lists_in_shared_memory_are_read_as_such() -> None:
-    dataset = Base()
-    assert [type(each).__name__ for each in (dataset.shared, dataset.pickled)] == ["SharedList"] * 2
-    assert type(dataset.shared_dict).__name__ == "SharedDict"
+def test_what_lies_in_shared_memory_may_draw_if_reading_it_unpickles() -> None:
+    plain, pickled = Shared(), Shared(("a", 1))
+    assert type(plain.shared).__name__ == type(pickled.shared).__name__ == "SharedList"
+    assert type(plain.shared_dict).__name__ == "SharedDict"
+    assert prove(plain) is not None
+    assert prove(pickled) is None
+    pickled.shared = plain.shared
+    assert prove(pickled) is None
+    pickled.shared_dict = plain.shared_dict
+    assert prove(pickled) is not None
 
 
 def test_nothing_is_read_of_what_runs_no_code_of_the_user_s() -> None:
@@ -383,7 +391,6 @@ MAY_DRAW = {
     "missing attribute": of(lambda self, index: self.missing[index]),
     "missing key": of(lambda self, index: self.columns["missing"][index]),
     "missing global": of(lambda self, index: missing),  # noqa: F821
-    "pickled": of(lambda self, index: self.pickled[index]),
     "own list": with_items(OwnList("ab")),
     "own dict": with_items(OwnDict()),
     "own tensor": with_items(torch.ones(3).as_subclass(OwnTensor)),
