@@ -26,16 +26,17 @@ a batch that runs the user's code in   18 µs, since the user's own generators a
 the main process                       its first sample and restored after its last
 the samples of a dataset that cannot   nothing: no generator is saved, seeded or restored
 draw (``drawing``): no code of the
-user's runs, or code that only looks
-up, which is compared each batch
+user's runs, or it only looks up
+a batch of look-ups in the main        15 µs, for its position, for comparing what was read, and for
+process                                looking at the samples before they are collated
 any batch                              4 µs for its position in the epoch
 collating by the user's function       as much as one sample
 =====================================  ==========================================================
 
 The first two are the price of ``random``, ``numpy.random`` and torch's generator: each has a state
 of 624 words, all of which depend on the seed, and none of them tells when it is used, so they are
-seeded for samples that turn out to draw nothing, too. With ``thread_pool=True`` or
-``fetch_concurrency``, where they are not seeded, a sample costs 2 µs.
+seeded for all samples whose code may draw, even if they turn out to draw nothing. With
+``thread_pool=True`` or ``fetch_concurrency``, where they are not seeded, a sample costs 2 µs.
 
 Guarantees:
     * The random numbers of one sample, however many, do not affect those of another.
