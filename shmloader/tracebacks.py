@@ -8,6 +8,9 @@ from torch.utils.data import _utils, dataloader
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 
+# Its method make() calls the user's code for a batch.
+_MAKER = f"{_PACKAGE}batch/maker.py"
+
 # torch's code that calls a dataset and a collate function.
 _TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
 
@@ -20,6 +23,11 @@ def _is_ours(entry: TracebackType) -> bool:
     return file.startswith(_PACKAGE) or file in _TORCHS
 
 
+def _is_maker(entry: TracebackType) -> bool:
+    code = entry.tb_frame.f_code
+    return code.co_name == "make" and code.co_filename == _MAKER
+
+
 def user_part(entry: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the loader's frames before the user's first one.
 
@@ -28,13 +36,17 @@ def user_part(entry: TracebackType | None) -> TracebackType | None:
 
     Returns:
         None if the loader only hands on an exception of a worker, whose text has a traceback. The
-        whole traceback if all of its frames are the loader's, which has raised the exception.
+        whole traceback if all of its frames are the loader's, which has raised the exception. Only
+        the innermost frame of these if they make a batch: there, an object without Python code was
+        called, such as a list that is the dataset.
     """
+    makes_batch = False
     first = last = entry
     while first is not None and _is_ours(first):
+        makes_batch = makes_batch or _is_maker(first)
         first, last = first.tb_next, first
     if first is None and last is not None and last.tb_frame.f_code.co_name not in _RAISING:
-        return entry
+        return last if makes_batch else entry
     return first
 
 

@@ -31,11 +31,16 @@ _DATASETS = (TensorDataset, StackDataset, Subset)
 _INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
 
 
-def is_plain_data(dataset: Any) -> bool:
+def is_plain_data(dataset: Any, is_known: Callable[[Any], bool] | None = None) -> bool:
     """Whether indexing a dataset runs no code of the user's, and so draws no random numbers.
 
     This is known of tensors, arrays, lists, tuples and ranges, and of torch's ``TensorDataset``,
     ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
+
+    Args:
+        dataset: The dataset.
+        is_known: Whether indexing draws nothing, asked of any other dataset that is found there;
+            None if it may draw.
     """
     kind = type(dataset)
     if kind in _ARRAYS or kind in _SEQUENCES:
@@ -46,12 +51,12 @@ def is_plain_data(dataset: Any) -> bool:
         # Indices of another type, such as a subclass of Tensor, may run the user's code, too.
         indices = type(dataset.indices)
         is_plain = indices in (*_ARRAYS, *_SEQUENCES, SharedList)
-        return is_plain and is_plain_data(dataset.dataset)
+        return is_plain and is_plain_data(dataset.dataset, is_known)
     if kind is ConcatDataset:
-        return all(map(is_plain_data, dataset.datasets))
+        return all(is_plain_data(part, is_known) for part in dataset.datasets)
     if kind is StackDataset:
-        return all(map(is_plain_data, _values_of(dataset.datasets)))
-    return False
+        return all(is_plain_data(part, is_known) for part in _values_of(dataset.datasets))
+    return is_known is not None and is_known(dataset)
 
 
 _PLAIN_SAMPLES = (torch.Tensor, np.ndarray, bool, int, float, str, bytes)

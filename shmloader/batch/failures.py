@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import reprlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
@@ -359,15 +360,15 @@ class SampleReport:
         return replace(self, newest=collections.deque(last, LISTED))
 
 
-def describe_indices(indices: object) -> str:
+def describe_indices(ticket_indices: object) -> str:
     """Summarize a batch's indices: "indices 64 to 127"."""
-    indices = without_position(indices)
-    if indices is None:
-        return "the next sample"  # of an iterable dataset
-    if not isinstance(indices, list | tuple):
-        return f"index {reprlib.repr(indices)}"
+    plain = without_position(ticket_indices)
+    indices: Sequence[Any] = plain if isinstance(plain, list | tuple) else [plain]
+    if len(indices) == 1:  # None for a sample of an iterable dataset
+        only = indices[0]
+        return "the next sample" if only is None else f"index {reprlib.repr(only)}"
     if indices and all(index is None for index in indices):
-        return "the next sample" if len(indices) == 1 else f"the next {len(indices)} samples"
+        return f"the next {len(indices)} samples"
     if len(indices) > 1 and all(isinstance(index, int) for index in indices):
         first = indices[0]
         if list(indices) == list(range(first, first + len(indices))):

@@ -21,6 +21,7 @@ from shmloader.batch.failures import (
     note_sample,
 )
 from shmloader.batch.ragged import collate
+from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded
@@ -169,6 +170,14 @@ class _ConcurrentSamples:
         return sample
 
 
+class SwitchingDataset:
+    """A map-style dataset that may step aside for a batch, so that its samples cost no more."""
+
+    def for_batch(self) -> Any:
+        """Return the dataset from which the samples of the next batch are loaded."""
+        raise NotImplementedError
+
+
 class MapFetcher(_MapDatasetFetcher):
     """torch's fetcher of a map-style dataset, whose errors say which sample failed."""
 
@@ -178,6 +187,8 @@ class MapFetcher(_MapDatasetFetcher):
     def fetch(self, possibly_batched_index: Any) -> Any:
         """Return the batch of an index list, or of one key without batching."""
         dataset = self.dataset
+        if isinstance(dataset, SwitchingDataset):
+            dataset = dataset.for_batch()
         if not self.auto_collation:
             return self.collate_fn(self._load_each(dataset, [possibly_batched_index])[0])
         getitems = list_loader(dataset)
@@ -465,8 +476,8 @@ def _only_one(samples: Any) -> Any:
     """
     if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
         raise TypeError(
-            "__getitems__ failed for a batch, and for one index of it returned a "
-            f"{type(samples).__name__} instead of a list of one sample, so the bad samples cannot "
+            "__getitems__ failed for a batch, and for one index of it returned "
+            f"{described_type(samples)} instead of a list of one sample, so the bad samples cannot "
             "be identified"
         )
     return samples[0]  # type: ignore[index]

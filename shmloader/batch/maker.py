@@ -72,7 +72,6 @@ class BatchMaker:
                 dataset,
                 collate_fn,
                 is_iterable=plan.is_iterable,
-                may_fail=on_error != "raise",
                 may_replace=callable(on_error),
                 begins_samples=concurrent_fetcher is None,
                 begins_collate=begins_collate,

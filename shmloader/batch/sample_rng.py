@@ -24,16 +24,20 @@ a sample that runs the user's code     9 µs: 4.5 for ``random``, 2 for ``numpy.
                                        the processor's caches and then takes 10 µs more itself
 a batch that runs the user's code in   18 µs, since the user's own generators are saved before
 the main process                       its first sample and restored after its last
-the samples of a dataset that runs no  nothing: no generator is saved, seeded or restored
-code of the user's
+the samples of a dataset that cannot   nothing: no generator is saved, seeded or restored
+draw (``drawing``): no code of the
+user's runs, or it only looks up
+a batch of look-ups in the main        15 µs, for its position, for comparing what was read, and for
+process                                looking at the samples before they are collated
 any batch                              4 µs for its position in the epoch
 collating by the user's function       as much as one sample
 =====================================  ==========================================================
 
 The first two are the price of ``random``, ``numpy.random`` and torch's generator: each has a state
 of 624 words, all of which depend on the seed, and none of them tells when it is used, so they are
-seeded for samples that turn out to draw nothing, too. With ``thread_pool=True`` or
-``fetch_concurrency``, where they are not seeded, a sample costs 2 µs.
+seeded for all samples whose code may draw, even if they turn out to draw nothing. With
+``thread_pool=True`` or ``fetch_concurrency``, where they are not seeded, a sample costs about 1 µs:
+its digest is made only if it calls :func:`sample_rng`.
 
 Guarantees:
     * The random numbers of one sample, however many, do not affect those of another.
@@ -60,7 +64,8 @@ import torch
 from torch.utils.data._utils.worker import _generate_state
 
 from shmloader.batch.arrays import are_plain, is_plain_data
-from shmloader.batch.fetch import one_by_one
+from shmloader.batch.drawing import Proof, prove
+from shmloader.batch.fetch import SwitchingDataset, one_by_one
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import GlobalState
 
@@ -149,14 +154,16 @@ class _Current:
     """The sample that is being loaded, or the batch that is being collated.
 
     Attributes:
-        digest: The digest that seeds its generator.
+        begun: The begun digest that seeds its generator.
+        numbers: The two numbers that end it.
         rng: The generator; None until it is asked for.
     """
 
-    __slots__ = ("digest", "rng")
+    __slots__ = ("begun", "numbers", "rng")
 
-    def __init__(self, digest: bytes) -> None:
-        self.digest = digest
+    def __init__(self, begun: "hashlib.blake2b", numbers: tuple[int, int]) -> None:
+        self.begun = begun
+        self.numbers = numbers
         self.rng: np.random.Generator | None = None
 
 
@@ -191,7 +198,7 @@ def sample_rng() -> np.random.Generator:
             "iterable dataset) or in collate_fn, on the same thread"
         )
     if current.rng is None:
-        key = int.from_bytes(current.digest[32:48], "little")
+        key = int.from_bytes(_end_digest(current.begun, *current.numbers)[32:48], "little")
         current.rng = np.random.Generator(np.random.Philox(key=key))
     return current.rng
 
@@ -237,6 +244,13 @@ class SampleRng:
         # Samples of the ticket that were begun, and those of them before the batch in work.
         self._count = 0
         self._batch_start = 0
+        self._dataset: object = None
+        # That samples of the dataset draw nothing; None if they may draw.
+        self._proof: Proof | None = None
+        # Whether the samples of the ticket draw nothing, and whether those of the batch in work are
+        # loaded from the dataset itself, so that they are counted afterwards.
+        self._draws_nothing = False
+        self._counts_later = False
 
     def at(self, positioned: PositionedIndices) -> contextlib.AbstractContextManager[Any]:
         """Set the position of the samples that are loaded in this block; yields plain indices."""
@@ -248,6 +262,10 @@ class SampleRng:
         if positioned.epoch != self._epoch:
             self._begin_epoch(positioned.epoch)
         self._count = self._batch_start = 0
+        if self._proof is not None and not self._proof.holds():
+            self._proof = prove(self._dataset)
+        self._draws_nothing = self._proof is not None
+        self._counts_later = False
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -259,7 +277,6 @@ class SampleRng:
         collate_fn: Callable[[Any], Any],
         *,
         is_iterable: bool = False,
-        may_fail: bool = True,
         may_replace: bool = True,
         begins_samples: bool = True,
         begins_collate: bool = True,
@@ -271,43 +288,46 @@ class SampleRng:
             dataset: The dataset.
             collate_fn: Makes a batch of samples.
             is_iterable: Whether the dataset is an iterable one.
-            may_fail: Whether a bad sample leaves a batch shorter, or is replaced.
             may_replace: Whether a function of the user's replaces bad samples.
             begins_samples: Whether asking for a sample seeds its generators; otherwise the caller
                 calls :meth:`begin_sample`.
             begins_collate: Whether ``collate_fn`` is called with its generators seeded; otherwise
-                ``collate_fn`` calls :meth:`begin_collate` where it may draw. Always for an iterable
-                dataset.
+                ``collate_fn`` calls :meth:`begin_default_collate` where it may draw. Always for an
+                iterable dataset.
             collates_plainly: Whether ``collate_fn`` is torch's own ``default_collate``, which draws
                 nothing where it runs no code of the user's.
         """
         if is_iterable:
             return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
-        draws_nothing = begins_samples and not may_replace and is_plain_data(dataset)
-        counts_samples = draws_nothing and not may_fail
-        if begins_samples and not counts_samples:
-            begin = self._pass_sample if draws_nothing else self.begin_sample
-            dataset = _BegunSamples(begin, dataset)
+        if begins_samples:
+            # Where no global generator is seeded, a proof takes about as long as the batch's seeds.
+            if not may_replace and (self._sets_global or is_plain_data(dataset)):
+                self._dataset, self._proof = dataset, prove(dataset)
+            dataset = _BegunSamples(self, dataset)
         return dataset, self._wrap_collate(
-            collate_fn,
-            begins=begins_collate,
-            counts_samples=counts_samples,
-            may_be_plain=draws_nothing and collates_plainly,
+            collate_fn, begins=begins_collate, collates_plainly=collates_plainly
         )
 
     def begin_sample(self) -> None:
-        """Seed for the next sample of the ticket."""
-        key = self._positioned.key(self._count)
+        """Seed for the next sample of the ticket, unless it draws nothing."""
+        number = self._count
         self._count += 1
-        self._set(_Use.SAMPLE, *key)
+        if not self._draws_nothing:
+            self._set(_Use.SAMPLE, *self._positioned.key(number))
 
-    def _pass_sample(self) -> None:
-        """Count the next sample of the ticket, which draws nothing."""
-        self._count += 1
+    def may_step_aside(self) -> bool:
+        """Whether samples of the next batch need not be begun, as they draw nothing."""
+        self._counts_later = self._draws_nothing
+        return self._draws_nothing
 
     def begin_collate(self) -> None:
         """Seed for collating the samples that were begun since the last batch."""
         self._set(_Use.COLLATE, *self._positioned.key(self._batch_start))
+
+    def begin_default_collate(self, samples: Any) -> None:
+        """Seed for torch's ``default_collate``, unless it draws nothing for these samples."""
+        if not (self._draws_nothing and are_plain(samples)):
+            self.begin_collate()
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""
@@ -334,19 +354,17 @@ class SampleRng:
         return self._epoch is not None
 
     def _wrap_collate(
-        self,
-        collate_fn: Callable[[Any], Any],
-        *,
-        begins: bool,
-        counts_samples: bool,
-        may_be_plain: bool,
+        self, collate_fn: Callable[[Any], Any], *, begins: bool, collates_plainly: bool
     ) -> Callable[[Any], Any]:
         def collate(samples: Any) -> Any:
-            if begins and not (may_be_plain and are_plain(samples)):
+            if begins and collates_plainly:
+                self.begin_default_collate(samples)
+            elif begins:
                 self.begin_collate()
             # Without batching, this is the ticket's only sample, which may have no length.
-            if counts_samples and isinstance(samples, list):
+            if self._counts_later and isinstance(samples, list):
                 self._count += len(samples)
+            self._counts_later = False
             batch = collate_fn(samples)
             self._batch_start = self._count  # the step's next shard, if any, comes next
             return batch
@@ -361,12 +379,12 @@ class SampleRng:
         return collate
 
     def _set(self, use: _Use, first: int, second: int) -> None:
-        digest = _end_digest(self._digests[use], first, second)
-        _CURRENT.set(_Current(digest))
+        begun = self._digests[use]
+        _CURRENT.set(_Current(begun, (first, second)))
         if self._sets_global:
             if self._restores_global and self._own is None:
                 self._own = GlobalState()
-            _seed_globals(digest)
+            _seed_globals(_end_digest(begun, first, second))
 
     def restore_globals(self) -> None:
         """Restore the process's own generators, if samples have replaced their states."""
@@ -394,22 +412,26 @@ class _Loading:
         self._rng.restore_globals()
 
 
-class _BegunSamples:
+class _BegunSamples(SwitchingDataset):
     """A map-style dataset that seeds or counts before each sample.
 
     It has no ``__getitems__``, which would load many samples by one call.
     """
 
-    def __init__(self, begin: Callable[[], None], dataset: Any) -> None:
-        self._begin = begin
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
+        self._rng = rng
         self._dataset = dataset
+
+    def for_batch(self) -> Any:
+        """Return the dataset itself where its samples draw nothing."""
+        return self._dataset if self._rng.may_step_aside() else self
 
     @functools.cached_property
     def _get(self) -> Callable[[Any], Any]:
         return one_by_one(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        self._begin()
+        self._rng.begin_sample()
         return self._get(index)
 
 

@@ -19,6 +19,7 @@ from shmloader.cli.hazards import find_hazard
 from shmloader.cli.measure import Progress, Run
 from shmloader.cli.parts import Part, Parts
 from shmloader.cli.target import UsageError, like
+from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.probing import probe
@@ -159,7 +160,7 @@ def _loader_of(target: object, name: str) -> Any:
     if is_dataset and not isinstance(target, type):
         return DataLoader(target)  # type: ignore[arg-type]
     raise UsageError(
-        f"{name}() returned a {type(target).__name__}, which is neither a DataLoader nor a dataset"
+        f"{name}() returned {described_type(target)}, which is neither a DataLoader nor a dataset"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.probing import probe
@@ -71,7 +72,7 @@ def find(name: str) -> Callable[..., Any]:
             raise UsageError(f"{module_name} has no {path!r}")
     if not callable(found):
         raise UsageError(
-            f"{name} is not a function that makes a loader, but a {type(found).__name__}"
+            f"{name} is not a function that makes a loader, but {described_type(found)}"
         )
     make: Callable[..., Any] = found
     return make
@@ -107,7 +108,7 @@ def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
     """
     loader = call(make, name, **options)
     if probe(loader, "__iter__") is None:
-        raise UsageError(f"{name}() returned a {type(loader).__name__}, which is not a loader")
+        raise UsageError(f"{name}() returned {described_type(loader)}, which is not a loader")
     return loader
 
 
@@ -143,7 +144,7 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
     """
     if isinstance(loader, ShardedDataLoader) or not isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(
-            f"a {type(loader).__name__} cannot be made again with other arguments: name a function "
+            f"{described_type(loader)} cannot be made again with other arguments: name a function "
             "that returns a DataLoader, or (for tune) takes num_workers and prefetch_factor"
         )
     is_ours = isinstance(loader, DataLoader)

@@ -17,11 +17,12 @@ from shmloader.device.drivers import Driver, open_driver, relaxed_capture
 from shmloader.interruptions import Suppressed, is_interruption
 
 
-def parse_device(value: object) -> torch.device | None:
-    """Check the ``device`` argument.
+def parse_device(value: object, argument: str = "device") -> torch.device | None:
+    """Check a device that the user gave.
 
     Args:
         value: None, a str such as ``"cuda:0"``, an index, or a ``torch.device``.
+        argument: The name of the argument, for the texts of errors.
 
     Returns:
         The device, with its index if its kind can have several; None for the CPU.
@@ -35,25 +36,26 @@ def parse_device(value: object) -> torch.device | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
         raise TypeError(
-            "device should be a device such as 'cuda:0', an index or a torch.device, "
-            f"but got device={value!r}"
+            f"{argument} should be a device such as 'cuda:0', an index or a torch.device, "
+            f"but got {argument}={value!r}"
         )
     if isinstance(value, int):
         kind = _accelerator_kind()
         if kind is None or torch.accelerator.device_count() == 0:
             raise RuntimeError(
-                f"device={value} asks for an accelerator, and torch finds none on this machine"
+                f"{argument}={value} asks for an accelerator, and torch finds none on this machine"
             )
         value = f"{kind}:{value}"
     try:
         device = torch.device(value)
     except RuntimeError as error:
         raise ValueError(
-            f"device should name a device that torch knows, but got device={value!r}: {error}"
+            f"{argument} should name a device that torch knows, but got {argument}={value!r}: "
+            f"{error}"
         ) from None
     if device.type == "cpu":
         return None
-    _check_present(device)
+    _check_present(device, argument)
     index: int | None = device.index
     if index is None and device.type != "mps":
         return torch.device(device.type, current_index(device.type))
@@ -77,26 +79,30 @@ def _accelerator_kind() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-def _check_present(device: torch.device) -> None:
+def _check_present(device: torch.device, argument: str) -> None:
     kind, plural = device.type, f"{device.type} devices"
     if kind == "cuda":
         if not torch.backends.cuda.is_built():
             raise RuntimeError(
-                f"device='{device}' needs CUDA, and this torch ({torch.__version__}) was built "
+                f"{argument}='{device}' needs CUDA, and this torch ({torch.__version__}) was built "
                 "without it"
             )
         # Not is_available(), which calls the driver.
         count, plural = torch.cuda.device_count(), "GPUs"
         if count == 0:
             raise RuntimeError(
-                f"device='{device}' needs CUDA, and torch finds no usable GPU or driver here"
+                f"{argument}='{device}' needs CUDA, and torch finds no usable GPU or driver here"
             )
     else:
         count = torch.accelerator.device_count() if kind == _accelerator_kind() else 0
         if count == 0:
-            raise RuntimeError(f"device='{device}' does not exist: torch finds no {kind} device")
+            raise RuntimeError(
+                f"{argument}='{device}' does not exist: torch finds no {kind} device"
+            )
     if (device.index or 0) >= count:
-        raise RuntimeError(f"device='{device}' does not exist: this machine has {count} {plural}")
+        raise RuntimeError(
+            f"{argument}='{device}' does not exist: this machine has {count} {plural}"
+        )
 
 
 class Event(Protocol):

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
 from shmloader.batch.unpicklable import explain, find_unpicklable
+from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.process_state import PROCESS
@@ -103,7 +104,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     if not callable(build):
         raise TypeError(
             "build should be a function that makes the dataset, "
-            f"but got a {type(build).__name__}: share_on_host(lambda: dataset) or share(dataset)"
+            f"but got {described_type(build)}: share_on_host(lambda: dataset) or share(dataset)"
         )
     ranks = ranks_of_host(resolve_ranks(None, None)[1])
     if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:

@@ -6,6 +6,7 @@ wrong arguments stand in it, one function for each argument.
 
 import contextlib
 import inspect
+import itertools
 import math
 import mmap
 import multiprocessing
@@ -28,7 +29,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from shmloader.batch.arrays import is_plain_data
+from shmloader.batch.drawing import prove
 from shmloader.batch.maker import describe_coroutines
 from shmloader.device.backend import parse_device
 from shmloader.memory.slot import describe_shm_size
@@ -205,7 +206,7 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
         raise ValueError(
             "num_workers cannot be 'auto' with thread_pool=True: give the number of threads"
         )
-    if not (is_seeded or is_plain_data(dataset)):
+    if not is_seeded and prove(dataset) is None:
         warnings.warn(
             "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
@@ -357,7 +358,10 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     if restarts and loader.num_workers == 0:
         raise ValueError("worker_restarts needs num_workers > 0")
     _check_sample_timeout(loader)
-    parsed = [parse_device(device) for device in devices]
+    names: Iterable[str] = itertools.repeat("device")
+    if getattr(loader, "devices", None) is not None:
+        names = (f"devices[{number}]" for number in range(len(devices)))
+    parsed = [parse_device(*each) for each in zip(devices, names, strict=False)]
     _check_device_transform(
         loader.device_transform, has_device=any(device is not None for device in devices)
     )

@@ -106,9 +106,10 @@ class DataLoader(MeasuredLoader[_T_co]):
             generators are set anew before each sample and before each collate, and
             :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
             fetched one by one, even if the dataset has ``__getitems__``. Setting the generators
-            takes 9 µs a sample, and up to 35 µs after large transforms. It is left out for
-            tensors, arrays, lists, and torch's ``TensorDataset``, ``Subset``, ``ConcatDataset``
-            and ``StackDataset`` of these, which draw nothing. With ``thread_pool=True``, only
+            takes 9 µs a sample, and up to 35 µs after large transforms. It is left out for what
+            cannot draw: tensors, arrays, lists, a dataset whose ``__getitem__`` only looks up
+            (``return self.items[index]``), and torch's ``TensorDataset``, ``Subset``,
+            ``ConcatDataset`` and ``StackDataset`` of these. With ``thread_pool=True``, only
             ``sample_rng()`` is set. With ``num_workers=0``, the state of the process's generators
             is restored after each batch that has set them, which takes about 18 µs. A position is
             one in this loader's order: with a sampler that is cut for ranks

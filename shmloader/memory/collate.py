@@ -124,14 +124,14 @@ class SlotCollate:
 
     Attributes:
         packer: Packs batches in place of torch's own ``default_collate``; None with any other.
-        before: Called before the function is; not for a batch that was packed.
+        before: Called with the samples before the function is; not for a batch that was packed.
     """
 
     def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
         self._collate_fn = collate_fn
         self._writer = writer
         self.packer = FlatPacker(writer) if is_plain(collate_fn) else None
-        self.before: Callable[[], None] | None = None
+        self.before: Callable[[Any], None] | None = None
 
     def __call__(self, samples: object) -> "object | FlatLayout":
         """Collate the samples of one batch."""
@@ -140,7 +140,7 @@ class SlotCollate:
             if layout is not None:
                 return layout
         if self.before is not None:
-            self.before()
+            self.before(samples)
         was_offered, self._writer.is_offered = self._writer.is_offered, True
         try:
             return self._collate_fn(samples)

@@ -14,6 +14,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from shmloader.grammar import with_article
 from shmloader.memory.codec import (
     PickledLayout,
     Span,
@@ -329,9 +330,9 @@ def _explain(batch: object, error: Exception) -> Exception:
     path, part = _find_unpicklable(batch)
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     return TypeError(
-        f"a batch cannot be sent from its worker: {path} is a {kind} and cannot be pickled "
-        f"({type(error).__name__}: {error}). Return something picklable from the dataset or "
-        "collate_fn."
+        f"a batch cannot be sent from its worker: {path} is {with_article(kind)} and cannot be "
+        f"pickled ({type(error).__name__}: {error}). Return something picklable from the dataset "
+        "or collate_fn."
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from shmloader.grammar import described_type
 from shmloader.memory.slot import is_supported, why_unsupported
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.source import Resumes, Source, how_it_resumes
@@ -120,7 +121,7 @@ class RunsOn(enum.Enum):
         wrong = "executor should be 'thread', 'process' or an Executor, but got"
         if isinstance(executor, str):
             raise ValueError(f"{wrong} {executor!r}")
-        raise TypeError(f"{wrong} a {type(executor).__name__}")
+        raise TypeError(f"{wrong} {described_type(executor)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,7 @@ class PipelineConfig:
         """Return why the pipeline has no state, and what to do; "" if it has one."""
         if how_it_resumes(self.source) is Resumes.NEVER:
             return (
-                f"the pipeline's source, a {type(self.source).__name__}, cannot be resumed: give "
+                f"the pipeline's source, {described_type(self.source)}, cannot be resumed: give "
                 "add_source a sequence (a list, a range), or an object with state_dict() and "
                 "load_state_dict()"
             )

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from shmloader.device.device import Destination, DeviceStage
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
+from shmloader.grammar import described_type
 from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn
 from shmloader.pipeline.device_future import AfterTransfer, DeviceFuture
 from shmloader.pipeline.epoch import Epoch, StageExecutor, StageOp
@@ -137,7 +138,7 @@ class PipelineRuntime:
         is_used = self._epoch_count and isinstance(source, Iterator | AsyncIterator)
         if is_used and self._start is None:
             raise RuntimeError(
-                f"the pipeline's source, a {type(source).__name__}, is an iterator, and an earlier "
+                f"the pipeline's source, {described_type(source)}, is an iterator, and an earlier "
                 "epoch has taken items from it: give add_source an iterable that can be iterated "
                 "again (an object with __iter__), or build a pipeline for each epoch"
             )

@@ -205,7 +205,7 @@ class WorkerDataset:
         # seeding a sample's, so the collate function does that only where it does not pack.
         begins_collate = config.is_iterable or not self._is_packed
         if rng is not None and not begins_collate:
-            self._collate.before = rng.begin_collate
+            self._collate.before = rng.begin_default_collate
         return BatchMaker(
             config,
             self._dataset,

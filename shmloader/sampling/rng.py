@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.grammar import described_type
 from shmloader.interruptions import is_interruption
 
 
@@ -181,7 +182,7 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
     """
     try:
         if not isinstance(state, dict):
-            raise TypeError(f"it is a {type(state).__name__}, not a dict")
+            raise TypeError(f"it is {described_type(state)}, not a dict")
         if "torch" in state:
             load_generator(torch.default_generator, state["torch"])
         if "numpy" in state:

@@ -210,6 +210,12 @@ class Records:
     def __len__(self) -> int:
         return self._tables.length
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether no record is pickled, so that reading one runs no other code."""
+        kinds = bytes(self._kinds)
+        return _PICKLE not in kinds and _OUT_OF_BAND not in kinds
+
     def __getitem__(self, number: int) -> Any:  # noqa: PLR0911 - one for each kind, the fast first
         """Read a record, as a new object each time. ``number`` must not be negative."""
         data = self._segment[self._starts[number] : self._ends[number]]

@@ -121,8 +121,8 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine"), "is not of the form pkg.module:make_loader"),
         (("bench", "no_such_module:make"), "there is no module 'no_such_module' here"),
         (("bench", "loaders_of_mine:nobody"), "loaders_of_mine has no 'nobody'"),
-        (("bench", "loaders_of_mine:number"), "is not a function that makes a loader, but a int"),
-        (("bench", "loaders_of_mine:make_nothing"), "returned a int, which is not a loader"),
+        (("bench", "loaders_of_mine:number"), "is not a function that makes a loader, but an int"),
+        (("bench", "loaders_of_mine:make_nothing"), "returned an int, which is not a loader"),
         (("bench", "loaders_of_mine:make_list"), "the loader returns no batch"),
         (("bench", "loaders_of_mine:make_with_one"), "missing 1 required positional argument"),
         (

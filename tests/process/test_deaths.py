@@ -364,7 +364,7 @@ def test_a_worker_that_dies_while_it_is_unpickled_under_spawn_is_told(tmp_path) 
         tmp_path / "program.py",
     )
     assert "exited unexpectedly with exit code 13." in done.out
-    assert "batch 0 (indices 0)" in done.out
+    assert "batch 0 (index 0)" in done.out
     done.assert_quiet()
 
 

@@ -91,7 +91,7 @@ def test_a_late_writer_is_found_out_and_a_view_kept_without_a_lease_reads_poison
 ) -> None:
     lines = run(WRONGS, monkeypatch).splitlines()
     assert lines[0] == "0 0.0 0.0"
-    assert lines[1].startswith("1 SHMLOADER_DEBUG: batch 1 (indices 1) changed in slot 1 after ")
+    assert lines[1].startswith("1 SHMLOADER_DEBUG: batch 1 (index 1) changed in slot 1 after ")
     assert "worker 0 (pid " in lines[1]
     assert "checksum of its 200000 bytes" in lines[1]
     assert lines[2:5] == ["2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]

@@ -360,9 +360,9 @@ def raises() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (3, "module_to_examine:make is not a function that makes a loader, but a int"),
+        (3, "module_to_examine:make is not a function that makes a loader, but an int"),
         (raises, "module_to_examine:make() raised KeyError: 'path'"),
-        (lambda: 3, "returned a int, which is neither a DataLoader nor a dataset"),
+        (lambda: 3, "returned an int, which is neither a DataLoader nor a dataset"),
         (lambda: Holding, "returned a type, which is neither a DataLoader nor a dataset"),
         (lambda: None, "returned a NoneType, which is neither a DataLoader nor a dataset"),
     ],

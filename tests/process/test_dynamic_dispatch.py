@@ -368,7 +368,7 @@ def test_without_restarts_a_death_raises_at_its_place_and_the_others_load_the_re
     gate.open()
     wait_for_end(pid)
     assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(WorkerDiedError, match=rf"\(pid {pid}\).*was loading batch 2 \(indices 2\)"):
+    with pytest.raises(WorkerDiedError, match=rf"\(pid {pid}\).*was loading batch 2 \(index 2\)"):
         next(batches)
     with pytest.raises(ClosedLoaderError):
         next(batches)
@@ -563,10 +563,10 @@ def test_a_timeout_says_what_waits_for_a_worker(in_order) -> None:
     with pytest.raises(LoaderTimeoutError) as raised:
         next(batches)
     head, *work = [line for line in str(raised.value).splitlines() if line[0] != " "]
-    assert "Batch 0 (indices 0) is with worker 0 (pid " in head
+    assert "Batch 0 (index 0) is with worker 0 (pid " in head
     assert [line[:8] for line in work] == ["Worker 0", "Worker 1"]
     for seq in (2, 3):
-        assert (f"Batch {seq} (indices {seq}) waits for a worker." in head) == (not in_order)
+        assert (f"Batch {seq} (index {seq}) waits for a worker." in head) == (not in_order)
     gate.open(8)
     seen: list[int] = []
     while len(seen) < 8:

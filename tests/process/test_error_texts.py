@@ -349,7 +349,7 @@ def test_a_timeout_says_how_to_go_on_and_what_replaces_a_worker(threads):
     first = re.sub("pid [0-9]+", "pid N", str(raised.value).splitlines()[0])
     who = "worker thread 0" if threads else "worker 0 (pid N)"
     assert first == (
-        f"DataLoader timed out after 0.3 seconds. Batch 0 (indices 0) is with {who}. No batch is "
+        f"DataLoader timed out after 0.3 seconds. Batch 0 (index 0) is with {who}. No batch is "
         "lost. A for loop ends here; call next() on the same iterator to go on waiting, or give "
         "sample_timeout= to replace a worker whose sample hangs."
     )

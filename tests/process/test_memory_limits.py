@@ -331,7 +331,7 @@ def test_a_worker_killed_while_the_killer_was_at_work_is_told_so(number, count, 
         next(batches)
     if number == signal.SIGKILL and count:
         assert str(told.value).endswith(
-            f"Worker 0 was loading batch 3 (indices 3). {HINT} 1 process of this control group "
+            f"Worker 0 was loading batch 3 (index 3). {HINT} 1 process of this control group "
             "since the loader started: lower num_workers or prefetch_factor, or allow more "
             "memory."
         )

@@ -167,7 +167,7 @@ def test_an_exception_with(what) -> None:
         assert text in str(error)
         assert re.search(r"Original\s.*Traceback \(most recent call last\)", str(error))
     if what not in ("a frozen dataclass", "attributes that cannot be set"):
-        assert any("batch 1 (indices 1)" in note for note in error.__notes__)
+        assert any("batch 1 (index 1)" in note for note in error.__notes__)
 
 
 def test_an_exception_of_a_class_that_only_the_worker_knows_comes_and_the_rest_too() -> None:

@@ -326,7 +326,7 @@ def test_past_the_limit_a_death_raises_and_says_so(caplog) -> None:
     assert seen == rows(12)[:8]
     text = str(raised.value)
     assert "exited unexpectedly with exit code 3." in text
-    assert "Worker 0 was loading batch 8 (indices 8)." in text
+    assert "Worker 0 was loading batch 8 (index 8)." in text
     assert text.endswith("No restart is left in this epoch (worker_restarts=2).")
     assert len(told(caplog)) == 2
     assert hashes(loader) == rows(12)
@@ -1038,12 +1038,12 @@ def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -
     for _ in range(2):
         lines = late(batches)
         assert lines[0] == (
-            f"DataLoader timed out after 0.3 seconds. Batch 1 (indices 1) is with worker 1 (pid "
+            f"DataLoader timed out after 0.3 seconds. Batch 1 (index 1) is with worker 1 (pid "
             f"{second}). No batch is lost. A for loop ends here; call next() on the same iterator "
             "to go on waiting, or give sample_timeout= to replace a worker whose sample hangs."
         )
         awaited, other = of_workers(lines)
-        assert awaited.startswith(f"Worker 1 (pid {second}) has been loading batch 1 (indices 1)")
+        assert awaited.startswith(f"Worker 1 (pid {second}) has been loading batch 1 (index 1)")
         assert awaited.endswith(" s, the innermost call first:")
         assert other.startswith(f"Worker 0 (pid {first}) has been idle for ")
         stack = lines[lines.index(awaited) + 1 : lines.index(other)]
@@ -1164,7 +1164,7 @@ def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_ord
     assert time.monotonic() - began < 4
     assert [line[:8] for line in lines[1:]] == [f"Worker {number}" for number in range(6)]
     for number, line in enumerate(lines[1:]):
-        assert f"has been loading batch {number} (indices {number}) for " in line
+        assert f"has been loading batch {number} (index {number}) for " in line
     gate.open(6)
     assert sorted(all_of(batches)) == list(range(6))
     gate.close()
@@ -1179,7 +1179,7 @@ def test_a_timeout_behind_a_stage_tells_of_each_worker_and_the_epoch_goes_on(sta
         batches = iter(loader)
         seen = to_hashes([next(batches)], options)
         lines = late(batches)
-        assert "Batch 1 (indices 1) is with worker 1" in lines[0]
+        assert "Batch 1 (index 1) is with worker 1" in lines[0]
         assert [line[:8] for line in of_workers(lines)] == ["Worker 1", "Worker 0"]
         hold.turn(on=False)
         gate.open()

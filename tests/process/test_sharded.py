@@ -770,6 +770,17 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ({"batch_size": 2, "num_shards": "2"}, TypeError, "num_shards='2'"),
         ({"batch_size": 2, "devices": []}, ValueError, r"devices=\[\]"),
         ({"batch_size": 2, "devices": "cpu"}, ValueError, "devices='cpu'"),
+        (
+            {"batch_size": 2, "devices": ["cpu", "gpu0"]},
+            ValueError,
+            r"^devices\[1\] should name a device that torch knows, but got devices\[1\]='gpu0'",
+        ),
+        (
+            {"batch_size": 2, "device": "gpu0"},
+            ValueError,
+            r"^device should name a .* device='gpu0'",
+        ),
+        ({"batch_size": 2, "devices": [None, 1.5]}, TypeError, r"^devices\[1\] should be a device"),
         ({"batch_size": 2, "devices": ["cpu"], "num_shards": 2}, ValueError, "num_shards=2"),
         (
             {"batch_size": 2, "devices": ["cpu"], "device": "cpu"},
@@ -845,7 +856,7 @@ def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
     assert values(DataLoader(stream, 2, last_batch="discard")) == [[0, 1], [2, 3]]
 
 
-def as_if_present(device: Any) -> torch.device | None:
+def as_if_present(device: Any, argument: str = "device") -> torch.device | None:
     return None if device in {None, "cpu"} else torch.device("meta", device)
 
 

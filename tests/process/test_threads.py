@@ -636,9 +636,9 @@ def test_a_timeout_out_of_order_names_all_that_is_in_flight(held) -> None:
         next(batches)
     text = str(caught.value)
     for index in (0, 1):
-        assert f"Batch {index} (indices {index}) is with worker thread " in text
+        assert f"Batch {index} (index {index}) is with worker thread " in text
     for index in (2, 3):
-        assert f"Batch {index} (indices {index}) waits for a worker." in text
+        assert f"Batch {index} (index {index}) waits for a worker." in text
     all_of_them.go.set()
     assert sorted(outcomes_but_late(batches, 4)) == [0, 1, 2, 3]
 
@@ -650,7 +650,7 @@ def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
     assert begins.entered.wait(20)
     with pytest.raises(LoaderTimeoutError) as caught:
         next(batches)
-    assert "Batch 0 (indices 0) waits for a worker." in str(caught.value)
+    assert "Batch 0 (index 0) waits for a worker." in str(caught.value)
     assert "Worker thread 0 has been preparing (dataset, worker_init_fn)" in str(caught.value)
     assert "in wait_here" in str(caught.value)
     begins.go.set()

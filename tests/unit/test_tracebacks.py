@@ -5,7 +5,9 @@ import traceback
 import pytest
 from torch.utils.data import default_collate
 
-from shmloader.batch.fetch import MapFetcher
+from shmloader.batch.fetch import FetchConfig, MapFetcher
+from shmloader.batch.maker import BatchMaker
+from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine
 from shmloader.sampling.checks import whole_number
 from shmloader.tracebacks import format_for_user, user_part, without_ours
@@ -47,6 +49,16 @@ def test_an_error_of_our_own_keeps_its_frames():
     entry = raised_by(lambda: whole_number(-1, "index", minimum=0)).__traceback__.tb_next
     assert names_of(user_part(entry)) == ["whole_number"]
     assert without_ours(entry) is None
+
+
+def test_of_an_error_in_a_dataset_without_code_the_innermost_frame_is_kept():
+    plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
+    maker = BatchMaker(plan, [1, 2], default_collate, where="here", timer=Timer())
+    with pytest.raises(IndexError) as raised:
+        maker.make([0, 5])
+    entry = raised.value.__traceback__.tb_next
+    assert names_of(entry) == ["make", "fetch", "_load_each"]
+    assert names_of(user_part(entry)) == ["_load_each"]
 
 
 def test_an_error_that_the_engine_hands_on_has_no_frames():

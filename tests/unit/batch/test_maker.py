@@ -21,6 +21,14 @@ class Squares(torch.utils.data.Dataset):
         return index * index
 
 
+class LookUp(torch.utils.data.Dataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
 class Draws(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return index, random.random(), int(sample_rng().integers(1 << 30))
@@ -87,6 +95,9 @@ def replacing(index, error):
         (list(range(9)), "skip", False),
         (list(range(9)), replacing, True),  # the user's function may draw
         (Draws(), "skip", True),
+        (LookUp(list(range(9))), "raise", False),
+        (LookUp(list(range(9))), "skip", False),
+        (LookUp(list(range(9))), replacing, True),
     ],
 )
 def test_generators_are_seeded_only_where_code_of_the_users_may_run(dataset, on_error, is_seeded):
@@ -121,6 +132,7 @@ def test_a_bad_sample_of_plain_data_does_not_shift_the_random_numbers_of_collate
     plain = batches(list(range(9)))
     assert [samples for samples, _ in plain] == [[0, 1], [2, 3]]
     assert plain == batches(OwnList(range(9)))
+    assert plain == batches(LookUp(list(range(9))))
 
 
 def test_the_fetcher_loads_from_what_watches_the_samples():

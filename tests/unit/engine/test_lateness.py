@@ -46,8 +46,8 @@ def test_who_has_what_is_waited_for_comes_first(worker_id):
     at_work = [IDLE] * 3
     at_work[worker_id] = loading(0)
     head, first, *others = told(Threads(*at_work), {1}, in_order=True)
-    assert f"Batch 0 (indices 0) is with worker thread {worker_id}. No batch is lost" in head
-    assert first == f"Worker thread {worker_id} has been loading batch 0 (indices 0) for 1.0 s."
+    assert f"Batch 0 (index 0) is with worker thread {worker_id}. No batch is lost" in head
+    assert first == f"Worker thread {worker_id} has been loading batch 0 (index 0) for 1.0 s."
     idle = [number for number in range(3) if number != worker_id]
     assert others == [f"Worker thread {number} has been idle for 3.0 s." for number in idle]
 
@@ -56,8 +56,8 @@ def test_out_of_order_all_that_have_not_come_are_waited_for():
     pool = Threads(IDLE, loading(2), loading(0))
     head, *work = told(pool, {1}, in_order=False)
     for seq, place in ((0, "is with worker thread 2"), (2, "is with worker thread 1")):
-        assert f"Batch {seq} (indices {seq}) {place}. " in head
-    assert "Batch 3 (indices 3) waits for a worker. " in head
+        assert f"Batch {seq} (index {seq}) {place}. " in head
+    assert "Batch 3 (index 3) waits for a worker. " in head
     assert "Batch 1" not in head
     assert [line.split()[2] for line in work] == ["2", "1", "0"]
 
@@ -65,5 +65,5 @@ def test_out_of_order_all_that_have_not_come_are_waited_for():
 def test_a_batch_of_another_epoch_is_told_by_its_number_alone():
     pool = Threads(loading(0, epoch=7), IDLE, IDLE)
     head, first, *_ = told(pool, set(), in_order=True)
-    assert "Batch 0 (indices 0) waits for a worker. " in head
+    assert "Batch 0 (index 0) waits for a worker. " in head
     assert first == "Worker thread 0 has been loading batch 0 for 1.0 s."

@@ -32,7 +32,8 @@ from shmloader.pools.status_page import AtWork, Phase
         ([2624, 2625, 2626], "indices 2624 to 2626"),
         ((5, 6), "indices 5 to 6"),
         ([-1, 0, 1], "indices -1 to 1"),
-        ([7], "indices 7"),
+        ([7], "index 7"),
+        (["a"], "index 'a'"),
         ([3, 1, 2], "indices 3, 1, 2"),
         ([1, 1], "indices 1, 1"),
         ([], "no indices"),
@@ -95,7 +96,7 @@ def test_a_kill_for_want_of_memory_is_told_with_what_to_do(kills, processes):
 def test_a_batch_that_changed_is_told_by_number_worker_and_slot():
     text = describe_change(Ticket(41, 3, 7, [5]), 812, "64 bytes: 1, now 2")
     assert text.startswith(
-        "SHMLOADER_DEBUG: batch 41 (indices 5) changed in slot 7 after worker 3 (pid 812) had "
+        "SHMLOADER_DEBUG: batch 41 (index 5) changed in slot 7 after worker 3 (pid 812) had "
         "answered (checksum of its 64 bytes: 1, now 2)."
     )
 
@@ -108,10 +109,10 @@ GO_ON = (
 
 def test_a_timeout_names_time_batch_and_worker():
     ticket = Ticket(41, 3, 0, [7])
-    assert describe_ticket(ticket) == "batch 41 (indices 7)"
+    assert describe_ticket(ticket) == "batch 41 (index 7)"
     assert describe_timeout(5.0, [(ticket, 3, 812)], ["Worker 3 …", "Worker 1 …"]) == (
         "DataLoader timed out after 5 seconds. "
-        "Batch 41 (indices 7) is with worker 3 (pid 812). "
+        "Batch 41 (index 7) is with worker 3 (pid 812). "
         f"{GO_ON}\n"
         "Worker 3 …\nWorker 1 …"
     )
@@ -122,7 +123,7 @@ def test_a_timeout_names_a_thread_and_a_ticket_that_no_thread_has():
     taken, waiting = Ticket(41, None, 0, [7]), Ticket(42, None, 1, 8)
     assert describe_timeout(5.0, [(taken, 0, None), (waiting, None, None)], []) == (
         "DataLoader timed out after 5 seconds. "
-        "Batch 41 (indices 7) is with worker thread 0. "
+        "Batch 41 (index 7) is with worker thread 0. "
         "Batch 42 (index 8) waits for a worker. "
         f"{GO_ON}"
     )
@@ -132,7 +133,7 @@ def test_a_worker_is_told_by_its_process_or_as_a_thread():
     assert describe_worker(3, 812) == "worker 3 (pid 812)"
     assert describe_worker(3, None) == "worker thread 3"
     ticket = Ticket(41, 3, 0, [7])
-    told = "was loading batch 41 (indices 7)."
+    told = "was loading batch 41 (index 7)."
     assert describe_loading(ticket, 812) == f"Worker 3 (pid 812) {told}"
     assert describe_loading(ticket, None) == f"Worker thread 3 {told}"
 
@@ -150,7 +151,7 @@ STACK = """  File "/data/set.py", line 7 in decode
             AtWork(Phase.LOADING, 0, 41, 4.81, STACK),
             Ticket(41, 3, 0, [7]),
             (
-                "Worker 3 (pid 812) has been loading batch 41 (indices 7) for 4.8 s, the innermost "
+                "Worker 3 (pid 812) has been loading batch 41 (index 7) for 4.8 s, the innermost "
                 'call first:\n  File "/data/set.py", line 7 in decode\n'
                 '  File "/data/set.py", line 3 in __getitem__'
             ),
@@ -182,7 +183,7 @@ def test_what_a_worker_is_at(at_work, ticket, text):
 def test_what_a_thread_is_at():
     at_work = AtWork(Phase.LOADING, 0, 41, 4.81, '  File "set.py", line 7 in decode')
     assert describe_work(3, None, at_work, Ticket(41, 3, 0, [7])) == (
-        "Worker thread 3 has been loading batch 41 (indices 7) for 4.8 s, the innermost call "
+        "Worker thread 3 has been loading batch 41 (index 7) for 4.8 s, the innermost call "
         'first:\n  File "set.py", line 7 in decode'
     )
 
@@ -199,7 +200,7 @@ def test_a_death_says_why_the_worker_was_not_replaced():
     assert "No restart is left in this epoch (worker_restarts=2)." in describe_death(3, death, None)
     ticket = Ticket(41, 3, 0, [7], kill_count=2)
     text = describe_death(3, death, ticket)
-    assert "batch 41 (indices 7). This batch has killed a worker before" in text
+    assert "batch 41 (index 7). This batch has killed a worker before" in text
 
 
 def test_a_restart_says_what_is_done_again():
