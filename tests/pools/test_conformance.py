@@ -27,11 +27,9 @@ from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
-from shmloader.pools.host_workers import HostWorkers, open_host_pool
 from shmloader.pools.inline import InlinePool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.status_page import Phase
-from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadPool
 from shmloader.pools.thread_task import ThreadConfig
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -56,13 +54,6 @@ def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
         base_seed=1,
         may_replace=True,
     )
-    return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
-
-
-def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
-    """The processes that the ranks of a host share, of whom this is one."""
-    shared = open_host_pool(Calls(make, 1 << 20), None, worker_count, base_seed=1)
-    workers = HostWorkers(shared, (as_it_is, "raise"), TaskConfig(PLAN))
     return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
 
 
@@ -101,7 +92,6 @@ class Kind:
 
 KINDS = {
     "processes": Kind(processes, has_slots=True),
-    "host": Kind(host, has_slots=True),
     "threads": Kind(threads),
     "inline": Kind(inline, is_apart=False, is_inline=True),
     "calling": Kind(calling, is_apart=False),
