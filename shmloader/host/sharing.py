@@ -64,7 +64,14 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     Each rank calls this with the same function. The rank that comes first calls ``build`` and
     shares what it returns, as :func:`shmloader.share` does; the others wait, and get the same
     object over the same memory. So a dataset is built once and is in memory once, however many
-    ranks and workers read it::
+    ranks and workers read it:
+
+    .. code-block:: python
+
+        import shmloader
+
+        def make_dataset():
+            return [f"sample {index}" for index in range(1000)]
 
         dataset = shmloader.share_on_host(make_dataset)
 

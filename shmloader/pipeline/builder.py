@@ -38,18 +38,33 @@ _MAX_THREADS = 32
 class PipelineBuilder:
     """Builds a pipeline: where items come from, what happens to them, and how many are ready ahead.
 
-    Each method but :meth:`build` returns the builder, and checks its arguments at once. ::
+    Each method but :meth:`build` returns the builder, and checks its arguments at once.
+
+    .. code-block:: python
+
+        import asyncio
+
+        import torch
+        from shmloader import PipelineBuilder
+
+        async def download(number):
+            await asyncio.sleep(0.01)  # waits for a server, say
+            return bytes([number]) * 1000
+
+        def decode(data):
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
         pipeline = (
             PipelineBuilder()
-            .add_source(urls)
-            .pipe(download, concurrency=64)                        # async def
+            .add_source(range(256))
+            .pipe(download, concurrency=64)
+            .pipe(decode, concurrency=2, executor="process")
             .aggregate(32)
-            .pipe(decode, concurrency=8, executor="process")
             .add_sink(4)
             .build(num_threads=8)
         )
-        for batch in pipeline: ...
+        for tensors in pipeline:
+            batch = torch.stack(tensors)
     """
 
     def __init__(self) -> None:

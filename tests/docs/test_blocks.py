@@ -1,15 +1,18 @@
 """Every code block of the README and the documentation runs as it stands.
 
 The Python blocks of a page run one after the other in one namespace, as a reader types them. Those
-of the README run each alone, as pasted into a file.
+of the README run each alone, as pasted into a file, and so do those of docstrings, of which the
+reference is made.
 """
 
 from __future__ import annotations
 
+import ast
 import gc
 import re
 import shlex
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,6 +63,41 @@ def blocks_of(path: Path) -> Iterator[Block]:
     assert not fence, f"{path}:{first}: a block without an end"
 
 
+def blocks_of_docstrings(path: Path) -> Iterator[Block]:
+    """The blocks of a module's docstrings: `.. code-block:: python`, and plain ones after `::`."""
+    source = path.read_text()
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node) is None:
+            continue
+        docstring = node.body[0]
+        for number in range(docstring.lineno, docstring.end_lineno):
+            line = lines[number - 1]
+            _, directive, language = line.partition(".. code-block:: ")
+            if directive or line.endswith("::"):
+                rest = lines[number : docstring.end_lineno]
+                code = textwrap.dedent("\n".join(indented_beyond(line, rest)))
+                yield Block(path, number + 1, language, code + "\n")
+
+
+def indented_beyond(line: str, rest: list[str]) -> Iterator[str]:
+    """The lines at the beginning of `rest` that are empty or indented by more than `line`."""
+    margin = len(line) - len(line.lstrip())
+    for other in rest:
+        if other.strip() and len(other) - len(other.lstrip()) <= margin:
+            break
+        yield other
+
+
+DOCSTRING_BLOCKS = [
+    block
+    for path in sorted((ROOT / "shmloader").rglob("*.py"))
+    for block in blocks_of_docstrings(path)
+]
+
+
 def python_runs() -> list[object]:
     runs_of_pages = []
     for path in PAGES:
@@ -70,7 +108,8 @@ def python_runs() -> list[object]:
         for run in filter(None, runs):
             name = run[0].name if path == README else str(path.relative_to(ROOT))
             runs_of_pages.append(pytest.param(run, id=name))
-    return runs_of_pages
+    examples = [block for block in DOCSTRING_BLOCKS if block.language == "python"]
+    return runs_of_pages + [pytest.param([block], id=block.name) for block in examples]
 
 
 def shell_blocks() -> list[object]:
@@ -121,6 +160,14 @@ def test_every_kind_of_block_is_run_or_known_not_to_be():
     for path in PAGES:
         for block in blocks_of(path):
             assert block.language in shown or block.language.startswith("{"), block.name
+
+
+@pytest.mark.parametrize("block", DOCSTRING_BLOCKS, ids=lambda block: block.name)
+def test_blocks_of_docstrings_are_run_or_are_no_python(block):
+    if block.language != "python":
+        assert block.language == "", block.name
+        with pytest.raises(SyntaxError):
+            ast.parse(block.code)
 
 
 def test_the_readme_has_at_most_150_lines():
