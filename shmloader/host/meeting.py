@@ -138,7 +138,7 @@ class Meeting:
         while may_wait or _readable(self._socket.fileno(), timeout_ms=0):
             guest, _ = self._socket.accept()
             guest.settimeout(None)
-            if _peer_of(guest)[1] == os.geteuid():
+            if peer_of(guest)[1] == os.geteuid():
                 return guest
             guest.close()
         return None
@@ -238,15 +238,10 @@ def connect(name: str) -> socket.socket:
     return connection
 
 
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a connection is of this user."""
-    return _peer_of(connection)[1] == os.geteuid()
-
-
 def _connect(connection: socket.socket, name: str) -> int:
     """Connect to a host of this user. Returns its process id."""
     connection.connect(name)
-    pid, user = _peer_of(connection)
+    pid, user = peer_of(connection)
     if user != os.geteuid():
         raise PermissionError(
             f"user {user} has taken the name by which the ranks of this run find each other; "
@@ -261,7 +256,7 @@ def ranks_of_host(world_size: int) -> int:
     return min(world_size, int(text)) if text.isdecimal() and int(text) else world_size
 
 
-def _peer_of(connection: socket.socket) -> tuple[int, int]:
+def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a connection."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)

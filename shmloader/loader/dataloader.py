@@ -544,6 +544,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
             for iterator in list(self._open_iterators):
                 stack.callback(iterator.close)
+        self._parts.host_pool = None
         # Last: an exception in an iterator that is freed as garbage would not be raised.
         self._iterator = None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.batch.payload import ReceivedPayload
-from shmloader.host.meeting import is_same_user
+from shmloader.host.meeting import peer_of
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.messages import RECEIVE_BYTES
@@ -86,9 +86,10 @@ def serve_host(
 
 @dataclass(eq=False)
 class _Rank:
-    """A connection to a rank, and the workers that it is attached to."""
+    """A connection to a rank, its process id, and the workers that it is attached to."""
 
     connection: socket.socket
+    pid: int
     attached: set[int] = field(default_factory=set)
 
     def tell(self, message: tuple[object, ...]) -> None:
@@ -140,14 +141,14 @@ class _HostService:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
-            if is_same_user(connection):
+            if peer_of(connection)[1] == os.geteuid():
                 self._add(connection)
             else:
                 connection.close()
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        rank = self._ranks[connection.fileno()] = _Rank(connection)
+        rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0])
         self._poll.register(connection, select.POLLIN)
         rank.tell(Welcome(os.getpid(), self._start.worker_count, self._start.dataset))
 
@@ -178,7 +179,8 @@ class _HostService:
         fd = rank.connection.fileno()
         self._poll.unregister(fd)
         del self._ranks[fd]
-        rank.tell(Left(is_last=not self._ranks))
+        # Connections of the same process are about to be closed as well.
+        rank.tell(Left(is_last=all(other.pid == rank.pid for other in self._ranks.values())))
         rank.connection.close()
 
     def _attach(self, rank: _Rank, worker_id: int, channel: socket.socket) -> None:

@@ -275,10 +275,11 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
     """
 
     def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
-        self._pool = pool
+        self._pool: HostPool | None = pool
         self._page = StatusPage(pool.worker_count)
         self._control: socket.socket | None = None
         self._payloads: list[Payload] = []
+        self._owner_pid = pool.owner_pid
         self._pids = [0] * pool.worker_count
         self._deaths: dict[int, Death] = {}
         self._because = ""
@@ -287,7 +288,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             self._payloads.append(Payload((tasks, self._page)))
             names = ("collate_fn", "on_error")
             self._payloads.append(pickle_for_workers(functions, names, "spawn"))
-            self._control = self._pool.connect()
+            self._control = pool.connect()
             self._poll.register(self._control, select.POLLIN)
             for worker_id in range(pool.worker_count):
                 self._workers.append(self._attach(worker_id))
@@ -355,11 +356,12 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         assert self._control is not None
         self._poll.unregister(self._control)
         self._because = (
-            f"The process {self._pool.owner_pid}, which owns the workers of this host "
+            f"The process {self._owner_pid}, which owns the workers of this host "
             "(worker_scope='host'), has ended, and all workers with it. "
             "The next epoch starts new ones."
         )
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
         for worker_id in range(len(self._workers)):
             death = Death(self.pid(worker_id), None, because=self._because)
             yield from self._lose(worker_id, death)
@@ -422,7 +424,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._at_exit.cancel()
         self._hang_up()
         self.readings.close()
-        self._waker = None
+        self._waker = self._pool = None
 
     def _hang_up(self) -> None:
         for worker in self._workers:
