@@ -1,5 +1,6 @@
 """``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards."""
 
+import concurrent.futures
 from collections.abc import Callable, Iterable, Sequence, Sized
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -108,6 +109,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         num_workers: Number of worker processes; 0 loads in this process; "auto" as for
             :class:`DataLoader`.
         thread_pool: Whether workers are threads.
+        executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
         prefetch: GluonNLP's name for the number of steps in flight; ``2 * num_workers`` if None.
 
@@ -165,6 +167,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         devices: Sequence[Any] | None = None,
         num_workers: int | Literal["auto"] = 0,
         thread_pool: bool = False,
+        executor: concurrent.futures.Executor | None = None,
         fetch_concurrency: int | None = None,
         sample_timeout: float | None = None,
         prefetch: int | None = None,
@@ -236,6 +239,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             on_error=on_error,
             max_failures=max_failures,
             thread_pool=thread_pool,
+            executor=executor,
             snapshot_every_n_steps=snapshot_every_n_steps,
             fetch_concurrency=fetch_concurrency,
             sample_timeout=sample_timeout,

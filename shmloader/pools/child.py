@@ -63,7 +63,7 @@ from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, end_startup
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Phase, StatusPage, WorkerStatusPage
 from shmloader.pools.waker import receive_soon
-from shmloader.pools.worker_dataset import WorkerDataset
+from shmloader.pools.worker_dataset import WorkerDataset, call_init
 
 # A state that has no slot is sent in pieces of this length.
 _PART_BYTES = INLINE_BYTES // 2
@@ -251,7 +251,7 @@ class _Worker:
                 dataset=dataset,
             )
             if init_fn is not None:
-                _call_init(init_fn, start.worker_id)
+                call_init(init_fn, start.worker_id)
             self._answers.by_value = payload.by_value
             self._dataset.open(dataset, collate_fn, on_error, by_value=payload.by_value)
         except BaseException:  # noqa: BLE001 - it answers every task
@@ -378,15 +378,6 @@ def _load(payload: Any) -> Any:
                 "its main guard are not defined there. Define what the dataset uses above the "
                 "guard, or in a module of its own.",
             )
-        raise
-
-
-def _call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
-    """Call ``worker_init_fn``."""
-    try:
-        init_fn(worker_id)
-    except Exception as error:
-        note_sample(error, f"It was raised by worker_init_fn({worker_id}).")
         raise
 
 
