@@ -33,6 +33,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import pickle
 import threading
@@ -65,6 +66,9 @@ from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
 Future = concurrent.futures.Future[Any]
+
+# How often an executor that has a ``check()`` is asked whether it is there, in seconds.
+_CHECK_S = 2.0
 
 # How much of what an executor raises is shown.
 _REASON_CHARACTERS = 600
@@ -199,6 +203,8 @@ class ExecutorPool(SlotReader):
         self._reports: collections.deque[Callable[[Events], None]] = collections.deque()
         # What is sent with each task from now on, where the executor has a store of objects.
         self._reference: Any = None
+        # Fails the futures of an executor that is gone, where nothing else would.
+        self._check: Callable[[], None] | None = getattr(executor, "check", None)
         self._pids: dict[int, int] = {}
         # By process, how far its clock is behind ours, in ns: at most, by the answers so far.
         self._clocks: dict[bytes, int] = {}
@@ -310,7 +316,12 @@ class ExecutorPool(SlotReader):
         self.is_waiting = True
         # A wait that a signal handler has ended may have cleared the event.
         if not self._post.done and not self._reports:
-            self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+            wait_s = math.inf if timeout_s is None else max(0.0, timeout_s)
+            if self._check is not None:
+                wait_s = min(wait_s, _CHECK_S)
+            self._post.wakeup.wait(None if math.isinf(wait_s) else wait_s)
+            if self._check is not None and not self._post.done:
+                self._check()
         self.is_waiting = False
         return self.poll(None, events)
 
