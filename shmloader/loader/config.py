@@ -5,6 +5,8 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
+import concurrent.futures
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,6 +24,7 @@ from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
+from shmloader.pools.executor import ProcessNumbers
 from shmloader.pools.host_workers import HostPool
 
 
@@ -47,6 +50,7 @@ class LoaderConfig:
         worker_restarts: Number of dead workers that are replaced in an epoch.
         multiprocessing_context: A multiprocessing context; None for the default one.
         is_threaded: Whether workers are threads.
+        executor: The executor whose tasks make the batches; None for workers of our own.
         shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
         devices: Where each batch of a step arrives; None for the CPU. Only one, unless
             ``has_steps``.
@@ -76,6 +80,7 @@ class LoaderConfig:
     worker_restarts: int
     multiprocessing_context: Any
     is_threaded: bool
+    executor: concurrent.futures.Executor | None
     shm_bytes: int | None
     devices: tuple[torch.device | None, ...]
     has_steps: bool
@@ -92,6 +97,13 @@ class LoaderConfig:
         if self.worker_scope == "rank":
             return 0
         return self.host_rank * self.num_workers // self.host_ranks % self.num_workers
+
+    @property
+    def kind(self) -> str:
+        """What loads, as statistics name it."""
+        if self.executor is not None:
+            return "executor"
+        return "threads" if self.is_threaded else "processes"
 
     @property
     def has_device(self) -> bool:
@@ -166,6 +178,8 @@ class LoaderParts:
         destination: The devices, as the first iterator opened them.
         streams: Positions or states of the workers' datasets in the newest epoch.
         resume_streams: The ones from which the next new iterator resumes; None to begin anew.
+        executor_key: Identifies the loader in processes of an executor.
+        process_numbers: The worker numbers of those processes.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
@@ -176,6 +190,8 @@ class LoaderParts:
     destination: Destination | None = None
     streams: IterableCheckpoints | StreamHere | DatasetHere | None = None
     resume_streams: IterableCheckpoints | None = None
+    executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    process_numbers: ProcessNumbers = field(default_factory=ProcessNumbers)
     has_counted_objects: bool = False
 
     def take_resumed(self) -> IterableCheckpoints | None:

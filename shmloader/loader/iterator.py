@@ -200,7 +200,7 @@ class EngineIterator(CountingIterator):
     def _make_record(self, worker_count: int, begin_ns: int) -> Record:
         return Record(
             self._plan.epoch,
-            "threads" if self._config.is_threaded else "processes",
+            self._config.kind,
             worker_count,
             keeps_workers=self._persistent_workers,
             in_order=self._in_order,

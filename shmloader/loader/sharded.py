@@ -1,5 +1,6 @@
 """``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards."""
 
+import concurrent.futures
 from collections.abc import Callable, Iterable, Sequence, Sized
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -117,6 +118,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             until the loaders of all ranks are gone. Ranks must have the same dataset, and begin
             their loaders in the same order. Loaders with the same dataset object share a pool.
             Linux only. "rank" (the default) for workers of this loader's own.
+        executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
         prefetch: GluonNLP's name for the number of steps in flight; ``2 * num_workers`` if None.
 
@@ -174,6 +176,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         devices: Sequence[Any] | None = None,
         num_workers: int | Literal["auto"] = 0,
         thread_pool: bool = False,
+        executor: concurrent.futures.Executor | None = None,
         fetch_concurrency: int | None = None,
         sample_timeout: float | None = None,
         worker_scope: WorkerScope = "rank",
@@ -247,6 +250,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             on_error=on_error,
             max_failures=max_failures,
             thread_pool=thread_pool,
+            executor=executor,
             snapshot_every_n_steps=snapshot_every_n_steps,
             fetch_concurrency=fetch_concurrency,
             sample_timeout=sample_timeout,
@@ -269,6 +273,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             worker_scope,
             num_workers=num_workers,
             thread_pool=thread_pool,
+            executor=executor,
             multiprocessing_context=multiprocessing_context,
             saves_dataset=self._saves_dataset,
         )
@@ -330,6 +335,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             self.worker_scope,
             num_workers=self.num_workers,
             thread_pool=self.thread_pool,
+            executor=self.executor,
             multiprocessing_context=self.multiprocessing_context,
             saves_dataset=self._saves_dataset,
         )

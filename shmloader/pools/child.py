@@ -31,6 +31,7 @@ from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSem
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
 from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskConfig, TaskServer
 from shmloader.pools.waker import receive_soon
+from shmloader.pools.worker_dataset import call_init
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +204,5 @@ def introduce(
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
     )
-    if init_fn is None:
-        return
-    try:
-        init_fn(worker_id)
-    except Exception as error:
-        note_sample(error, f"It was raised by worker_init_fn({worker_id}).")
-        raise
+    if init_fn is not None:
+        call_init(init_fn, worker_id)
