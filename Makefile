@@ -15,6 +15,9 @@ ROWS          ?=
 FRAMEWORKS          ?= .venv-frameworks
 FRAMEWORKS_PINNING  := mosaicml-streaming
 
+# Dask and Ray, in an environment of their own.
+CLUSTER ?= .venv-cluster
+
 # How long `make soak` runs.
 MINUTES ?= 20
 
@@ -24,7 +27,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-all test-integration test-frameworks check docs bench bench-peers gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster check docs bench bench-peers gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -32,6 +35,7 @@ help:
 	@echo "make test-full  run all other tests but the integration tests (20 minutes)"
 	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
 	@echo "make test-frameworks  test under Lightning, accelerate, Hugging Face and others (downloads 2 GB; 15 minutes)"
+	@echo "make test-cluster  test executor= on clusters of Dask and Ray on this machine (4 minutes)"
 	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
 	@echo "make docs    build the documentation into build/docs, without network"
@@ -43,7 +47,7 @@ help:
 	@echo "make chaos   kill 1,000 times at random times (tests/faults/chaos.py)"
 	@echo "make soak    run random mixes in one process for 20 minutes, which must not grow; MINUTES=n"
 	@echo "make environments  run under limits, system call filters, in a container (tests/faults/environments.py)"
-	@echo "make clean   remove .venv, .venv-peers, .venv-frameworks, caches and build outputs"
+	@echo "make clean   remove .venv, .venv-peers, .venv-frameworks, .venv-cluster, caches and build outputs"
 	@echo "ARGS=... is passed to the program that a target runs: make test ARGS='-k slots -x'"
 
 demo: $(STAMP)-examples
@@ -63,6 +67,10 @@ test-integration: $(STAMP)-test
 
 test-frameworks: $(FRAMEWORKS)/.installed
 	@SHMLOADER_TEST_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks \
+		--override-ini=faulthandler_timeout=0 --durations=15 $(ARGS)
+
+test-cluster: $(CLUSTER)/.installed
+	@SHMLOADER_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest tests/cluster \
 		--override-ini=faulthandler_timeout=0 --durations=15 $(ARGS)
 
 test-all: $(STAMP)-test
@@ -111,11 +119,11 @@ environments: $(STAMP)-test
 	@$(BIN)/python -m tests.faults.environments $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(CLUSTER) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	rm -f shmloader/memory/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.created $(PEERS)/.created $(FRAMEWORKS)/.created:
+$(VENV)/.created $(PEERS)/.created $(FRAMEWORKS)/.created $(CLUSTER)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "shmloader needs Python 3.11 or later; name one: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Making $(@D) with $$($(PYTHON) --version)"
@@ -149,4 +157,10 @@ $(FRAMEWORKS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memo
 		--constraint constraints.txt --editable '.[frameworks]'
 	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps $(FRAMEWORKS_PINNING)
+	@touch $@
+
+$(CLUSTER)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(CLUSTER)/.created
+	@echo "Installing shmloader, Dask and Ray into $(CLUSTER) (minutes)"
+	@$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[cluster]'
 	@touch $@

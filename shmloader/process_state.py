@@ -12,6 +12,9 @@ Everything else has an owner. (``shmloader.faults`` is separate, since it exists
 ``meetings``            where the ranks of this host meet, of which this one is the host: a child
                         closes them, too
 ``calls_on_host``       the number of calls of ``share_on_host()``, by which ranks tell them apart
+``pools_on_host``       the number of pools that the ranks of this host share, likewise
+``host_pools``          those that this process uses, by what has to be the same for its loaders to
+                        share one
 ``builds_on_host``      the threads that run a function for ``share_on_host()``
 ``received``            in a worker, the descriptors that came with its payload; in a rank, while it
                         opens what another rank has built, those that came with that
@@ -73,6 +76,8 @@ class ProcessState:
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.meetings: set[Any] = set()
         self.calls_on_host = 0
+        self.pools_on_host = 0
+        self.host_pools: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self.builds_on_host: set[int] = set()
         self.received: list[int] = []
         self.opening = threading.RLock()

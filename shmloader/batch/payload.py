@@ -60,10 +60,18 @@ class _Descriptor:
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self._received: list[int] = []
+
+    def __getstate__(self) -> int:
+        return self._index
+
+    def __setstate__(self, index: int) -> None:
+        # Kept, since an object may open its descriptor only when it is first used.
+        self._index, self._received = index, PROCESS.received
 
     def detach(self) -> int:
         """Return the descriptor's number in this process. The caller owns it."""
-        return PROCESS.received[self._index]
+        return self._received[self._index]
 
 
 class _Recorder:
@@ -288,28 +296,53 @@ def receive_payload(channel: socket.socket) -> "ReceivedPayload":
         OSError: If there are too few descriptors left.
         ConnectionResetError: If the main process is gone, or has closed the loader.
     """
-    descriptors: list[int] = []
-    is_short = False
-    while True:
-        data, some, flags, _ = socket.recv_fds(
-            channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    receiver = PayloadReceiver(channel)
+    while (payload := receiver.receive()) is None:
+        pass
+    return payload
+
+
+class PayloadReceiver:
+    """Receives the messages of one payload.
+
+    Args:
+        channel: The socket that they come through.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._descriptors: list[int] = []
+        self._is_short = False
+
+    def receive(self, flags: int = 0) -> "ReceivedPayload | None":
+        """Receive one message; return the payload if it was the last one.
+
+        Args:
+            flags: Further flags of the socket's receive, such as MSG_DONTWAIT.
+
+        Raises:
+            BlockingIOError: If none is there, with MSG_DONTWAIT.
+            OSError, ConnectionResetError: As :func:`receive_payload`.
+        """
+        data, some, got, _ = socket.recv_fds(
+            self._channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC | flags
         )
         if not data:
             raise ConnectionResetError("the loader was closed while its workers started")
-        descriptors += some
-        is_short = is_short or bool(flags & socket.MSG_CTRUNC)
-        if data != _MORE:
-            break
-    if is_short:
-        # The process lives on, to report this.
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise OSError(
-            errno.EMFILE,
-            f"process {os.getpid()} has too few file descriptors for what the dataset shares; "
-            "raise `ulimit -n`",
-        )
-    return ReceivedPayload(data, descriptors)
+        self._descriptors += some
+        self._is_short = self._is_short or bool(got & socket.MSG_CTRUNC)
+        if data == _MORE:
+            return None
+        if self._is_short:
+            # The process lives on, to report this.
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            raise OSError(
+                errno.EMFILE,
+                f"process {os.getpid()} has too few file descriptors for what the dataset shares; "
+                "raise `ulimit -n`",
+            )
+        return ReceivedPayload(data, self._descriptors)
 
 
 class ReceivedPayload:
@@ -330,7 +363,6 @@ class ReceivedPayload:
         Raises:
             Exception: What unpickling the user's objects raises.
         """
-        # They stay open: an object may open its descriptor only when it is first used.
         PROCESS.received = self._descriptors
         segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
         whole = memoryview(segment)

@@ -89,6 +89,7 @@ class Engine(EngineBase):
         watch: Notes bad samples; None if their errors are raised.
         present: How many workers run at first, None for all; :meth:`want_workers` changes that.
             For dynamic dispatch only.
+        first_worker: The worker that is preferred, with dynamic dispatch.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Engine(EngineBase):
         is_seeded: bool = False,
         watch: FailureWatch | None = None,
         present: int | None = None,
+        first_worker: int = 0,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
@@ -129,7 +131,7 @@ class Engine(EngineBase):
             lend_limit,
             in_order=in_order,
             restart_limit=worker_restarts,
-            first_worker=0 if streams is None else streams.next_worker,
+            first_worker=first_worker if streams is None else streams.next_worker,
             ended=()
             if streams is None
             else [checkpoint.has_ended for checkpoint in streams.checkpoints],
@@ -667,7 +669,12 @@ class Engine(EngineBase):
         scheduler = self._scheduler
         death = dataclasses.replace(death, restart_limit=self._restart_limit)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
-        scheduler.worker_lost(worker_id, death, was_at.seq if is_ours else None)
+        scheduler.worker_lost(
+            worker_id,
+            death,
+            was_at.seq if is_ours else None,
+            was_elsewhere=death.was_elsewhere,
+        )
         if self._streams is not None:
             self._streams.lost(worker_id)
 

@@ -12,6 +12,8 @@ batches are short, so that the round trip to the main process matters, it has ro
 in five rounds in turns, no figure of the benchmark's rows A, D, E and I changed beyond the spread.)
 """
 
+from collections.abc import Iterable
+
 from shmloader.engine.workers import Worker, WorkerTable
 
 # With one task, a worker is idle for some 0.1 ms after each batch; with two, one of them may be
@@ -56,11 +58,11 @@ class Router:
         return fallback
 
 
-def pick_idle(workers: WorkerTable, limit: int) -> Worker | None:
+def pick_idle(workers: Iterable[Worker], limit: int) -> Worker | None:
     """Return the worker for the oldest waiting ticket, with dynamic dispatch.
 
     Args:
-        workers: All workers.
+        workers: All workers, those that are preferred first.
         limit: The most tasks of a worker.
 
     Returns:

@@ -127,7 +127,8 @@ class Scheduler:
             lend_limit: The most slots lent at once.
             in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
             restart_limit: The most workers restarted in an epoch.
-            first_worker: The worker that gets the first ticket of the first epoch.
+            first_worker: The worker that gets the first ticket of the first epoch; with dynamic
+                dispatch, the one that is preferred among those with equally many tasks.
             ended: For each worker, whether its stream has already ended in that epoch.
             is_dynamic: Whether tickets are dispatched dynamically. Not for iterable datasets.
             has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
@@ -143,6 +144,9 @@ class Scheduler:
         self.workers = WorkerTable(
             worker_count, worker_count if present is None else present, ended
         )
+        # With dynamic dispatch, the first of those with the fewest tasks gets the next one. Ranks
+        # that share workers begin at different ones.
+        self._by_preference = [*self.workers][first_worker:] + [*self.workers][:first_worker]
         self._window = window
         self._lend_limit = lend_limit
         self._in_order = in_order
@@ -240,7 +244,7 @@ class Scheduler:
     def _assign_waiting(self) -> None:
         """Assign the oldest waiting tickets to workers that have room."""
         while self._waiting:
-            worker = self._teller() or pick_idle(self.workers, self.task_limit)
+            worker = self._teller() or pick_idle(self._by_preference, self.task_limit)
             if worker is None:
                 return
             worker.is_death_untold = False
@@ -257,7 +261,8 @@ class Scheduler:
     def has_room(self) -> bool:
         """Whether a further ticket would be assigned, or answered, at once."""
         return not self._waiting and (
-            self._teller() is not None or pick_idle(self.workers, self.task_limit) is not None
+            self._teller() is not None
+            or pick_idle(self._by_preference, self.task_limit) is not None
         )
 
     def answered(
@@ -395,18 +400,26 @@ class Scheduler:
             if ticket is not None:
                 self._unsent.append(ticket)
 
-    def worker_lost(self, worker_id: int, death: object, at_work: int | None = None) -> None:
+    def worker_lost(
+        self,
+        worker_id: int,
+        death: object,
+        at_work: int | None = None,
+        *,
+        was_elsewhere: bool = False,
+    ) -> None:
         """Note that a worker is dead and reaped.
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
-        has killed a worker before. One that was ended since a sample took too long is always
-        restarted. With dynamic dispatch, the tickets that it had not begun wait
-        for another worker, in their old order.
+        has killed a worker before. One that was ended since a sample took too long, or that was
+        loading a batch of another rank, is always restarted. With dynamic dispatch, the tickets
+        that it had not begun wait for another worker, in their old order.
 
         Args:
             worker_id: Number of the worker.
             death: The answer to all its present and future tickets if it is not restarted.
             at_work: Number of the ticket of this epoch that it was loading; None if there is none.
+            was_elsewhere: Whether it was loading a batch of another rank.
         """
         worker = self.workers[worker_id]
         worker.death = death
@@ -419,7 +432,8 @@ class Scheduler:
             ticket for ticket in self._unsent if ticket.worker_id != worker_id
         )
         culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
-        if not worker.hang and not self._may_restart(culprit):
+        is_free = bool(worker.hang) or was_elsewhere
+        if not is_free and not self._may_restart(culprit):
             self.workers.move(worker_id, DEAD)
             worker.is_death_untold = all(ticket.is_dropped for ticket in unanswered)
             for ticket in unanswered:

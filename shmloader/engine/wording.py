@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
-from shmloader.pools.answers import Death
+from shmloader.pools.answers import UNKNOWN_PID, Death
 from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -25,6 +25,8 @@ _FRAMES_SHOWN = 12
 
 def describe_worker(worker_id: int, pid: int | None) -> str:
     """Name a worker by its number and process id. A thread has no process id."""
+    if pid == UNKNOWN_PID:
+        return f"worker {worker_id} (of the executor)"
     return f"worker thread {worker_id}" if pid is None else f"worker {worker_id} (pid {pid})"
 
 
@@ -36,6 +38,8 @@ def describe_loading(ticket: Ticket, pid: int | None) -> str:
 
 def describe_end(death: Death) -> str:
     """Say how a worker ended, in torch's words."""
+    if death.reason:
+        return f"DataLoader worker exited unexpectedly: {death.reason}. "
     code = death.exit_code
     if code is None:
         return f"DataLoader worker (pid {death.pid}) exited unexpectedly. "
@@ -58,6 +62,8 @@ def describe_ticket(ticket: Ticket) -> str:
 def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
     """Say how a worker ended, what it was loading, and why it was not replaced."""
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
+    if death.because:
+        return death.because
     if death.exit_code == NO_GUARD_EXIT:
         return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
@@ -116,6 +122,8 @@ def describe_restart(
     again = ", ".join(map(str, seqs))
     if death is None:
         return f"{hang}A new thread replaces it."
+    if death.reason:
+        return f"{describe_end(death)}Batches are made again: {again}."
     text = f"{hang or describe_end(death)}A new process replaces worker {worker_id}"
     text += f" and loads its unfinished batches again: {again}." if seqs else "."
     if checkpoint is not None and not checkpoint.has_ended:
@@ -206,7 +214,11 @@ def _user_frames(at_work: AtWork) -> list[str]:
 
 
 # The modules from which a worker calls the user's code.
-_CALLERS = ("/shmloader/pools/child.py", "/shmloader/pools/thread_task.py", "/shmloader/batch/")
+_CALLERS = (
+    "/shmloader/pools/task_server.py",
+    "/shmloader/pools/thread_task.py",
+    "/shmloader/batch/",
+)
 
 
 def _is_not_ours(frame: str) -> bool:

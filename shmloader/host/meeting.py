@@ -67,6 +67,7 @@ class Meeting:
 
     Attributes:
         is_host: Whether this process is the host.
+        name: The socket's abstract name.
         host_pid: Process id of the host; 0 if it is not visible from here, in another container.
 
     Args:
@@ -85,7 +86,7 @@ class Meeting:
                 "user of the namespace (`unshare --map-root-user`), or use share()"
             )
         digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}")).hexdigest()[:32]
-        self._name = f"\0shmloader-{os.geteuid()}-{digest}"
+        self.name = f"\0shmloader-{os.geteuid()}-{digest}"
         self.host_pid = os.getpid()
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -111,20 +112,14 @@ class Meeting:
         # Whatever the user has set by socket.setdefaulttimeout().
         self._socket.settimeout(None)
         try:
-            self._socket.connect(self._name)
+            self.host_pid = _connect(self._socket, self.name)
         except ConnectionRefusedError:
             return self._bind()
-        self.host_pid, user = _peer_of(self._socket)
-        if user != os.geteuid():
-            raise PermissionError(
-                f"user {user} has taken the name by which the ranks of this run find each other; "
-                "give the run another id or port"
-            )
         return False
 
     def _bind(self) -> bool:
         try:
-            self._socket.bind(self._name)
+            self._socket.bind(self.name)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or is_interruption(error):
                 raise
@@ -143,7 +138,7 @@ class Meeting:
         while may_wait or _readable(self._socket.fileno(), timeout_ms=0):
             guest, _ = self._socket.accept()
             guest.settimeout(None)
-            if _peer_of(guest)[1] == os.geteuid():
+            if peer_of(guest)[1] == os.geteuid():
                 return guest
             guest.close()
         return None
@@ -191,6 +186,14 @@ class Meeting:
 
     # Both --------------------------------------------------------------------------------
 
+    def detach(self) -> socket.socket:
+        """Return the socket, which the caller owns from now on.
+
+        It is the connection of a guest; of the host, the one that guests connect to.
+        """
+        PROCESS.meetings.discard(self)
+        return self._socket
+
     def close(self) -> None:
         """End the meeting here. May be called again."""
         PROCESS.meetings.discard(self)
@@ -218,7 +221,42 @@ def _others_look_like(user: int) -> bool:
     return user == overflow and numbered != _ALL_USERS
 
 
-def _peer_of(connection: socket.socket) -> tuple[int, int]:
+def connect(name: str) -> socket.socket:
+    """Connect to a host of this user by its name. The caller owns the connection.
+
+    Raises:
+        ConnectionRefusedError: If there is no host of this name any more.
+        PermissionError: If it is another user's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(None)
+        _connect(connection, name)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(connection: socket.socket, name: str) -> int:
+    """Connect to a host of this user. Returns its process id."""
+    connection.connect(name)
+    pid, user = peer_of(connection)
+    if user != os.geteuid():
+        raise PermissionError(
+            f"user {user} has taken the name by which the ranks of this run find each other; "
+            "give the run another id or port"
+        )
+    return pid
+
+
+def ranks_of_host(world_size: int) -> int:
+    """Return how many ranks this host has (``LOCAL_WORLD_SIZE``); all of them if nothing says."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(world_size, int(text)) if text.isdecimal() and int(text) else world_size
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a connection."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)

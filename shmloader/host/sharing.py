@@ -24,7 +24,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
-from shmloader.host.meeting import Meeting
+from shmloader.host.meeting import Meeting, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import resolve_ranks
@@ -113,7 +113,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             "build should be a function that makes the dataset, "
             f"but got {described_type(build)}: share_on_host(lambda: dataset) or share(dataset)"
         )
-    ranks = _local_ranks()
+    ranks = ranks_of_host(resolve_ranks(None, None)[1])
     if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:
         return share(build(), writable)
     if sys.platform != "linux":
@@ -141,13 +141,6 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             return found
         finally:
             meeting.close()
-
-
-def _local_ranks() -> int:
-    """Return how many ranks this host has; the world size if nothing says it."""
-    _, world_size = resolve_ranks(None, None)
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(world_size, int(text)) if text.isdecimal() and int(text) else world_size
 
 
 # The rank that builds ------------------------------------------------------------------------

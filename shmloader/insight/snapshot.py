@@ -226,8 +226,8 @@ class LoaderStats:
         epoch: Number of the epoch; None for all epochs together.
         epochs: Number of epochs begun, for all epochs together; otherwise 1, or 0 before the first.
         is_over: Whether the epoch has ended or was given up.
-        kind: What loads: "processes", "threads", "in-process" or "torch" (its own iterator); ""
-            before the first epoch.
+        kind: What loads: "processes", "threads", "executor", "in-process" or "torch" (its own
+            iterator); "" before the first epoch.
         num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
         batches: Number of batches delivered.

@@ -172,6 +172,7 @@ def _headline(stats: "LoaderStats") -> str:
     how = {
         "processes": counted(stats.num_workers, "worker process", "worker processes"),
         "threads": counted(stats.num_workers, "worker thread"),
+        "executor": f"an executor with {counted(stats.num_workers, 'batch', 'batches')} in flight",
         "in-process": "loaded in-process",
         "torch": f"torch's own iterator, {counted(stats.num_workers, 'worker')}",
         "other": f"another loader, {counted(stats.num_workers, 'worker')}",

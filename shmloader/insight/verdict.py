@@ -82,6 +82,8 @@ class Finding(enum.Enum):
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
     CORES_BUSY = "all cores busy"
+    NETWORK = "the network"
+    EXECUTOR_BUSY = "executor busy"
     OTHER_LOADER = "another loader"
 
 
@@ -171,7 +173,7 @@ def _of_group(stats: "LoaderStats", group: str) -> tuple[Finding, str]:
     if stats.kind == "in-process" and group != "errors":
         return Finding.IN_PROCESS, _of_this_thread(stats, group)
     if group == "work":
-        return _of_the_workers(stats)
+        return _of_the_workers(stats) if stats.kind != "executor" else _of_an_executor(stats)
     return _of_delivery(stats) if group == "delivery" else _of_a_stage(stats, group)
 
 
@@ -205,6 +207,13 @@ def _of_delivery(stats: "LoaderStats") -> tuple[Finding, str]:
         )
     places = stats.wait.places
     spent_s = places.transport + places.build
+    if stats.kind == "executor" and places.transport > places.build:
+        return Finding.NETWORK, (
+            f"for {_share(places.transport, stats.wait.total_s)} of that, the next batch was made "
+            "and on its way, through the executor and the network: use smaller types (uint8, "
+            "converted here), raise batch_size if batches are small, or have more of them in "
+            "flight (num_workers=)."
+        )
     if _consumer_stalls(stats, spent_s):
         return _of_a_stalled_consumer(stats, spent_s)
     return Finding.DELIVERY, (
@@ -329,6 +338,24 @@ def _of_the_workers(stats: "LoaderStats") -> tuple[Finding, str]:
             "prefetch_factor."
         )
     return _of_their_work(stats, work)
+
+
+def _of_an_executor(stats: "LoaderStats") -> tuple[Finding, str]:
+    """Return why the executor had not made the next batch yet. Its cores are not known here."""
+    places, waited_s = stats.wait.places, stats.wait.total_s
+    queue_s = places.send + places.queue
+    work_s = places.fetch + places.collate + places.encode
+    if queue_s > work_s:
+        return Finding.EXECUTOR_BUSY, (
+            f"for {_share(queue_s, waited_s)} of that, the next batch's task had not begun: give "
+            "the executor more processes, or raise num_workers= if it has idle ones."
+        )
+    seconds_in = {name: getattr(stats.stages, name).total_s for name in _OF_WORKERS}
+    where = _NAMES[max(seconds_in, key=seconds_in.__getitem__)]
+    return Finding.TOO_FEW_WORKERS, (
+        f"for {_share(work_s, waited_s)} of that, the next batch was being made, mostly in "
+        f"{where}: give the executor more processes and raise num_workers=, or make that cheaper."
+    )
 
 
 def _of_cores(stats: "LoaderStats", work: _Work) -> tuple[Finding, str]:

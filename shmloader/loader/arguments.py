@@ -4,6 +4,7 @@ Torch's own arguments are checked by torch's constructor. The module is long bec
 wrong arguments stand in it, one function for each argument.
 """
 
+import concurrent.futures
 import contextlib
 import inspect
 import itertools
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ from shmloader.sampling.checks import whole_number
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import NOT_TAIL, LastBatch
+
+#: Whose the workers are: each rank's own, or those of all ranks of a host.
+WorkerScope = Literal["rank", "host"]
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
@@ -188,11 +192,13 @@ def _is_whole(value: Any) -> bool:
     return True
 
 
-def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
+def check_auto(
+    dataset: object, *, thread_pool: bool, is_seeded: bool, has_executor: bool = False
+) -> None:
     """Check what goes with ``num_workers="auto"``; called by a loader's constructor.
 
     Raises:
-        ValueError: If the dataset is not map-style, or workers are threads.
+        ValueError: If the dataset is not map-style, or workers are threads or an executor's.
     """
     if not is_map_style(dataset):
         raise ValueError(
@@ -203,12 +209,28 @@ def check_auto(dataset: object, *, thread_pool: bool, is_seeded: bool) -> None:
         raise ValueError(
             "num_workers cannot be 'auto' with thread_pool=True: give the number of threads"
         )
-    if not is_seeded and prove(dataset) is None:
+    if has_executor:
+        raise ValueError(
+            "num_workers cannot be 'auto' with executor=: give the number of batches that are in "
+            "flight there"
+        )
+    if not is_seeded:
+        warn_of_random_numbers(dataset, "num_workers='auto'")
+
+
+def warn_of_random_numbers(dataset: object, given: str) -> None:
+    """Warn that samples' random numbers depend on their worker; called by a constructor.
+
+    Args:
+        dataset: The dataset. There is no warning if loading its samples runs no code of the user's.
+        given: The argument by which any worker may take the next batch.
+    """
+    if prove(dataset) is None:
         warnings.warn(
-            "num_workers='auto' lets any idle worker take the next batch, so random numbers that "
+            f"{given} lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
             "independent of that; safe to ignore if your samples use no random numbers.",
-            stacklevel=4,  # past the constructor and its decorator
+            stacklevel=5,  # past the constructor and its decorator
         )
 
 
@@ -372,6 +394,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     check_max_failures(parse_max_failures(loader.max_failures), loader.on_error)
     _check_skippable(loader.on_error, loader.dataset)
     check_thread_pool(loader)
+    check_executor(loader)
     interval = loader.snapshot_every_n_steps
     if interval is not None:
         what = "a number of batches, or 0 or None for never"
@@ -478,6 +501,50 @@ def check_thread_pool(loader: Any) -> None:
         )
 
 
+def check_executor(loader: Any) -> None:
+    """Check ``executor``: whether an executor of the user's makes the batches.
+
+    Raises:
+        TypeError: If it is not an executor.
+        ValueError: If it runs threads of this process, no batch would be in flight there, the
+            dataset is not map-style, or an argument is given that is for workers of our own.
+    """
+    executor = loader.executor
+    if executor is None:
+        return
+    got = f"but got executor={reprlib.repr(executor)}"
+    if not isinstance(executor, concurrent.futures.Executor):
+        hint = ""
+        if callable(probe(executor, "get_executor")):  # a Client of Dask's
+            hint = ": give its get_executor()"
+        raise TypeError(f"executor should be a concurrent.futures.Executor, {got}{hint}")
+    if isinstance(executor, concurrent.futures.ThreadPoolExecutor):
+        raise ValueError(
+            "executor cannot be a ThreadPoolExecutor: thread_pool=True makes batches on threads of "
+            "this process, without copies"
+        )
+    if loader.num_workers == 0:
+        raise ValueError(
+            "executor needs num_workers > 0: the number of batches that are in flight there"
+        )
+    if not is_map_style(loader.dataset):
+        raise ValueError(
+            "executor needs a map-style dataset: any process makes the next batch, and an iterable "
+            "dataset, or a data pipe, is one stream for each worker"
+        )
+    given = {
+        "thread_pool": loader.thread_pool,
+        "multiprocessing_context": loader.multiprocessing_context is not None,
+        "sample_timeout": loader.sample_timeout is not None,
+    }
+    for_own = [name for name, is_given in given.items() if is_given]
+    if for_own:
+        raise ValueError(
+            f"executor cannot be combined with {', '.join(for_own)}: the executor starts and ends "
+            "its processes itself"
+        )
+
+
 def check_may_have_workers(dataset: object) -> None:
     """Check that this process may have worker processes; called when an iterator begins.
 
@@ -492,6 +559,48 @@ def check_may_have_workers(dataset: object) -> None:
             f"daemonic processes are not allowed to have children, and {process.name} is daemonic, "
             "as the workers of a DataLoader and of a multiprocessing.Pool are: give a loader in "
             f"such a process num_workers=0{threads}"
+        )
+
+
+def check_worker_scope(
+    worker_scope: object,
+    *,
+    num_workers: object,
+    thread_pool: bool,
+    executor: object,
+    multiprocessing_context: Any,
+    saves_dataset: bool,
+) -> None:
+    """Check ``worker_scope``, and what cannot be combined with workers of a host.
+
+    Raises:
+        ValueError: If it is neither "rank" nor "host", or cannot be combined with the others.
+    """
+    got = f"but got worker_scope={worker_scope!r}"
+    if worker_scope not in get_args(WorkerScope):
+        raise ValueError(f"worker_scope should be 'rank' or 'host', {got}")
+    if worker_scope == "rank":
+        return
+    if executor is not None:
+        raise ValueError(f"executor is mutually exclusive with worker_scope='host', {got}")
+    if thread_pool or not num_workers:
+        raise ValueError(f"worker_scope='host' needs worker processes: num_workers > 0, {got}")
+    if num_workers == "auto":
+        raise ValueError(
+            "num_workers cannot be 'auto' with worker_scope='host': give the number of workers of "
+            "the host"
+        )
+    method = getattr(multiprocessing_context, "get_start_method", lambda: multiprocessing_context)()
+    if method is not None:
+        raise ValueError(
+            "multiprocessing_context cannot be combined with worker_scope='host', whose workers "
+            f"are forked by a fresh process without devices, but got {method!r}"
+        )
+    if saves_dataset:
+        raise ValueError(
+            "a dataset with state_dict() cannot be combined with worker_scope='host', since its "
+            "state in a worker would be that of several ranks; snapshot_every_n_steps=0 leaves it "
+            "out of the loader's state"
         )
 
 

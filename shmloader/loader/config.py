@@ -5,6 +5,8 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
+import concurrent.futures
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,8 +22,10 @@ from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Statistics
-from shmloader.loader.arguments import LOOP_HOLDS, lend_limit, slot_share
+from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
+from shmloader.pools.executor import ProcessNumbers
+from shmloader.pools.host_workers import HostPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +50,16 @@ class LoaderConfig:
         worker_restarts: Number of dead workers that are replaced in an epoch.
         multiprocessing_context: A multiprocessing context; None for the default one.
         is_threaded: Whether workers are threads.
+        executor: The executor whose tasks make the batches; None for workers of our own.
         shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
         devices: Where each batch of a step arrives; None for the CPU. Only one, unless
             ``has_steps``.
         has_steps: Whether each step is a list of batches, one for each device.
         device_prefetch: Number of batches that may be ready on the device.
         device_transform: Called with each batch on the device; None for no call.
+        worker_scope: Whether the workers are this rank's own, or shared by the ranks of its host.
+        host_rank: Number of this rank on its host.
+        host_ranks: How many ranks the host has.
         root: Directory that contains ``proc`` and ``sys``.
     """
 
@@ -72,12 +80,30 @@ class LoaderConfig:
     worker_restarts: int
     multiprocessing_context: Any
     is_threaded: bool
+    executor: concurrent.futures.Executor | None
     shm_bytes: int | None
     devices: tuple[torch.device | None, ...]
     has_steps: bool
     device_prefetch: int
     device_transform: Callable[[Any], Any] | None
     root: str
+    worker_scope: WorkerScope = "rank"
+    host_rank: int = 0
+    host_ranks: int = 1
+
+    @property
+    def first_worker(self) -> int:
+        """The worker that this rank prefers, of those that the ranks of a host share."""
+        if self.worker_scope == "rank":
+            return 0
+        return self.host_rank * self.num_workers // self.host_ranks % self.num_workers
+
+    @property
+    def kind(self) -> str:
+        """What loads, as statistics name it."""
+        if self.executor is not None:
+            return "executor"
+        return "threads" if self.is_threaded else "processes"
 
     @property
     def has_device(self) -> bool:
@@ -147,19 +173,25 @@ class LoaderParts:
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         failures: The samples that failed.
+        host_pool: The workers that the ranks of this host share; None for workers of its own.
         statistics: The records of all epochs.
         destination: The devices, as the first iterator opened them.
         streams: Positions or states of the workers' datasets in the newest epoch.
         resume_streams: The ones from which the next new iterator resumes; None to begin anew.
+        executor_key: Identifies the loader in processes of an executor.
+        process_numbers: The worker numbers of those processes.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
     adapter: Adapter | None = None
+    host_pool: HostPool | None = None
     failures: FailureList[FailedSample] = field(default_factory=FailureList)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
     streams: IterableCheckpoints | StreamHere | DatasetHere | None = None
     resume_streams: IterableCheckpoints | None = None
+    executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    process_numbers: ProcessNumbers = field(default_factory=ProcessNumbers)
     has_counted_objects: bool = False
 
     def take_resumed(self) -> IterableCheckpoints | None:

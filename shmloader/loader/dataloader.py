@@ -3,6 +3,7 @@
 The module is long because half of it documents and lists the arguments.
 """
 
+import concurrent.futures
 import contextlib
 import itertools
 import operator
@@ -30,6 +31,7 @@ from shmloader.loader.arguments import (
     check_arguments,
     check_auto,
     check_dataset,
+    check_executor,
     check_last_batch,
     check_may_have_workers,
     check_on_error,
@@ -42,10 +44,12 @@ from shmloader.loader.arguments import (
     parse_max_failures,
     parse_size,
     warn_of_empty_epochs,
+    warn_of_random_numbers,
 )
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
+from shmloader.loader.in_executor import ExecutorIterator
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.iterator import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
@@ -135,6 +139,15 @@ class DataLoader(MeasuredLoader[_T_co]):
             copied, ``get_worker_info()`` is None, and no random generator is seeded: the threads
             use those of this process. Cannot be combined with ``multiprocessing_context``,
             ``shm_size`` or ``worker_restarts``.
+        executor: A ``concurrent.futures.Executor`` whose processes make the batches in place of
+            workers of the loader's own: of Dask (``client.get_executor()``), of Ray
+            (:class:`shmloader.cluster.RayExecutor`), of MPI, or a ``ProcessPoolExecutor``; here or
+            on other machines. For map-style datasets. ``num_workers`` is the number of batches in
+            flight there (times ``prefetch_factor``, which is 1 if None). The dataset is sent once
+            to each process and kept there, and ``worker_init_fn`` is called once in it, whatever
+            ``persistent_workers`` says. A process makes one batch at a time. Any process makes the
+            next batch, so give ``seed``. The executor is never shut down. Cannot be combined with
+            ``thread_pool``, ``multiprocessing_context`` or ``sample_timeout``.
         fetch_concurrency: How many samples of a batch of a map-style dataset each worker (or this
             process, with ``num_workers=0``) loads at once. If ``__getitem__`` is an ``async def``,
             they are coroutines on an event loop that a worker keeps for its life; otherwise
@@ -176,7 +189,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``num_workers=0``, where nothing could be replaced. Does not count for
             ``worker_restarts``, but a new worker's random generators start anew as there.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
-            were loading are loaded again, in order. With 0, a death raises ``WorkerDiedError``, as
+            were loading are loaded again, in order. With ``executor``, how many batches that the
+            executor has lost are made again. With 0, a death raises ``WorkerDiedError``, as
             does a second death over the same batch. The random generators of a new worker start
             anew (with ``seed``, those of each sample are the same as before). An iterable dataset
             resumes from its last state, see ``snapshot_every_n_steps``; without one it is iterated
@@ -255,8 +269,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         snapshot_every_n_steps: int | None = 1,
         fetch_concurrency: int | None = None,
         sample_timeout: float | None = None,
+        executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        self.thread_pool = thread_pool  # torch's constructor warns of too many processes
+        # torch's constructor warns of too many processes.
+        self.thread_pool, self.executor = thread_pool, executor
         check_torchs_arguments(
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -271,10 +287,15 @@ class DataLoader(MeasuredLoader[_T_co]):
             check_dataset(dataset)
         if num_workers == "auto":
             is_seeded = seed is not None or self._may_shard
-            check_auto(dataset, thread_pool=thread_pool, is_seeded=is_seeded)
+            has_executor = executor is not None
+            check_auto(
+                dataset, thread_pool=thread_pool, is_seeded=is_seeded, has_executor=has_executor
+            )
             cores = usable_cores(Path("/"))
             self._adapter = Adapter(max(1, cores // 2), 2 * cores)
             num_workers = self._adapter.count
+        if executor is not None and num_workers and prefetch_factor is None:
+            prefetch_factor = 1
         self._sample_seed = check_seed(seed, dataset, has_generator=generator is not None)
         if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
             # A framework makes the loader anew, with the batch sampler of another such loader.
@@ -320,6 +341,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.seed = self._sample_seed
         most_window = self._window_wanted() or self._most_workers * (self.prefetch_factor or 0)
         check_arguments(self, self._wanted_devices(), most_window)
+        if executor is not None and seed is None and not self._may_shard:
+            warn_of_random_numbers(dataset, "executor=")
         given = (bool(shuffle), sampler is not None, batch_sampler is not None)
         self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
         self._make_own_parts()
@@ -385,6 +408,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Return where the batches of a step are to arrive, as the user said it."""
         return [self.device]
 
+    def _scope_config(self) -> dict[str, Any]:
+        """Return the fields of the configuration that say whose the workers are."""
+        return {}
+
     def _window_wanted(self) -> int | None:
         """Return the number of batches in flight, if ``prefetch_factor`` does not say it."""
         return None
@@ -418,6 +445,7 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _get_iterator(self) -> Any:
         """Return an iterator over a new epoch; torch's ``__iter__`` calls this."""
         check_thread_pool(self)  # attributes may have been set since
+        check_executor(self)
         plan, parts = self._present_plan, self._parts
         if is_data_pipe(self.dataset):
             iterator: Any = torch_iterator(self, plan, parts)
@@ -425,8 +453,11 @@ class DataLoader(MeasuredLoader[_T_co]):
             iterator = InProcessIterator(self, self._config(), plan, parts)
         elif self.thread_pool:
             iterator = ThreadIterator(self, self._config(), plan, parts)
+        elif self.executor is not None and is_supported():
+            iterator = ExecutorIterator(self, self._config(), plan, parts)
         elif not is_supported():
             ours = {
+                "executor": self.executor is not None,
                 "shm_size": bool(self.shm_size),
                 "worker_restarts": bool(self.worker_restarts),
                 "device": any(map(parse_device, self._wanted_devices())),
@@ -436,6 +467,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                 "seed": self._sample_seed is not None,
                 "fetch_concurrency": self.fetch_concurrency is not None,
                 "sample_timeout": self.sample_timeout is not None,
+                "worker_scope": getattr(self, "worker_scope", "rank") != "rank",
             }
             warn_of_torch_workers(ours)
             iterator = torch_iterator(self, plan, parts)
@@ -452,9 +484,10 @@ class DataLoader(MeasuredLoader[_T_co]):
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.
 
-        Does not warn of threads, which may be many, or with "auto", which measures what helps.
+        Does not warn of threads, which may be many, of an executor's processes, which may be
+        elsewhere, or with "auto", which measures what helps.
         """
-        if not self.thread_pool and self._adapter is None:
+        if not self.thread_pool and self.executor is None and self._adapter is None:
             super().check_worker_number_rationality()
 
     def _config(self) -> LoaderConfig:
@@ -497,12 +530,14 @@ class DataLoader(MeasuredLoader[_T_co]):
             worker_restarts=operator.index(self.worker_restarts),
             multiprocessing_context=self.multiprocessing_context,
             is_threaded=self.thread_pool,
+            executor=self.executor,
             shm_bytes=None if size is None else parse_size(size, "shm_size"),
             devices=tuple(parse_device(device) for device in self._wanted_devices()),
             has_steps=self._has_steps,
             device_prefetch=operator.index(self.device_prefetch),
             device_transform=self.device_transform,
             root=self._root,
+            **self._scope_config(),
         )
 
     @property
@@ -538,6 +573,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
             for iterator in list(self._open_iterators):
                 stack.callback(iterator.close)
+        self._parts.host_pool = None
         # Last: an exception in an iterator that is freed as garbage would not be raised.
         self._iterator = None
 

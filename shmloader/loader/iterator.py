@@ -31,11 +31,15 @@ from shmloader.loader.common import (
 )
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
+from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.arena import PageLocker
+from shmloader.pools.host_workers import HostWorkers, open_host_pool
 from shmloader.pools.process import ProcessPool
+from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.sampling.plan import EpochPlan
 from shmloader.tracebacks import user_part
@@ -196,7 +200,7 @@ class EngineIterator(CountingIterator):
     def _make_record(self, worker_count: int, begin_ns: int) -> Record:
         return Record(
             self._plan.epoch,
-            "threads" if self._config.is_threaded else "processes",
+            self._config.kind,
             worker_count,
             keeps_workers=self._persistent_workers,
             in_order=self._in_order,
@@ -355,16 +359,7 @@ class WorkerIterator(EngineIterator):
         )
         warn_of_many_objects(config, self._parts)
         self._wanted = config.num_workers
-        workers = WorkerProcesses(
-            config.multiprocessing_context,
-            config.most_workers,
-            (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
-            config.fetch,
-            int(self._base_seed),
-            memory,
-            may_replace=config.may_replace_workers,
-            started=config.num_workers,
-        )
+        workers = self._join(memory) if config.worker_scope == "host" else self._start(memory)
         try:
             self._pool = ProcessPool(
                 workers,
@@ -391,10 +386,35 @@ class WorkerIterator(EngineIterator):
             is_seeded=config.fetch.seed is not None,
             watch=config.watch_failures(self._parts.failures),
             present=config.num_workers,
+            first_worker=config.first_worker,
         )
         if slot_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
+
+    def _start(self, memory: MemoryConfig) -> WorkerChannels[Any]:
+        """Start worker processes of this iterator's own."""
+        config = self._config
+        return WorkerProcesses(
+            config.multiprocessing_context,
+            config.most_workers,
+            (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
+            config.fetch,
+            int(self._base_seed),
+            memory,
+            may_replace=config.may_replace_workers,
+            started=config.num_workers,
+        )
+
+    def _join(self, memory: MemoryConfig) -> WorkerChannels[Any]:
+        """Attach to the workers that the ranks of this host share."""
+        config = self._config
+        self._parts.host_pool = open_host_pool(
+            config.dataset, config.worker_init_fn, config.num_workers, int(self._base_seed)
+        )
+        functions = (config.collate_fn, config.on_error)
+        tasks = TaskConfig(config.fetch, memory, is_debugging())
+        return HostWorkers(self._parts.host_pool, functions, tasks)
 
     def _adapt(self, wanted: int) -> None:
         if wanted != self._wanted:

@@ -71,6 +71,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     """
 
     thread_pool: bool
+    executor: Any
     last_batch: LastBatch | None
     snapshot_every_n_steps: int | None
 
@@ -260,7 +261,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _can_save_dataset(self) -> bool:
         """Whether the own states of a map-style dataset can be saved."""
         wants = bool(self.snapshot_every_n_steps)
-        return wants and not self.thread_pool and self._adapter is None
+        shares = self.thread_pool or self.executor is not None
+        return wants and not shares and self._adapter is None
 
     # States --------------------------------------------------------------------------------
 
@@ -318,6 +320,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         if self.snapshot_every_n_steps:
             how = "thread_pool=True" if self.thread_pool else 'num_workers="auto"'
+            if self.executor is not None:
+                how = "executor="
             warnings.warn(
                 f"the dataset has state_dict() and load_state_dict(), but with {how} the loader's "
                 "state does not contain the dataset's: save it yourself, use a fixed number of "
@@ -359,8 +363,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 f"the state does not fit this loader: the state, after {loaded['position']} "
                 f"batches, does not contain the {what} of the dataset, which this loader needs. It "
                 "was saved with a dataset without state_dict(), or with snapshot_every_n_steps=0, "
-                "thread_pool=True or num_workers='auto': set snapshot_every_n_steps=0 to resume "
-                "without it"
+                "thread_pool=True, executor= or num_workers='auto': set snapshot_every_n_steps=0 "
+                "to resume without it"
             )
 
     def _describe_unsaved(self) -> str:
@@ -369,6 +373,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             return "its dataset has no state_dict() and load_state_dict()"
         if self.thread_pool:
             return "thread_pool=True; set thread_pool=False"
+        if self.executor is not None:
+            return "executor=; set executor=None"
         if self._adapter is not None:
             return "num_workers='auto'; set the number of workers with which the state was saved"
         return f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}; set it to 1 or more"

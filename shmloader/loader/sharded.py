@@ -1,5 +1,6 @@
 """``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards."""
 
+import concurrent.futures
 from collections.abc import Callable, Iterable, Sequence, Sized
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -8,11 +9,14 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from shmloader.batch.fetch import OnError
+from shmloader.host.meeting import ranks_of_host
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
+    WorkerScope,
     check_dataset,
     check_last_batch,
+    check_worker_scope,
     is_map_style,
     warn_of_empty_epochs,
 )
@@ -108,6 +112,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
         num_workers: Number of worker processes; 0 loads in this process; "auto" as for
             :class:`DataLoader`.
         thread_pool: Whether workers are threads.
+        worker_scope: "host" if all ranks of a host share one pool of workers: ``num_workers`` then
+            counts for the host. Each worker makes the batch whose rank has waited for it longest.
+            They are started by a process of their own, have the dataset once each, and persist
+            until the loaders of all ranks are gone. Ranks must have the same dataset, and begin
+            their loaders in the same order. Loaders with the same dataset object share a pool.
+            Linux only. "rank" (the default) for workers of this loader's own.
+        executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
         prefetch: GluonNLP's name for the number of steps in flight; ``2 * num_workers`` if None.
 
@@ -165,8 +176,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
         devices: Sequence[Any] | None = None,
         num_workers: int | Literal["auto"] = 0,
         thread_pool: bool = False,
+        executor: concurrent.futures.Executor | None = None,
         fetch_concurrency: int | None = None,
         sample_timeout: float | None = None,
+        worker_scope: WorkerScope = "rank",
         prefetch: int | None = None,
         prefetch_factor: int | None = None,
         in_order: bool = True,
@@ -210,6 +223,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         _check_generator(generator, self._ranks.known)
         self.devices = devices
         self.prefetch = prefetch
+        self.worker_scope = worker_scope
         super().__init__(
             cast("Dataset[_T_co]", dataset),
             1 if batch_size is None else batch_size,
@@ -236,6 +250,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             on_error=on_error,
             max_failures=max_failures,
             thread_pool=thread_pool,
+            executor=executor,
             snapshot_every_n_steps=snapshot_every_n_steps,
             fetch_concurrency=fetch_concurrency,
             sample_timeout=sample_timeout,
@@ -254,6 +269,14 @@ class ShardedDataLoader(DataLoader[_T_co]):
         items: Iterable[Any] | None = sampler if batch_sampler is None else batch_sampler
         if generator is not None and shuffle:
             items = self.sampler  # torch's, which draws from it
+        check_worker_scope(
+            worker_scope,
+            num_workers=num_workers,
+            thread_pool=thread_pool,
+            executor=executor,
+            multiprocessing_context=multiprocessing_context,
+            saves_dataset=self._saves_dataset,
+        )
         self._sample_seed = seed
         order = SeededOrder(
             batch_size if batch_sampler is None else None,
@@ -308,7 +331,29 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _begin_epoch(self) -> None:
         self._ranks.resolve()
         _check_generator(self.generator, self._ranks.known)
+        check_worker_scope(
+            self.worker_scope,
+            num_workers=self.num_workers,
+            thread_pool=self.thread_pool,
+            executor=self.executor,
+            multiprocessing_context=self.multiprocessing_context,
+            saves_dataset=self._saves_dataset,
+        )
         super()._begin_epoch()
+
+    def _host_ranks(self) -> int:
+        known = self._ranks.known
+        return 1 if known is None else ranks_of_host(known[1])
+
+    def _scope_config(self) -> dict[str, Any]:
+        if self.worker_scope == "rank":
+            return {}
+        count = self._host_ranks()
+        return {
+            "worker_scope": "host",
+            "host_rank": self._ranks.find()[0] % count,
+            "host_ranks": count,
+        }
 
     @property
     def _seed_of_samples(self) -> int | None:
@@ -329,7 +374,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return super()._wanted_devices() if self.devices is None else list(self.devices)
 
     def _window_wanted(self) -> int | None:
-        return self.prefetch
+        if self.prefetch is not None or self.worker_scope == "rank":
+            return self.prefetch
+        # As many as with that many workers of its own, so that the ranks together do not take more
+        # memory.
+        return (self.prefetch_factor or 0) * -(-self.num_workers // self._host_ranks())
 
     @property
     def _has_steps(self) -> bool:

@@ -39,9 +39,9 @@ _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)
 # that is larger than memory, though hardly any of it will be written to.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
-# Length of the random number at a segment's start. It distinguishes the segment from any other file
-# to which the descriptor number of a handle may refer.
-_TOKEN_BYTES = 16
+#: Length of the random number at a segment's start. It distinguishes the segment from any other
+#: file to which the descriptor number of a handle may refer.
+TOKEN_BYTES = 16
 
 # Bytes that are written between two checks that there is memory. A check takes some 100 µs.
 _CHECK_BYTES = 32 << 20
@@ -85,7 +85,7 @@ class Segment(mmap.mmap):
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 **MAPPING_OPTIONS,
             )
-            is_right = segment[:_TOKEN_BYTES] == token
+            is_right = segment[:TOKEN_BYTES] == token
         except ValueError:  # the file is shorter
             is_right = False
         if not is_right:
@@ -97,6 +97,25 @@ class Segment(mmap.mmap):
         _Segments.live[token] = segment
         segment._fd = fd
         return segment
+
+    @classmethod
+    def of_contents(cls, contents: Any) -> "Segment":
+        """Return a segment of this process with the contents of one of another machine.
+
+        Args:
+            contents: The whole segment, as a buffer of bytes.
+
+        Raises:
+            SharedMemoryError: If there is not enough memory.
+            OSError: If there is no address space, or no descriptor left.
+        """
+        view = memoryview(contents).cast("B")
+        known = _Segments.live.get(bytes(view[:TOKEN_BYTES]))
+        if known is not None:
+            return known
+        with SegmentWriter(bytes(view[:TOKEN_BYTES])) as writer:
+            writer.append(view[TOKEN_BYTES:], is_aligned=False)
+            return writer.finish()
 
     def __del__(self) -> None:
         """Close the descriptor; the memory is unmapped after this."""
@@ -192,12 +211,15 @@ class SealedSegment:
 class SegmentWriter:
     """Fills a segment from the front to the back. Its creator closes or finishes it.
 
+    Args:
+        token: The segment's token; None for a new one.
+
     Raises:
         OSError: If there is no descriptor left.
     """
 
-    def __init__(self) -> None:
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+    def __init__(self, token: bytes | None = None) -> None:
+        self._token = secrets.token_bytes(TOKEN_BYTES) if token is None else token
         self._fd = os.memfd_create(f"{MEMFD_NAME}-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._used = 0
         self._granted = 0

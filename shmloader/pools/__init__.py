@@ -8,6 +8,7 @@ pool                workers                                     batches arrive
 ==================  ==========================================  ===================================
 ``ProcessPool``     processes that this process started         in slots of shared memory
 ``ThreadPool``      threads of this process                     as ordinary objects
+``ExecutorPool``    places for tasks of the user's executor     as buffers, copied to slots here
 ``InlinePool``      the thread that asks for a batch            as ordinary objects
 ==================  ==========================================  ===================================
 
@@ -28,8 +29,8 @@ Every pool keeps these rules:
 * A pool that is inline has one worker, the thread that calls :meth:`Pool.send`, which makes the
   batch and returns the answer. Nothing is drawn ahead for it, and it reports no events.
 * The engine calls :meth:`Pool.start_epoch` for each worker. A pool of processes answers with
-  :meth:`Events.epoch_entered`, after all tasks of the epoch before. A pool with a queue drops those
-  tasks and reports none of them.
+  :meth:`Events.epoch_entered`, after all tasks of the epoch before; a pool of an executor answers
+  those itself, and does not wait for them. A pool with a queue drops them and reports none.
 * After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
   mappings under tensors that the user holds. A worker that stays inside the user's code for long is
   ended; a thread, which cannot be ended, is left behind and ends when it comes out.
@@ -218,13 +219,16 @@ class Pool(Protocol):
         """The worker processes by number; empty if workers are not processes."""
 
     def pid(self, worker_id: int) -> int | None:
-        """Return the process id of a worker, or None if it is not a process."""
+        """Return the process id of a worker, or None if it is not a process.
+
+        ``UNKNOWN_PID`` for a worker of the user's executor that has not answered yet.
+        """
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died, without its stack."""
 
     def ask(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, with its Python stack."""
+        """Return what a worker is doing, with its Python stack where the pool can see that."""
 
     def end_workers(self) -> None:
         """End all workers but keep the memory. May be called again."""

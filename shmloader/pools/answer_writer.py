@@ -66,6 +66,10 @@ class AnswerWriter:
         self._last_layout, self._last_flat_layout = data, flat
         return sent
 
+    def repeat_layout(self) -> None:
+        """Send the next batch's layout even if it is that of the last batch."""
+        self._last_layout, self._last_flat_layout = b"", None
+
     def put_error(self, error: RemoteError, *, is_kept: bool) -> bytes | Spilled:
         """Write an error, shortened if the slot has no room for it.
 

@@ -16,6 +16,9 @@ from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
 
+#: Stands for the process id of a process of the user's executor that is not known yet.
+UNKNOWN_PID = 0
+
 
 class PickledReader:
     """Builds a batch whose layout is pickled (the general case; FlatReader is the fast one).
@@ -164,12 +167,18 @@ class Death:
         oom_kills: Processes of the control group that the out-of-memory killer has ended, this
             one possibly among them.
         restart_limit: The most workers that are restarted in an epoch.
+        was_elsewhere: Whether it was loading a batch of another rank, with whom this one shares it.
+        because: Why all workers are gone, if that is known; else empty.
+        reason: What the executor said of its lost task; "" if the worker is a process of ours.
     """
 
     pid: int
     exit_code: int | None
     oom_kills: int = 0
     restart_limit: int = 0
+    was_elsewhere: bool = False
+    because: str = ""
+    reason: str = ""
 
 
 Reader = FlatReader | PickledReader

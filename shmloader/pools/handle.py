@@ -1,4 +1,4 @@
-"""One worker process in the main process: its ``multiprocessing`` process, socket and pidfd."""
+"""One worker in the main process: its socket and, if this process started it, its process."""
 
 import collections
 import errno
@@ -26,23 +26,19 @@ KILL_S = 5.0
 _PEER_IS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 
 
-class WorkerHandle:
-    """A worker's process, socket and pidfd. It owns the latter two.
+class WorkerChannel:
+    """The main process's end of a worker's socket pair, which it owns.
 
     Attributes:
-        process: The ``multiprocessing`` process.
-        channel: The main process's end of the socket pair.
-        pidfd: Readable when the process has ended; -1 once closed.
+        channel: The socket.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
-        is_lost: Whether the worker is dead and reaped.
+        is_lost: Whether the worker is dead, and reaped by the process that started it.
     """
 
-    __slots__ = ("_refused_at", "channel", "is_lost", "outbox", "pidfd", "process")
+    __slots__ = ("_refused_at", "channel", "is_lost", "outbox")
 
-    def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
-        self.process = process
+    def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.pidfd = os.pidfd_open(process.pid or 0)
         self.outbox: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         self.is_lost = False
         # When the kernel first refused the descriptors of the message; None if it took the last.
@@ -113,6 +109,22 @@ class WorkerHandle:
         with Suppressed(OSError):  # the worker is gone, or the socket is shut down already
             self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
+
+
+class WorkerHandle(WorkerChannel):
+    """A worker's process, socket and pidfd. It owns the latter two.
+
+    Attributes:
+        process: The ``multiprocessing`` process.
+        pidfd: Readable when the process has ended; -1 once closed.
+    """
+
+    __slots__ = ("pidfd", "process")
+
+    def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid or 0)
 
     def close_pidfd(self) -> None:
         """Close the pidfd. May be called again."""

@@ -27,8 +27,8 @@ if __name__ == "__main__":
 _NAME = "shmloader worker "
 
 
-def name_of(worker_id: int) -> str:
-    """Return the process name of a worker."""
+def name_of(worker_id: int | str) -> str:
+    """Return the process name of a worker, or of another process that the pool starts."""
     return f"{_NAME}{worker_id}"
 
 

@@ -1,6 +1,7 @@
 """Sends tasks to workers, with the descriptors of slots that a worker has not mapped."""
 
 import pickle
+from typing import Any
 
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.iterable_state import IterableCheckpoint
@@ -21,7 +22,7 @@ from shmloader.messages import (
 )
 from shmloader.pools import SentTicket
 from shmloader.pools.arena import Arena
-from shmloader.pools.worker_processes import WorkerProcesses
+from shmloader.pools.worker_channels import WorkerChannels
 
 
 class Sender:
@@ -36,7 +37,7 @@ class Sender:
         arena: The slots.
     """
 
-    def __init__(self, workers: WorkerProcesses, arena: Arena) -> None:
+    def __init__(self, workers: WorkerChannels[Any], arena: Arena) -> None:
         self._workers = workers
         self._arena = arena
         self.attached: dict[int, Slot] = {}
@@ -66,6 +67,7 @@ class Sender:
         for sample, text in (ticket.hung or {}).items():
             self._workers.send(worker_id, pack(SampleHung(sample, text)))
         touched_bytes = self._arena.touched_bytes(slot_id)
+        self._workers.note_task(epoch, ticket.seq)
         self._workers.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")

@@ -40,6 +40,7 @@ from shmloader.pools.main_guard import name_of, refuse_during_import
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from shmloader.pools.status_page import StatusPage
+from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
 from shmloader.threads.fork_safety import all_parked
 from shmloader.threads.uninterruptible import uninterruptible
@@ -117,8 +118,8 @@ class WorkerStarter:
         self.status_page = StatusPage(worker_count)
         self._resources.append(self.status_page)
         self._start = WorkerStart(
-            0, worker_count, base_seed, config, self._parent_death, self.status_page, memory,
-            is_debugging(), self.startup, is_fresh=self.method != "fork",
+            0, worker_count, base_seed, TaskConfig(config, memory, is_debugging()),
+            self._parent_death, self.status_page, self.startup, is_fresh=self.method != "fork",
         )  # fmt: skip
 
     def make_payload(self, objects: tuple[object, ...], names: Sequence[str]) -> None:
@@ -136,12 +137,7 @@ class WorkerStarter:
         if self.method == "fork":
             self.payload = ForkedPayload(objects)
             return
-        try:
-            payload = self.payload = Payload(objects)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            _raise_explained(error, objects, names, self.method)
+        payload = self.payload = pickle_for_workers(objects, names, self.method)
         self._resources.append(payload)
 
     def start(self, worker_id: int) -> WorkerHandle:
@@ -169,7 +165,7 @@ class WorkerStarter:
                 self._ensure_server()
             with (
                 theirs,
-                _sigint_held_back(is_fresh=start.is_fresh),
+                sigint_held_back(is_fresh=start.is_fresh),
                 # The other methods copy no threads.
                 all_parked() if self.method == "fork" else nullcontext(),
                 unimportable_main_hidden(),
@@ -195,7 +191,7 @@ class WorkerStarter:
         # A server that imports nothing of ours would hand a blocked SIGINT on to all processes
         # that the user has it fork.
         is_bare = self._has_bare_server
-        blocked = nullcontext() if is_bare else _sigint_held_back(is_fresh=True)
+        blocked = nullcontext() if is_bare else sigint_held_back(is_fresh=True)
         with blocked, unimportable_main_hidden():
             multiprocessing.forkserver.ensure_running()
 
@@ -223,6 +219,16 @@ _OPEN_IN_WORKER = (
     "Open it in the worker: set it to None in __init__, and create it when it is first used, or in "
     "worker_init_fn (torch.utils.data.get_worker_info().dataset is the worker's own copy)."
 )
+
+
+def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method: str) -> Payload:
+    """Pickle what workers get that are started by ``method``; see ``make_payload``."""
+    try:
+        return Payload(objects)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        _raise_explained(error, objects, names, method)
 
 
 def _raise_explained(
@@ -291,7 +297,7 @@ def raise_with_remedy(error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def _sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
+def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
     """Keep Ctrl-C from a process that is started in this block, until that process ignores it.
 
     This process handles it when the block ends. May be used on any thread. On another thread than

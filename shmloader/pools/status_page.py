@@ -34,6 +34,8 @@ _LINE = struct.Struct("=5q")
 _SAMPLE = struct.Struct("=2q")
 # CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage.
 _USAGE = struct.Struct("=3q")
+# The epoch and the number of the newest ticket, on the page's last line.
+_NEWEST = struct.Struct("=2q")
 # Two cache lines each.
 _LINE_BYTES = 128
 _USAGE_AT = _LINE.size
@@ -97,12 +99,18 @@ class AtWork:
     sample: int = NO_SAMPLE
     sample_left_s: float = 0.0
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether it is, or was, making a batch."""
+        return self.phase is Phase.LOADING
+
 
 class StatusPage:
     """The main process's end, owned by the pool. It pickles as the worker's end."""
 
     def __init__(self, worker_count: int) -> None:
-        nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._newest_at = worker_count * _LINE_BYTES
+        nbytes = -(-(worker_count + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
         # By worker number, CPU time and time without a core of the workers that were replaced.
         self._used_before: dict[int, tuple[int, int]] = {}
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
@@ -124,6 +132,7 @@ class StatusPage:
             reduction.DupFd(self._fd),
             reduction.DupFd(self._stack_write),
             len(self._mapping),
+            self._newest_at,
         )
 
     def close_for_start(self) -> None:
@@ -140,11 +149,15 @@ class StatusPage:
         _USAGE.pack_into(self._mapping, offset + _USAGE_AT, 0, -1, -1)
         _SAMPLE.pack_into(self._mapping, offset + _SAMPLE_AT, NO_SAMPLE, 0)
 
+    def note_newest(self, epoch: int, seq: int) -> None:
+        """Write the number of the newest ticket that was sent to any worker."""
+        _NEWEST.pack_into(self._mapping, self._newest_at, epoch, seq)
+
     def open_line(self, worker_id: int) -> "Line":
         """Return a worker's line. Called in a forked worker, which inherited the page."""
         mapping, self._mapping = self._mapping, mmap.mmap(-1, mmap.PAGESIZE)
         stack, self._stack_write = self._stack_write, -1
-        return Line(mapping, stack, worker_id)
+        return Line(mapping, stack, worker_id, self._newest_at)
 
     def read(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died."""
@@ -233,18 +246,36 @@ def _frames(text: str, thread: int) -> str:
 class Line:
     """A worker's line, in the worker. It enables the signal that asks for the stack."""
 
-    def __init__(self, mapping: mmap.mmap, stack_fd: int, worker_id: int) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, stack_fd: int, worker_id: int, newest_at: int = 0
+    ) -> None:
         self._mapping = mapping
+        self._stack_fd = stack_fd
+        self._newest_at = newest_at
         self._offset = worker_id * _LINE_BYTES
         self._thread = threading.get_ident()
         self._idle_ns = self._usage_ns = self._memory_ns = time.monotonic_ns()
         self._pss_bytes = -1
-        try:
-            faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True, chain=False)
-        except OSError:  # a sandbox refuses the handler's own stack: no worker stack is shown
-            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        self.show_stack()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
         self.note(Phase.GETTING_READY)
+
+    def show_stack(self) -> None:
+        """Show the stack of this process to the main process of this page, when that asks."""
+        try:
+            faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True, chain=False)
+        except OSError:  # a sandbox refuses the handler's own stack: no worker stack is shown
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+
+    def newest(self) -> tuple[int, int]:
+        """Return the epoch and the number of the newest ticket that the main process has sent."""
+        epoch, seq = _NEWEST.unpack_from(self._mapping, self._newest_at)
+        return epoch, seq
+
+    def close(self) -> None:
+        """Unmap the page. Another line must show the stack from now on."""
+        os.close(self._stack_fd)
+        self._mapping.close()
 
     def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
         """Write what this worker does from now on."""
@@ -310,7 +341,8 @@ def measure_memory(pid: int) -> int | None:
 class WorkerStatusPage:
     """The status page in a worker that was not forked from the main process."""
 
-    def __init__(self, status_page: Any, stack: Any, nbytes: int) -> None:
+    def __init__(self, status_page: Any, stack: Any, nbytes: int, newest_at: int) -> None:
+        self._newest_at = newest_at
         self._status_page = status_page
         self._stack = stack
         self._nbytes = nbytes
@@ -322,4 +354,4 @@ class WorkerStatusPage:
             mapping = mmap.mmap(fd, self._nbytes)
         finally:
             os.close(fd)
-        return Line(mapping, self._stack.detach(), worker_id)
+        return Line(mapping, self._stack.detach(), worker_id, self._newest_at)

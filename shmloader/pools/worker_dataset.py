@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from shmloader.batch.arrays import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import RemoteError
+from shmloader.batch.failures import RemoteError, note_sample
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.iterable_state import (
@@ -333,3 +333,12 @@ class WorkerDataset:
     def fingerprint(self) -> int | None:
         """Fingerprint of the batch in work, if its samples could be read."""
         return None if self._fingerprints is None else self._fingerprints.value
+
+
+def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
+    """Call ``worker_init_fn``; an exception gets a note that says so."""
+    try:
+        init_fn(worker_id)
+    except Exception as error:
+        note_sample(error, f"It was raised by worker_init_fn({worker_id}).")
+        raise

@@ -1,33 +1,23 @@
 """The worker processes of a pool, as the main process sees them.
 
-Owns the processes, one ``SOCK_SEQPACKET`` socket pair for each, and their pidfds. It knows nothing
-of batches: it moves bytes, and reports which workers died.
+Owns the processes, one ``SOCK_SEQPACKET`` socket pair for each, and their pidfds.
+``worker_channels`` sends and receives.
 
 Guarantees:
-    * A send never blocks. What a socket refuses waits here, in order.
-    * Everything that a worker sent before it died is received before its death is reported.
     * ``close`` ends every worker within a bounded time, stopped or hung ones too, reaps it,
       and leaves no descriptor. Called again, or in a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods.
-
-The module is long because sending, receiving, waking and ending share one selector and one list of
-workers.
 """
 
 import contextlib
-import dataclasses
-import functools
-import math
 import multiprocessing
 import multiprocessing.process
 import multiprocessing.util
 import os
 import select
 import signal
-import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -37,31 +27,20 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import Payload
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.insight.measurements import Readings, Usage
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, oom_kills
+from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
 from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
-from shmloader.pools.status_page import AtWork, measure_memory
-from shmloader.pools.waker import Waker
-from shmloader.process_state import PROCESS
-from shmloader.threads.uninterruptible import uninterruptible
-from shmloader.threads.wakeup import SIGNAL_S
+from shmloader.pools.status_page import StatusPage
+from shmloader.pools.worker_channels import WorkerChannels
 
 # How long close() waits for a worker to end by itself: the worker may be loading a sample.
 _GRACE_S = 1.0
 
 
-class WorkerProcesses:
-    """A fixed number of worker processes, some of which may be replaced.
-
-    Attributes:
-        processes: The ``multiprocessing`` processes, by worker number.
-        readings: Memory and CPU time of the workers.
-        is_inherited: Whether this is a forked child of the process that has the workers.
-        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited: no message
-            has been taken from a worker that was not returned.
-    """
+class WorkerProcesses(WorkerChannels[WorkerHandle]):
+    """A fixed number of worker processes, some of which may be replaced."""
 
     def __init__(
         self,
@@ -97,27 +76,13 @@ class WorkerProcesses:
                 a start method that needs it.
             OSError: If there are no descriptors or processes left.
         """
-        self._pid = os.getpid()
-        self._workers: list[WorkerHandle] = []
         self._starter = WorkerStarter(context or multiprocessing.get_context())
-        self._is_closed = False
-        self._is_exiting = False
         self._grace_s = grace_s
-        self.is_waiting = self.is_inherited = False
         self._groups = control_groups(Path("/" if memory is None else memory.root))
         self._oom_kills_before = oom_kills(self._groups)
-        self._waker: Waker | None = None
-        self._is_woken = False
-        self._poll = select.poll()
-        self._by_fd: dict[int, int] = {}
-        self.readings = Readings()
-        # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped.
-        # This comes first, regardless of the order of registration.
-        self._at_exit = multiprocessing.util.Finalize(
-            None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
-        )
-        # From here on another thread may fork a worker, which then abandons what is here.
-        PROCESS.worker_groups.add(self)
+        # By the descriptor that is readable at its end, each worker's number.
+        self._by_pidfd: dict[int, int] = {}
+        super().__init__()  # last, since a child that another thread forks then abandons all this
         try:
             self._starter.open(worker_count, config, base_seed, memory)
             self._start_first(worker_count if started is None else started, objects, names)
@@ -126,9 +91,13 @@ class WorkerProcesses:
             if isinstance(error, OSError):
                 raise_with_remedy(error)
             raise
-        self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
+        self._open_readings()
         if not may_replace:
             self._starter.finish()
+
+    @property
+    def _status_page(self) -> StatusPage:
+        return self._starter.status_page
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -179,8 +148,8 @@ class WorkerProcesses:
 
     def _start_worker(self, worker_id: int) -> WorkerHandle:
         worker = self._starter.start(worker_id)
+        self._by_fd[worker.channel.fileno()] = self._by_pidfd[worker.pidfd] = worker_id
         for fd in (worker.channel.fileno(), worker.pidfd):
-            self._by_fd[fd] = worker_id
             self._poll.register(fd, select.POLLIN)
         return worker
 
@@ -224,7 +193,7 @@ class WorkerProcesses:
         old = self._workers[worker_id]
         assert old.is_lost
         self._by_fd.pop(old.channel.fileno(), None)
-        self._by_fd.pop(old.pidfd, None)
+        self._by_pidfd.pop(old.pidfd, None)
         old.channel.close()
         old.close_pidfd()
 
@@ -252,8 +221,8 @@ class WorkerProcesses:
         if worker.is_lost or self._is_closed:
             return
         self._note_lost(worker)
-        for fd in (worker.channel.fileno(), worker.pidfd):
-            self._by_fd.pop(fd, None)
+        self._by_fd.pop(worker.channel.fileno(), None)
+        self._by_pidfd.pop(worker.pidfd, None)
         worker.hang_up()
         end_all([worker], grace_s)
 
@@ -267,108 +236,9 @@ class WorkerProcesses:
         if self._starter.startup is not None:
             self._starter.startup.release()
 
-    # Messages ----------------------------------------------------------------------------
-
-    def send(self, worker_id: int, data: bytes, *descriptors: int) -> None:
-        """Send a message to a worker, without blocking. A message to a dead worker is dropped.
-
-        Args:
-            worker_id: Number of the worker.
-            data: The packed message.
-            descriptors: Sent with the message. They must stay open until it is sent, that is, as
-                long as the worker lives.
-        """
-        worker = self._workers[worker_id]
-        if worker.is_lost:
-            return
-        if worker.outbox or not worker.try_send(data, descriptors):
-            worker.outbox.append((data, descriptors))
-            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
-
-    def receive(self, worker_id: int) -> bytes | None:
-        """Return a worker's next message, if one is there or about to arrive. Does not sleep."""
-        return self._workers[worker_id].receive(soon=True)
-
-    def enable_wake(self) -> None:
-        """Enable the three methods below. Called before another thread uses this."""
-        self._waker = Waker()
-        self._waker.register(self._poll)
-
-    def wake(self) -> None:
-        """Make the present or the next ``wait`` return. Called from any thread.
-
-        Does nothing after ``close``.
-        """
-        waker = self._waker
-        self._is_woken = True
-        # `wait` accesses the two flags in the opposite order, so one side sees the other's.
-        if waker is not None and self.is_waiting:
-            waker.now()
-
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, but end the present wait a moment later. Called from one thread."""
-        waker = self._waker
-        self._is_woken = True
-        if waker is not None and self.is_waiting:
-            waker.soon()
-
-    def hurry(self) -> None:
-        """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
-        waker = self._waker
-        if waker is not None and waker.is_due:
-            self.wake()
-
-    def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
-        """Wait until something happens.
-
-        Args:
-            timeout_s: Longest wait in seconds; None waits without a limit.
-
-        Returns:
-            Pairs of a worker's number and its message, or None in place of a message if the worker
-            is dead and reaped. Empty after the timeout, and sometimes earlier, so that signal
-            handlers can run.
-        """
-        waker = self._waker  # this reference keeps it open
-        if self._is_closed:
-            return []
-        self.is_waiting = True
-        left_s = SIGNAL_S if timeout_s is None else min(timeout_s, SIGNAL_S)
-        if self._is_woken:
-            left_s = 0
-        events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
-        self.is_waiting = self._is_woken = False
-        if waker is not None:
-            waker.begin()
-        if self._has_been_closed():  # by another thread, meanwhile
-            if self._is_exiting and threading.current_thread().daemon:
-                # The interpreter exits. Such a thread must not return to its caller any more.
-                threading.Event().wait()
-            return []
-        happened: list[tuple[int, bytes | None]] = []
-        for fd, event in events:
-            if waker is not None and waker.take(fd):
-                continue
-            worker_id = self._by_fd[fd]
-            worker = self._workers[worker_id]
-            if fd == worker.pidfd:
-                happened.extend(self._lose(worker_id))
-            elif not worker.is_lost:
-                if event & select.POLLOUT and worker.flush():
-                    self._poll.modify(worker.channel, select.POLLIN)
-                data = worker.receive()
-                if data is not None:
-                    happened.append((worker_id, data))
-                elif event & (select.POLLHUP | select.POLLERR):
-                    # The socket is closed; the pidfd will soon show why.
-                    self._poll.unregister(worker.channel)
-        return happened
-
-    def _has_been_closed(self) -> bool:
-        return self._is_closed
-
-    def _lose(self, worker_id: int) -> Iterator[tuple[int, bytes | None]]:
+    def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield a dead worker's last messages, reap it, and yield that it is lost."""
+        worker_id = self._by_pidfd[fd]
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
@@ -379,6 +249,10 @@ class WorkerProcesses:
         yield worker_id, None
 
     # What the workers do ------------------------------------------------------------------
+
+    def death(self, worker_id: int) -> Death:
+        """Return how a lost worker ended."""
+        return Death(self.pid(worker_id), self.exit_code(worker_id), self.oom_kills(worker_id))
 
     def exit_code(self, worker_id: int) -> int | None:
         """Return a lost worker's exit code, negative for a signal; None if it was reaped by others.
@@ -403,44 +277,7 @@ class WorkerProcesses:
         """Return the process id of a worker."""
         return self._workers[worker_id].process.pid or 0
 
-    def was_at(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, or was doing when it died, without its stack."""
-        return self._starter.status_page.read(worker_id)
-
-    def usage(self, *, thoroughly: bool) -> list[Usage]:
-        """Return what each worker has used, including the workers that it replaced.
-
-        Called from any thread.
-
-        Args:
-            thoroughly: Whether to measure the memory, which takes milliseconds for each worker.
-
-        Raises:
-            ValueError: If this is closed.
-        """
-        used = []
-        for worker_id, worker in enumerate(self._workers):
-            pid = self.pid(worker_id)
-            usage = self._starter.status_page.usage(worker_id, pid)
-            if thoroughly and not worker.is_lost:
-                usage = dataclasses.replace(usage, pss_bytes=measure_memory(pid) or usage.pss_bytes)
-            used.append(usage)
-        return used
-
-    def ask(self, worker_id: int) -> AtWork:
-        """Return what a worker is doing, with its stack. Takes up to a third of a second."""
-        return self._starter.status_page.ask(worker_id, self.pid(worker_id))
-
     # End ---------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """End and reap all workers. May be called again, and from any thread."""
-        if self._is_closed:
-            return
-        if os.getpid() != self._pid:
-            self.abandon()
-            return
-        uninterruptible(self._end_all)
 
     def _end_all(self) -> None:
         # Set here: an interruption between this and what follows would leak the workers.
@@ -462,7 +299,7 @@ class WorkerProcesses:
 
         ``multiprocessing`` takes them for the child's own, and would end them at its exit.
         """
-        self.is_inherited = True
+        super().leave_to_parent()
         for worker in self._workers:
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
 
@@ -478,21 +315,3 @@ class WorkerProcesses:
                 os.close(worker.pidfd)
         self._waker = None
         self._starter.abandon()
-
-
-def _read_usage(reference: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Usage] | None:
-    """Return what the workers have used; None if they are gone, or are closed meanwhile."""
-    group = reference()
-    try:
-        return None if group is None else group.usage(thoroughly=thoroughly)
-    except ValueError:  # the status page is closed
-        return None
-
-
-def _close_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
-    group = reference()
-    if group is not None:
-        group._is_exiting = True
-        if FAULTS is not None:
-            FAULTS.reach("main.exit")
-        group.close()

@@ -195,6 +195,13 @@ def test_the_benchmark_of_ranks_prints_its_table():
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
 
 
+def test_the_benchmark_of_shared_workers_prints_its_table():
+    done = run("host_workers.py", "--smallest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = r"^\| even \| [\d,]+ samples/s \| [\d,]+ samples/s \| [\d,]+ samples/s \|$"
+    assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+
+
 PEERS = {
     "torch": "torch",
     "torchdata": "torchdata",

@@ -622,6 +622,102 @@ def test_train_ddp_refuses_a_wrong_argument_in_one_line(
 
 # ---------------------------------------------------------------- one dataset for a host
 
+ONE_POOL = """
+    import json, os, signal, sys, time
+    from pathlib import Path
+
+    import torch
+    from shmloader import ShardedDataLoader
+
+    rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    what = sys.argv[1]
+
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 120
+
+        def __getitem__(self, index):
+            return index, os.getpid(), torch.rand(2)
+
+
+    if __name__ == "__main__":
+        with ShardedDataLoader(
+            Samples(), int(sys.argv[2]), True, num_workers=2, worker_scope="host", seed=1
+        ) as loader:
+            state = Path("state.json")
+            if what == "resumed":
+                loader.load_state_dict(json.loads(state.read_text()))
+            batches, makers = [], set()
+            for indices, pids, drawn in loader:
+                batches.append([indices.tolist(), drawn.tolist()])
+                makers |= set(pids.tolist())
+                if what == "killed" and restarts == 0 and rank == 0:
+                    pool = loader._parts.host_pool
+                    os.kill(pool.owner_pid, signal.SIGKILL)
+                if what == "interrupted" and len(batches) == 2:
+                    if rank == 0:
+                        state.write_text(json.dumps(loader.state_dict()))
+                    break
+            Path(f"rank{rank}.json").write_text(json.dumps([batches, sorted(makers)]))
+            # A rank that came after all others had left would begin a pool of its own.
+            deadline = time.monotonic() + 60
+            while len(list(Path().glob("rank*.json"))) < int(os.environ["WORLD_SIZE"]):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+"""
+
+
+def _of_one_pool(batches: list[list[list[list[float]]]]) -> list[tuple[int, list[float]]]:
+    """The samples of all ranks in the global order, each with what was drawn for it."""
+    found = []
+    for step in zip(*batches, strict=True):
+        for indices, drawn in step:
+            found += zip(indices, drawn, strict=True)
+    return found
+
+
+def _expected_of_one_pool() -> list[int]:
+    return list(ShardedDataLoader(range(120), 1, True, seed=1, rank=0, world_size=1).sampler)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ranks_of_a_host_share_one_pool_of_workers(tmp_path, ranks) -> None:
+    program = write_program(tmp_path, ONE_POOL)
+    with on_ranks(ranks, tmp_path, program, "lives", str(24 // ranks)) as run:
+        run.succeed()
+    found = read_ranks(tmp_path, ranks)
+    makers = set.union(*(set(pids) for _, pids in found))
+    assert len(makers) <= 2
+    samples = _of_one_pool([batches for batches, _ in found])
+    assert [index for index, _ in samples] == _expected_of_one_pool()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in makers)
+
+
+def test_after_the_owner_of_the_workers_was_killed_a_restart_finds_a_clean_host(tmp_path) -> None:
+    program = write_program(tmp_path, ONE_POOL)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    with Run(torchrun(tmp_path, program, "killed", "12", options=options), tmp_path) as run:
+        done = run.finish()
+    assert done.returncode == 0, done.stderr
+    assert "owns the workers of this host" in done.stderr
+    samples = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 2)])
+    assert [index for index, _ in samples] == _expected_of_one_pool()
+
+
+def test_a_run_with_one_pool_is_resumed_on_half_as_many_ranks(tmp_path) -> None:
+    program = write_program(tmp_path, ONE_POOL)
+    with on_ranks(4, tmp_path, program, "interrupted", "6") as run:
+        run.succeed()
+    before = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 4)])
+    for rank in range(4):
+        (tmp_path / f"rank{rank}.json").unlink()
+    with on_ranks(2, tmp_path, program, "resumed", "12") as run:
+        run.succeed()
+    after = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 2)])
+    assert [index for index, _ in before + after] == _expected_of_one_pool()
+
+
 ONE_DATASET = """
     import json, os, signal, sys
     from pathlib import Path

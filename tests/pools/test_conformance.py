@@ -4,9 +4,11 @@ A pool that exists for the tests alone (``calling``) has to pass as well: so wha
 enough to write one by.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.portable import PortablePayload
 from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
@@ -27,6 +30,7 @@ from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
+from shmloader.pools.executor import ExecutorPool, ProcessNumbers
 from shmloader.pools.inline import InlinePool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.status_page import Phase
@@ -65,6 +69,35 @@ def threads(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return ThreadPool(worker_count, weakref.ref(CONFIGS[0]))
 
 
+EXECUTORS: list[concurrent.futures.ProcessPoolExecutor] = []
+
+
+def executor(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    # One process more than places: one may be in a task that was left behind.
+    context = multiprocessing.get_context("fork")
+    EXECUTORS.append(concurrent.futures.ProcessPoolExecutor(worker_count + 1, context))
+    slot_bytes = uncapped_slot_bytes()
+    objects = Calls(make, 1 << 20), as_it_is, None, "raise", tuple(PLAN), worker_count, slot_bytes
+    return ExecutorPool(
+        EXECUTORS[-1], PortablePayload(objects), loader=b"-", numbers=ProcessNumbers(),
+        base_seed=1, slot_bytes=slot_bytes, slot_count=WINDOW + LENT,
+    )  # fmt: skip
+
+
+def end_executors() -> None:
+    for each in EXECUTORS:
+        for process in list((each._processes or {}).values()):
+            process.kill()
+        each.shutdown()
+    EXECUTORS.clear()
+
+
+@pytest.fixture(autouse=True)
+def _executors_end() -> Iterator[None]:
+    yield
+    end_executors()
+
+
 def inline(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return InlinePool(make, Timer(), None, lambda: None, is_iterable=False)
 
@@ -82,17 +115,20 @@ class Kind:
         is_apart: Whether its workers work while nobody waits.
         has_slots: Whether its batches come in slots.
         is_inline: Whether a task is done when it has been sent.
+        shows_stacks: Whether it sees what its workers are doing.
     """
 
     make: Callable[[Callable[[Any], Any], int], Pool]
     is_apart: bool = True
     has_slots: bool = False
     is_inline: bool = False
+    shows_stacks: bool = True
 
 
 KINDS = {
     "processes": Kind(processes, has_slots=True),
     "threads": Kind(threads),
+    "executor": Kind(executor, has_slots=True, shows_stacks=False),
     "inline": Kind(inline, is_apart=False, is_inline=True),
     "calling": Kind(calling, is_apart=False),
 }
@@ -125,6 +161,7 @@ def opened(kind: Kind, make: Callable[[Any], Any], worker_count: int = 2) -> Ite
     finally:
         pool.close()
         CONFIGS.clear()
+        end_executors()
 
 
 class Told:
@@ -318,7 +355,7 @@ def test_what_a_worker_is_at_may_be_asked(apart) -> None:
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
         found = pool.ask(0)
         assert (found.phase, found.epoch, found.seq) == (Phase.LOADING, 0, 0)
-        assert "pass_through" in found.stack
+        assert ("pass_through" in found.stack) == apart.shows_stacks
         pid = pool.pid(0)
         assert pid is None or pid != os.getpid()
         gate.open()

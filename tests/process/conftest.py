@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.late import LateDevice, to_host
+from tests.process.ranks import Run
 from tests.process.support import Slots
 
 
@@ -55,3 +56,11 @@ def _fonts() -> None:
     figure = Figure()
     figure.add_subplot().set_title("text")
     figure.savefig(io.BytesIO())
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    found = Run()
+    yield found
+    for rank in found.started:
+        rank.end()

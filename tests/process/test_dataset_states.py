@@ -151,8 +151,8 @@ def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() ->
         assert str(raised.value) == (
             "the state does not fit this loader: the state, after 1 batches, does not contain the "
             "state of the dataset, which this loader needs. It was saved with a dataset without "
-            "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True or "
-            "num_workers='auto': set snapshot_every_n_steps=0 to resume without it"
+            "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True, "
+            "executor= or num_workers='auto': set snapshot_every_n_steps=0 to resume without it"
         )
         state = loader.state_dict()
         with pytest.raises(ValueError, match="its dataset has no state_dict"):

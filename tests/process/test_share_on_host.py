@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import multiprocessing
 import os
 import resource
 import signal
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -28,82 +26,8 @@ from shmloader.host.sharing import _Server
 from shmloader.memory.bulk import address_of
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
+from tests.process.ranks import FORK, LONG_S, variables
 from tests.process.support import TOLD_S, descriptor_count, wait_until
-
-FORK = multiprocessing.get_context("fork")
-LONG_S = 60
-
-
-def variables(run_id: str, rank: int, ranks: int, restarts: int = 0) -> dict[str, str]:
-    """The environment that torchrun gives a rank."""
-    return {
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-
-
-class Rank:
-    """A forked process that is a rank of a run, and runs a function."""
-
-    def __init__(
-        self, function: Callable[[], Any], run: str, rank: int, ranks: int, restarts: int
-    ) -> None:
-        self._ours, theirs = FORK.Pipe()
-        self._function = function
-        self._environment = variables(run, rank, ranks, restarts)
-        self.process = FORK.Process(target=self._main, args=(theirs,))
-        self.process.start()
-        theirs.close()
-
-    def _main(self, channel: Any) -> None:
-        os.environ.update(self._environment)
-        try:
-            result = self._function()
-        except BaseException as error:
-            result = error
-        channel.send(result)
-        channel.recv()  # lives until it is let go
-
-    def result(self) -> Any:
-        assert self._ours.poll(LONG_S), "the rank has not answered"
-        return self._ours.recv()
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._ours.send(None)
-        self._ours.close()
-        self.process.join(LONG_S)
-        self.process.close()
-
-
-class Run:
-    """Ranks of one run, which end with the test."""
-
-    def __init__(self) -> None:
-        self.run_id = str(uuid.uuid4())
-        self.started: list[Rank] = []
-
-    def start(
-        self, function: Callable[[], Any], rank: int = 0, ranks: int = 2, restarts: int = 0
-    ) -> Rank:
-        found = Rank(function, self.run_id, rank, ranks, restarts)
-        self.started.append(found)
-        return found
-
-    def results(self, function: Callable[[], Any], ranks: int) -> list[Any]:
-        started = [self.start(function, rank, ranks) for rank in range(ranks)]
-        return [one.result() for one in started]
-
-
-@pytest.fixture
-def run() -> Iterator[Run]:
-    found = Run()
-    yield found
-    for rank in found.started:
-        rank.end()
 
 
 @pytest.fixture
@@ -632,7 +556,7 @@ def test_another_user_gets_nothing(run) -> None:
     builder = run.start(contents, 0)
     built = builder.result()
     meeting = Meeting("share_on_host 0")
-    name = meeting._name
+    name = meeting.name
     meeting.close()
 
     def attach() -> bytes:

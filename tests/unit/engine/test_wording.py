@@ -141,7 +141,7 @@ def test_a_worker_is_told_by_its_process_or_as_a_thread():
 STACK = """  File "/data/set.py", line 7 in decode
   File "/data/set.py", line 3 in __getitem__
   File "/lib/shmloader/batch/maker.py", line 120 in make
-  File "/lib/shmloader/pools/child.py", line 300 in _load"""
+  File "/lib/shmloader/pools/task_server.py", line 300 in _load"""
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,21 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         "leave out thread_pool=True",
     ),
     "torch's": (stats_of(kind="torch", other=5), Finding.OTHER_LOADER, "data pipe"),
+    "a network": (
+        stats_of(kind="executor", transport=4, fetch=1),
+        Finding.NETWORK,
+        "for 80% of that, the next batch was made and on its way",
+    ),
+    "an executor that is busy": (
+        stats_of(kind="executor", queue=4, fetch=1),
+        Finding.EXECUTOR_BUSY,
+        "for 80% of that, the next batch's task had not begun",
+    ),
+    "an executor at work": (
+        stats_of(kind="executor", queue=1, fetch=4),
+        Finding.TOO_FEW_WORKERS,
+        "being made, mostly in `__getitem__`: give the executor more processes",
+    ),
     "another": (stats_of(kind="other", other=5), Finding.OTHER_LOADER, "not one of shmloader's"),
     "hardly a wait": (stats_of(fetch=0.2, share=0.02), Finding.NOTHING_TO_GAIN, "waited 2.0%"),
     "no batch": (LoaderStats(), Finding.NOTHING_YET, "No batch"),

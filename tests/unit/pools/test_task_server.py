@@ -2,7 +2,6 @@
 
 import pickle
 import zlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from shmloader.messages import (
     pack,
     unpack,
 )
-from shmloader.pools.child import WorkerStart, _Worker
+from shmloader.pools.task_server import TaskConfig, TaskServer
 from tests.unit.memory.support import MIB
 
 
@@ -56,9 +55,7 @@ class Bench:
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
         config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
-        self.worker = _Worker(
-            None, WorkerStart(3, 4, 0, config, parent_death=None, status_page=None), Page()
-        )
+        self.worker = TaskServer(None, 3, TaskConfig(config), Page())
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
         maker = BatchMaker(config, [], list, where="here", timer=self.worker._timer)
         self.fetcher = maker.fetcher = Fetcher()
@@ -256,7 +253,7 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
 def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
     bench = make_bench()
     assert bench.serve([torch.arange(3)]).checksum is None
-    bench.worker._start = replace(bench.worker._start, is_debugging=True)
+    bench.worker._is_debugging = True
     answer = bench.serve([torch.arange(3)])
     assert answer.checksum == zlib.crc32(bench.slot.mapping[: answer.used_bytes])
     assert answer.used_bytes == 64
@@ -281,7 +278,7 @@ def report_of(bench: Bench, answer: BatchDone | BatchFailed | BatchEmpty) -> Sam
 
 
 def tolerate(bench: Bench, dataset: object, collate_fn=list) -> None:
-    fetcher = TolerantFetcher(bench.worker._start.config, dataset, collate_fn, "skip", "here")
+    fetcher = TolerantFetcher(bench.worker._config, dataset, collate_fn, "skip", "here")
     bench.worker._dataset.maker.fetcher = fetcher
 
 

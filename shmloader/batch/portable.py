@@ -1,0 +1,197 @@
+"""Carries the dataset and the functions to processes that this one did not start.
+
+An executor's processes may be on this machine or on others. Nothing but bytes reaches them for
+sure: no descriptor, and no object of multiprocessing. So a payload is pickled once into a sealed
+segment, and named by the digest of its contents. A process of this machine opens the segment
+through ``/proc`` and maps it copy-on-write: all of them share the one copy. A process that cannot
+says so (:class:`MissingPayloadError`), gets the contents as bytes, and makes a segment of its own.
+"""
+
+import hashlib
+import io
+import mmap
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.bulk import (
+    BufferTable,
+    load_with_buffers,
+    reduce_memory_map,
+    stays_in_band,
+    write_buffers,
+)
+from shmloader.memory.encoder import OutOfBand, reduce_data
+from shmloader.memory.segment import TOKEN_BYTES, SealedSegment, Segment, SegmentWriter
+
+_DIGEST_BYTES = 16
+
+
+class MissingPayloadError(Exception):
+    """A process has no payload, and cannot open the segment. Never reaches the user."""
+
+
+class PayloadHandle(NamedTuple):
+    """What each task says of its payload: some hundred bytes.
+
+    Attributes:
+        digest: Digest of the contents.
+        segment: A pickled handle of the segment, for processes of the same machine.
+        spans: Offsets of the table of buffers and of the pickle, and the pickle's length, in bytes.
+        by_value: Whether cloudpickle was used; batches may need it, too.
+    """
+
+    digest: bytes
+    segment: bytes
+    spans: tuple[int, int, int]
+    by_value: bool
+
+
+def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
+    """Reduce an array or tensor so that its data lie beside the pickle; else NotImplemented.
+
+    Shared memory of torch's is copied: its descriptors reach no other machine.
+    """
+    if type(value) is np.memmap:
+        return reduce_memory_map(value)
+    if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+        return NotImplemented  # torch raises an error for it
+    return reduce_data(value, parts)
+
+
+class _PlainPickler(pickle.Pickler):
+    """Standard pickle. Without multiprocessing's reducers, whose descriptors would stay behind."""
+
+    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
+        super().__init__(
+            file,
+            pickle.HIGHEST_PROTOCOL,
+            buffer_callback=lambda buffer: stays_in_band(buffer, parts),
+        )
+        self._parts = parts
+
+    def reducer_override(self, value: Any) -> Any:
+        return _reduce_bulk(value, self._parts)
+
+
+class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """cloudpickle, in the same way."""
+
+    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
+        super().__init__(
+            file,
+            pickle.HIGHEST_PROTOCOL,
+            buffer_callback=lambda buffer: stays_in_band(buffer, parts),
+        )
+        self._parts = parts
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = _reduce_bulk(value, self._parts)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
+def _dump(pickler: Callable[[io.BytesIO, OutOfBand], Any], objects: object) -> tuple[Any, Any]:
+    file, parts = io.BytesIO(), OutOfBand()
+    pickler(file, parts).dump(objects)
+    return file.getbuffer(), parts
+
+
+class PortablePayload:
+    """Objects pickled for any process. Its owner closes it.
+
+    Standard pickle is tried first. cloudpickle is used for what that cannot pickle, and for what
+    the main file defines: an executor's processes run another main file.
+
+    Attributes:
+        handle: What each task says of it.
+
+    Args:
+        objects: The objects.
+
+    Raises:
+        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects.
+        SharedMemoryError: If there is not enough memory for the pickle.
+        Exception: What the objects' own methods raise.
+    """
+
+    def __init__(self, objects: object) -> None:
+        body: Any = None
+        if main_is_importable():
+            try:
+                body, parts = _dump(_PlainPickler, objects)
+            except PICKLE_ERRORS:
+                body = None
+        by_value = body is None or b"__main__" in bytes(body)
+        if by_value:
+            body, parts = _dump(_ClosurePickler, objects)
+        with SegmentWriter() as writer:
+            outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
+            spans = (outside, writer.append(body), body.nbytes)
+            self._segment: SealedSegment = writer.seal()
+        with self._mapped() as contents:
+            digest = hashlib.blake2b(
+                memoryview(contents)[TOKEN_BYTES:], digest_size=_DIGEST_BYTES
+            ).digest()
+        self.handle = PayloadHandle(digest, pickle.dumps(self._segment), spans, by_value)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pickle, and of the arrays and tensors beside it."""
+        return self._segment.nbytes
+
+    def contents(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return a copy of the segment, to be sent to another machine."""
+        with self._mapped() as mapping:
+            return np.frombuffer(mapping[:], np.uint8)
+
+    def _mapped(self) -> mmap.mmap:
+        return mmap.mmap(self._segment.fd, self._segment.nbytes, prot=mmap.PROT_READ)
+
+    def close(self) -> None:
+        """Close the segment. May be called again. Processes that have mapped it keep it."""
+        self._segment.close()
+
+
+def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
+    """Unpickle the objects of a payload.
+
+    Args:
+        handle: The payload's handle.
+        contents: The segment's bytes, if they were sent; else None.
+
+    Raises:
+        MissingPayloadError: If there are no contents, and the segment cannot be opened.
+        Exception: What unpickling the user's objects raises.
+    """
+    segment: Segment
+    if contents is not None:
+        segment = Segment.of_contents(contents)
+    else:
+        try:
+            segment = pickle.loads(handle.segment)
+        except (SharedMemoryError, OSError) as error:
+            raise MissingPayloadError from error
+    outside_at, body_at, nbytes = handle.spans
+    whole = memoryview(segment)
+    outside: BufferTable = pickle.loads(whole[outside_at:body_at])
+    try:
+        return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)
+    except FileNotFoundError as error:
+        error.add_note(
+            "The dataset opens this file where it is loaded: with executor=, it has to exist on "
+            "each machine that makes batches."
+        )
+        raise
+    except ModuleNotFoundError as error:
+        error.add_note(
+            f"The dataset needs this module where it is loaded ({sys.executable}): with executor=, "
+            "it has to be installed there, too."
+        )
+        raise

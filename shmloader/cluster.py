@@ -1,0 +1,141 @@
+"""``shmloader.cluster``: executors of clusters, for ``DataLoader(..., executor=...)``.
+
+Dask, MPI and loky have executors of their own. :class:`RayExecutor` is one over Ray, which has
+none. Ray is an extra (``pip install shmloader[ray]``), imported when an executor is made.
+"""
+
+import concurrent.futures
+import contextlib
+import importlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["RayExecutor"]
+
+
+_GONE = "Ray was shut down, or this process has connected to another cluster"
+
+
+class _RayFuture(concurrent.futures.Future[Any]):
+    """The future of a task of Ray's. Cancelling it cancels the task there, unless it runs."""
+
+    _reference: Any = None
+    _ray: Any = None
+
+    def cancel(self) -> bool:
+        if not super().cancel():
+            return False
+        reference, self._reference = self._reference, None
+        if reference is not None:
+            with contextlib.suppress(RuntimeError):  # another thread was faster
+                self.set_running_or_notify_cancel()  # for those that wait for several futures
+            with contextlib.suppress(Exception):  # the task or the cluster may be gone
+                # A task that runs is left to end: an interruption could hit any other code there.
+                self._ray.cancel(reference, force=False, recursive=False)
+        return True
+
+
+class RayExecutor(concurrent.futures.Executor):
+    """A ``concurrent.futures.Executor`` whose tasks are Ray's.
+
+    Ray places the tasks, and runs them again where a node was lost. The executor connects to the
+    cluster that ``ray.init()`` has connected this process to, and else to the one that
+    ``ray.init()`` finds or starts. It neither disconnects nor stops a cluster.
+
+    Args:
+        options: Options of Ray's for each task, as for ``ray.remote``: ``num_cpus``, ``resources``,
+            ``runtime_env``, ``scheduling_strategy``, ``max_retries`` (how often Ray runs a task
+            again whose node or process was lost; 3 by default), and so on.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+        TypeError, ValueError: If Ray does not take an option.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            self._ray: Any = importlib.import_module("ray")
+        except ModuleNotFoundError as error:
+            error.add_note("RayExecutor needs Ray: pip install 'shmloader[ray]'")
+            raise
+        if not self._ray.is_initialized():
+            self._ray.init()
+        self._job = self._job_id()
+        self._function = self._ray.remote(**{"num_cpus": 1, **options})(_call)
+        self._futures: weakref.WeakSet[_RayFuture] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_shut_down = False
+
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> "concurrent.futures.Future[Any]":
+        """Submit a call of ``fn``. A reference to Ray's store among ``args`` becomes its value.
+
+        Raises:
+            RuntimeError: After ``shutdown()``, or if Ray is not connected.
+        """
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            if self._is_gone():  # otherwise remote() would start a cluster
+                raise RuntimeError(_GONE)
+            reference = self._function.remote(fn, *args, **kwargs)
+            future = _RayFuture()
+            future._reference, future._ray = reference, self._ray
+            self._futures.add(future)
+        inner = reference.future()
+        inner.add_done_callback(lambda done: _pass_on(done, future))
+        return future
+
+    def _job_id(self) -> str:
+        return str(self._ray.get_runtime_context().get_job_id())
+
+    def _is_gone(self) -> bool:
+        """Whether this process has left the cluster that it was connected to."""
+        return not self._ray.is_initialized() or self._job_id() != self._job
+
+    def check(self) -> None:
+        """Fail all futures if Ray was shut down in this process, which Ray itself does not do."""
+        if self._is_gone():
+            for future in list(self._futures):
+                with contextlib.suppress(concurrent.futures.InvalidStateError):
+                    future.set_exception(ConnectionError(_GONE))
+
+    def share(self, value: Any) -> Any:
+        """Put a value into Ray's store. Returns a reference that :meth:`submit` takes."""
+        return self._ray.put(value)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no further task. The cluster stays as it is.
+
+        Args:
+            wait: Whether to wait for the tasks that were submitted.
+            cancel_futures: Whether to cancel those that have not begun.
+        """
+        with self._lock:
+            self._is_shut_down = True
+            futures = list(self._futures)
+        if cancel_futures:
+            for future in futures:
+                future.cancel()
+        if wait:
+            concurrent.futures.wait(futures)
+
+
+def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function: the one remote function of an executor."""
+    return fn(*args, **kwargs)
+
+
+def _pass_on(done: "concurrent.futures.Future[Any]", future: _RayFuture) -> None:
+    """Set what came of a task. Runs on a thread of Ray's."""
+    future._reference = None
+    error = done.exception()
+    # The future may be cancelled, or have failed since Ray was shut down.
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        if error is None:
+            future.set_result(done.result())
+        else:
+            future.set_exception(error)

@@ -1,0 +1,533 @@
+"""The pool whose batches are made by tasks of an executor of the user's: on Dask, on Ray, anywhere.
+
+::
+
+    engine's thread                              a thread of the executor     one of its processes
+    ───────────────                              ────────────────────────     ────────────────────
+    send: executor.submit(make_batch, task) ────────────────────────────────▶ dataset[i] …, collate
+                                                                                      │
+    poll: the contents are copied to the    ◀─── the future is done,       ◀─── a message, and the
+          ticket's slot, and the message         and the wakeup is set          slot's contents
+          is read as a worker's is
+
+A worker of this pool is no process but a place for one task in flight: which process makes a batch
+is the executor's business. So the engine's order, restarts, slots and leases are those of worker
+processes, and only :meth:`ExecutorPool.send` and :meth:`ExecutorPool.poll` know the executor.
+
+A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.portable`). A process
+that cannot open it says so, and its task is sent again with the payload: as bytes, or by reference
+where the executor has a store of objects (Dask's ``scatter``, or ``RayExecutor``).
+
+Guarantees:
+    * The executor is the user's: it is never shut down. Tasks that have not begun are cancelled
+      when the epoch is given up or the pool is closed; those that run are left to end.
+    * What the executor raises in place of a result (a node is lost, a process of a pool was killed)
+      is the loss of a worker, and what it raises in ``submit`` is as well. What the user's code
+      raises is an answer.
+    * Callbacks of futures only append to a deque and set an event. They hold neither the pool nor
+      the loader.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.iterable_state import IterableCheckpoint
+from shmloader.batch.portable import PortablePayload
+from shmloader.errors import InternalError, SharedMemoryError
+from shmloader.insight.measurements import Readings
+from shmloader.interruptions import is_interruption
+from shmloader.memory.admission import MemoryAdmission
+from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, FromWorker, ToWorker, unpack
+from shmloader.pools import Events, SentTicket
+from shmloader.pools.answers import UNKNOWN_PID, Death, Empty, Failure
+from shmloader.pools.arena import PageLocker
+from shmloader.pools.executor_task import (
+    ProcessName,
+    Result,
+    Task,
+    make_batch,
+    this_process,
+    this_version,
+)
+from shmloader.pools.slot_reader import SlotReader
+from shmloader.pools.status_page import AtWork, Phase
+from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.threads.wakeup import Wakeup
+
+Future = concurrent.futures.Future[Any]
+
+# How often an executor that has a ``check()`` is asked whether it is there, in seconds.
+_CHECK_S = 2.0
+
+# How much of what an executor raises is shown.
+_REASON_CHARACTERS = 600
+
+
+class ProcessNumbers:
+    """Gives the executor's processes their worker numbers. All iterators of a loader share it.
+
+    Each task offers a number. The process that runs it takes the number unless it has one already.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._taken: set[int] = set()
+        self._offered: set[int] = set()
+
+    def offer(self) -> int:
+        """Return the smallest number that no process has, and that no task in flight offers."""
+        number = 0
+        while number in self._taken or number in self._offered:
+            number += 1
+        self._offered.add(number)
+        return number
+
+    def note(self, process: ProcessName, number: int) -> None:
+        """Note that a process has a number."""
+        self._numbers[process.token] = number
+        self._taken.add(number)
+
+    def take_back(self, number: int) -> None:
+        """Note that the task that offered a number is over."""
+        self._offered.discard(number)
+
+
+class _Post:
+    """Where the futures' callbacks put what is done.
+
+    Attributes:
+        done: Numbers of tasks whose futures are done, each with the time.
+        wakeup: Set after each of them.
+        is_closed: Whether nothing is taken any more.
+    """
+
+    def __init__(self) -> None:
+        self.done: collections.deque[tuple[int, int]] = collections.deque()
+        self.wakeup = Wakeup()
+        self.is_closed = False
+
+    def put(self, attempt: int) -> None:
+        """Note that a future is done. Called from any thread."""
+        if not self.is_closed:
+            self.done.append((attempt, time.monotonic_ns()))
+            self.wakeup.set()
+
+
+class _Sent:
+    """A ticket that was sent.
+
+    Attributes:
+        seq: Number of the ticket.
+        epoch: Number of its epoch.
+        worker_id: The place that it has.
+        slot_id: The slot of its batch.
+        indices: Its pickled indices.
+        number: The worker number that it offers.
+        began_s: When it was sent.
+        future: The future of its task; None if it could not be submitted.
+        error: Why it could not be submitted.
+    """
+
+    __slots__ = (
+        "began_s", "epoch", "error", "future", "indices", "number", "seq", "slot_id", "worker_id",
+    )  # fmt: skip
+
+    def __init__(self, ticket: SentTicket, epoch: int, indices: bytes, number: int) -> None:
+        self.seq, self.epoch = ticket.seq, epoch
+        self.worker_id, self.slot_id = ticket.worker_id, ticket.slot_id
+        self.indices = indices
+        self.number = number
+        self.began_s = time.monotonic()
+        self.future: Future | None = None
+        self.error: BaseException | None = None
+
+
+class ExecutorPool(SlotReader):
+    """Tasks on an executor, and the slots that their batches are written to here.
+
+    See :class:`~shmloader.pools.SlotPool` for what the methods do and raise.
+
+    Args:
+        executor: The user's executor.
+        payload: The dataset and the functions; the pool owns it from now on.
+        loader: Identifies the loader among those that use the executor.
+        numbers: The worker numbers of the executor's processes.
+        base_seed: Seeds the random generators of a process, together with its number.
+        slot_bytes: The most bytes of a slot that a batch may take.
+        slot_count: The most slots there may be.
+        locker: Locks the pages of slots that are lent, if a device reads them.
+        admission: Admits the first touch of memory here; None if memory is not checked.
+    """
+
+    def __init__(
+        self,
+        executor: concurrent.futures.Executor,
+        payload: PortablePayload,
+        *,
+        loader: bytes,
+        numbers: ProcessNumbers,
+        base_seed: int,
+        slot_bytes: int,
+        slot_count: int,
+        locker: PageLocker | None = None,
+        admission: MemoryAdmission | None = None,
+    ) -> None:
+        super().__init__(
+            slot_bytes=slot_bytes, slot_count=slot_count, locker=locker, admission=admission
+        )
+        self.readings = Readings()
+        self.is_waiting = False
+        self._executor = executor
+        self._payload = payload
+        self._loader = loader
+        self._numbers = numbers
+        self._base_seed = base_seed
+        self._owner_pid = os.getpid()
+        self._home = this_process()
+        self._post = _Post()
+        # Tasks that were sent and not answered, by the number of the attempt.
+        self._tasks: dict[int, _Sent] = {}
+        self._attempts = 0
+        # What is to be reported, beside answers.
+        self._reports: collections.deque[Callable[[Events], None]] = collections.deque()
+        # What is sent with each task from now on, where the executor has a store of objects.
+        self._reference: Any = None
+        # Fails the futures of an executor that is gone, where nothing else would.
+        self._check: Callable[[], None] | None = getattr(executor, "check", None)
+        self._pids: dict[int, int] = {}
+        # By process, how far its clock is behind ours, in ns: at most, by the answers so far.
+        self._clocks: dict[bytes, int] = {}
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, which does not own the tasks."""
+        return os.getpid() != self._owner_pid
+
+    # Tasks -------------------------------------------------------------------------------
+
+    def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
+        """Submit a ticket's task."""
+        try:
+            indices = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            # Pickling the user's keys may raise anything.
+            return Failure(RemoteError.caught("while sending indices to the executor"))
+        self.arena.prepare(ticket.slot_id)
+        self._submit(_Sent(ticket, epoch, indices, self._numbers.offer()), self._reference)
+        return None
+
+    def _submit(self, sent: _Sent, contents: Any) -> None:
+        """Submit a task.
+
+        Args:
+            sent: The ticket.
+            contents: The payload, or a reference to it; None if the task goes without.
+        """
+        self._attempts += 1
+        attempt = self._attempts
+        task = Task(
+            self._loader, self._payload.handle, self._home, sent.number,
+            self._base_seed, sent.seq, sent.epoch, sent.slot_id, sent.indices, attempt,
+        )  # fmt: skip
+        plain = (task[0], tuple(task[1]), tuple(task[2]), *task[3:])
+        packed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
+        self._tasks[attempt] = sent
+        put = self._post.put
+        try:
+            future = self._executor.submit(make_batch, this_version(), packed, contents)
+        except BaseException as error:
+            if is_interruption(error):
+                raise
+            sent.error = error
+            put(attempt)
+            return
+        sent.future = future
+        # concurrent.futures swallows what a callback raises, including what a signal handler raises
+        # in it. So a callback on this thread does nothing, and this method looks itself.
+        adding_on: int | None = threading.get_ident()
+
+        def done(_: Future) -> None:
+            if adding_on != threading.get_ident():
+                put(attempt)
+
+        if not future.done():
+            future.add_done_callback(done)
+            adding_on = None
+        if future.done():
+            put(attempt)  # perhaps for the second time
+
+    def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - reports need none
+        """Give up a place's tasks: those that run are left to end."""
+        for attempt in self._attempts_of(worker_id):
+            sent = self._give_up(attempt)
+            if sent is not None:
+                self._reports.append(functools.partial(_report_dropped, sent))
+        self._reports.append(lambda events: events.epoch_entered(worker_id, None))
+
+    def _attempts_of(self, worker_id: int) -> list[int]:
+        tasks = self._tasks.copy().items()
+        return [attempt for attempt, sent in tasks if sent.worker_id == worker_id]
+
+    def _give_up(self, attempt: int) -> _Sent | None:
+        """Forget a task, and cancel it if it has not begun."""
+        sent = self._tasks.pop(attempt, None)
+        if sent is not None:
+            self._numbers.take_back(sent.number)
+            if sent.future is not None:
+                with contextlib.suppress(Exception):  # the executor may be gone
+                    sent.future.cancel()
+        return sent
+
+    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+        """Do nothing: datasets with states are not loaded by executors."""
+
+    # Events ------------------------------------------------------------------------------
+
+    def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all places
+        """Report the answers that have come."""
+        has_any = False
+        while self._reports:
+            has_any = True
+            self._reports.popleft()(events)
+        done = self._post.done
+        while done:
+            attempt, done_ns = done.popleft()
+            sent = self._tasks.pop(attempt, None)
+            if sent is not None:
+                self._numbers.take_back(sent.number)
+                has_any = self._take(sent, done_ns, events) or has_any
+        return has_any
+
+    def wait(self, timeout_s: float | None, events: Events) -> bool:
+        """Wait until a task is done or the time is up, and report what has come."""
+        self.is_waiting = True
+        # A wait that a signal handler has ended may have cleared the event.
+        if not self._post.done and not self._reports:
+            wait_s = math.inf if timeout_s is None else max(0.0, timeout_s)
+            if self._check is not None:
+                wait_s = min(wait_s, _CHECK_S)
+            self._post.wakeup.wait(None if math.isinf(wait_s) else wait_s)
+            if self._check is not None and not self._post.done:
+                self._check()
+        self.is_waiting = False
+        return self.poll(None, events)
+
+    def enable_wake(self) -> None:
+        """Do nothing: ``wake`` works from the beginning."""
+
+    def wake(self) -> None:
+        """Make the present or the next :meth:`wait` return. Called from any thread."""
+        self._post.wakeup.set()
+
+    def wake_soon(self) -> None:
+        """Do as :meth:`wake`, at once, since that only releases a lock."""
+        self._post.wakeup.set()
+
+    def hurry(self) -> None:
+        """Do nothing: no wake-up is delayed."""
+
+    # Answers -----------------------------------------------------------------------------
+
+    def _take(self, sent: _Sent, done_ns: int, events: Events) -> bool:
+        """Report what came of a task; return False if it had to be sent again."""
+        result, reason = _read(sent)
+        if result is None or result.refusal:
+            _report_loss(sent, reason if result is None else result.refusal, events)
+            return True
+        process = result.process
+        if not result.message:
+            sent.number = self._numbers.offer()
+            self._submit(sent, self._contents())
+            return False
+        if result.number >= 0:
+            self._numbers.note(process, result.number)
+        self._pids[sent.worker_id] = process.pid
+        message = unpack(result.message)
+        contents = result.contents
+        try:
+            if contents is not None:
+                self._write(sent.slot_id, contents)
+        except (SharedMemoryError, OSError) as error:
+            if is_interruption(error):
+                raise
+            failure = Failure(RemoteError.caught("while taking a batch from the executor"))
+            events.answered(sent.seq, sent.epoch, sent.worker_id, failure)
+            return True
+        self._take_message(sent.worker_id, self._by_our_clock(message, result, done_ns), events)
+        return True
+
+    def _write(self, slot_id: int, contents: Any) -> None:
+        """Copy a batch into its slot: the only copy on this machine."""
+        nbytes = contents.nbytes
+        self.arena.grow(slot_id, nbytes)
+        slot = self.arena.up_to(slot_id, nbytes)
+        ctypes.memmove(slot.address, contents.ctypes.data, nbytes)
+
+    def _take_message(
+        self, worker_id: int, message: "FromWorker | ToWorker", events: Events
+    ) -> None:
+        if type(message) is BatchDone:
+            self.take_batch(worker_id, message, events)
+        elif type(message) is BatchFailed:
+            self.take_failure(worker_id, message, events)
+        elif type(message) is BatchEmpty:
+            self.take_empty(worker_id, message, events)
+        else:
+            raise InternalError(f"a process of the executor sent {message!r}")
+
+    def _by_our_clock(
+        self, message: "FromWorker | ToWorker", result: Result, done_ns: int
+    ) -> "FromWorker | ToWorker":
+        """Return the message with times by this machine's clock.
+
+        Two machines' clocks have nothing in common. The fastest answer of a process so far is taken
+        to have travelled in no time.
+        """
+        process = result.process
+        if (
+            type(message) is not BatchDone
+            or message.times is None
+            or process.clock == self._home.clock
+        ):
+            return message
+        behind_ns = done_ns - result.span_ns[1]
+        known = self._clocks.get(process.token)
+        if known is None or behind_ns < known:
+            self._clocks[process.token] = known = behind_ns
+        began_ns, *others = message.times
+        return message._replace(times=(began_ns + known, *others))
+
+    def _contents(self) -> Any:
+        """Return the payload for a process that has none: by reference where that is possible."""
+        if self._reference is not None:
+            return self._reference
+        contents = self._payload.contents()
+        share = _sharer_of(self._executor)
+        if share is None:
+            return contents
+        self._reference = share(contents)
+        return self._reference
+
+    # Memory ------------------------------------------------------------------------------
+
+    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:  # noqa: ARG002 - only here
+        """Unmap a slot."""
+        self.arena.retire(slot_id)
+
+    # Workers -----------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> list[Any]:
+        """An empty list: the processes are the executor's."""
+        return []
+
+    def pid(self, worker_id: int) -> int:
+        """Return the id of the process that answered last in a place, on its machine."""
+        return self._pids.get(worker_id, UNKNOWN_PID)
+
+    def was_at(self, worker_id: int) -> AtWork:
+        """Return which task a place has."""
+        for sent in self._tasks.copy().values():
+            is_done = sent.future is None or sent.future.done()
+            if sent.worker_id == worker_id and not is_done:
+                elapsed_s = time.monotonic() - sent.began_s
+                return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
+        return AtWork(Phase.IDLE, 0, 0, 0.0)
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return which task a place has; the executor's processes show no stack."""
+        return self.was_at(worker_id)
+
+    def kill(self, worker_id: int, seq: int) -> bool:
+        """Leave a task behind that takes too long."""
+        for attempt in self._attempts_of(worker_id):
+            sent = self._give_up(attempt)
+            if sent is not None:
+                reason = f"batch {seq} took too long"
+                self._reports.append(functools.partial(_report_loss, sent, reason))
+        return True
+
+    def replace(self, worker_id: int) -> None:
+        """Do nothing: a place is free at once."""
+
+    def start(self, worker_id: int) -> None:
+        """Do nothing: places need no start."""
+
+    def retire(self, worker_id: int) -> None:
+        """Do nothing: places need no end."""
+
+    def end_workers(self) -> None:
+        """Cancel all tasks that have not begun. May be called again, and from any thread."""
+        if not self.is_inherited:
+            uninterruptible(self._end)
+
+    def _end(self) -> None:
+        self._post.is_closed = True
+        for attempt in list(self._tasks):
+            self._give_up(attempt)
+        self._reports.clear()
+        self._post.done.clear()
+        self._reference = None
+        self.wake()
+
+    def close(self) -> None:
+        """Cancel all tasks, and free all memory except what lies under the user's views."""
+        try:
+            self.end_workers()
+        finally:
+            self._payload.close()
+            uninterruptible(self.arena.close)
+
+
+def _report_dropped(sent: _Sent, events: Events) -> None:
+    """Answer a ticket that nothing waits for any more."""
+    events.answered(sent.seq, sent.epoch, sent.worker_id, Empty(None))
+
+
+def _report_loss(sent: _Sent, reason: str, events: Events) -> None:
+    """Report that the executor lost a ticket's task: the loss of its worker, at work on it."""
+    at_work = AtWork(Phase.LOADING, sent.epoch, sent.seq, time.monotonic() - sent.began_s)
+    events.lost(sent.worker_id, Death(UNKNOWN_PID, None, reason=reason), at_work)
+
+
+def _read(sent: _Sent) -> tuple[Result | None, str]:
+    """Return a task's result, or None and what the executor says of its loss."""
+    future = sent.future
+    error = sent.error
+    if future is not None:
+        if future.cancelled():
+            return None, "the executor has cancelled its task"
+        error = future.exception()
+    if error is None:
+        assert future is not None
+        process, *others = future.result()
+        return Result(ProcessName(*process), *others), ""
+    what = "refuses tasks" if future is None else "has not finished its task"
+    text = " ".join(str(error).split()) or "no further text"
+    if len(text) > _REASON_CHARACTERS:
+        text = f"{text[:_REASON_CHARACTERS]}…"
+    return None, f"the executor {what} ({type(error).__name__}: {text.rstrip('.')})"
+
+
+def _sharer_of(executor: Any) -> Callable[[Any], Any] | None:
+    """Return what puts an object into the executor's store, and returns a reference; or None."""
+    share: Callable[[Any], Any] | None = getattr(executor, "share", None)  # RayExecutor's
+    if share is not None:
+        return share
+    client = getattr(executor, "_client", None)
+    if type(executor).__module__.partition(".")[0] == "distributed" and client is not None:
+        return lambda contents: client.scatter(contents, broadcast=True, hash=False)
+    return None

@@ -1,0 +1,258 @@
+"""The program of a worker that the ranks of a host share.
+
+It has the dataset once, and for each rank a channel with slots, functions and a seed of that rank's
+own. It reads all channels before each batch, and makes the batch that its rank has waited for
+longest: the one that is furthest behind the newest that the rank has asked any worker for. A rank
+whose batches take long, and which therefore waits, so gets more of the workers than one that is
+well supplied.
+
+It ends when the process that started it closes the channel to it, and at once when that process
+dies. A rank that closes its channel, or dies, costs the others nothing.
+"""
+
+import collections
+import contextlib
+import functools
+import select
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
+from shmloader.batch.sample_rng import seed_worker
+from shmloader.interruptions import is_interruption
+from shmloader.messages import RECEIVE_BYTES, Task, unpack
+from shmloader.pools.child import enter_worker, introduce, load, run_until_closed
+from shmloader.pools.parent_death import ParentDeathPipe
+from shmloader.pools.status_page import Line, Phase, StatusPage
+from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskServer
+
+
+@dataclass(frozen=True, slots=True)
+class HostWorkerStart:
+    """The values that a worker gets when it is forked.
+
+    Attributes:
+        worker_id: Number of the worker, from 0.
+        worker_count: The number of workers.
+        base_seed: Seeds the worker's random generators, together with its number.
+        parent_death: Ends this process with the one that started it.
+        status_page: Where it writes, for that process, whether it makes a batch.
+    """
+
+    worker_id: int
+    worker_count: int
+    base_seed: int
+    parent_death: ParentDeathPipe
+    status_page: StatusPage
+
+
+def host_worker_main(
+    payload: ReceivedPayload,
+    channel: socket.socket,
+    start: HostWorkerStart,
+    close_inherited: Callable[[], None],
+) -> None:
+    """Run a worker. The target of its process.
+
+    Args:
+        payload: Its ``load()`` returns (dataset, worker_init_fn).
+        channel: Brings a socket for each rank.
+        start: What the worker gets.
+        close_inherited: Closes what the process that forked this one uses.
+    """
+    line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
+    channel.setblocking(True)
+    worker = _HostWorker(channel, start, line)
+    run_until_closed(channel, functools.partial(worker.run, payload))
+
+
+class _HostWorker:
+    """State of a worker between its messages."""
+
+    def __init__(self, channel: socket.socket, start: HostWorkerStart, line: Line) -> None:
+        self._channel = channel
+        self._start = start
+        self._line = line
+        self._where = f"in DataLoader worker process {start.worker_id}"
+        self._dataset: Any = None
+        self._by_value = False
+        self._error: RemoteError | None = None
+        self._poll = select.poll()
+        self._ranks: dict[int, _Rank] = {}
+
+    def run(self, payload: ReceivedPayload) -> None:
+        """Get ready, then serve until the channel ends."""
+        self._prepare(payload)
+        self._poll.register(self._channel, select.POLLIN)
+        while True:
+            rank = self._most_urgent()
+            for fd, _ in self._poll.poll(None if rank is None else 0):
+                if fd == self._channel.fileno():
+                    if not self._take_rank():
+                        return
+                else:
+                    self._read(self._ranks[fd])
+            rank = self._most_urgent()
+            if rank is not None:
+                self._serve(rank)
+
+    def _prepare(self, payload: ReceivedPayload) -> None:
+        """Load the dataset, and call ``worker_init_fn``."""
+        start = self._start
+        try:
+            try:
+                self._dataset, init_fn = load(payload)
+            finally:
+                seed = seed_worker(start.base_seed, start.worker_id)
+            introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
+            self._by_value = payload.by_value
+        except BaseException:  # noqa: BLE001 - it answers every task
+            self._error = RemoteError.caught(self._where)
+
+    def _take_rank(self) -> bool:
+        """Take a rank's channel; return whether this worker goes on."""
+        data, ancillary, _, _ = self._channel.recvmsg(RECEIVE_BYTES, DESCRIPTOR_BYTES)
+        if not data:
+            return False
+        if ancillary:  # else no descriptor is left here; the rank sees that its channel is closed
+            (fd,) = struct.unpack("i", ancillary[0][2][:4])
+            rank = _Rank(socket.socket(fileno=fd), self._start.worker_id)
+            self._ranks[fd] = rank
+            self._poll.register(fd, select.POLLIN)
+        return True
+
+    def _read(self, rank: "_Rank") -> None:
+        try:
+            rank.read(self._open)
+        except OSError as error:
+            if is_interruption(error):
+                raise
+            self._drop(rank)
+
+    def _open(self, tasks: TaskServer, functions: ReceivedPayload) -> None:
+        """Give the dataset and a rank's functions to what serves its tasks."""
+        if self._error is not None:
+            tasks.fail(self._error)
+            return
+        try:
+            collate_fn, on_error = load(functions)
+            tasks.install()
+            by_value = self._by_value or functions.by_value
+            tasks.open(self._dataset, collate_fn, on_error, by_value=by_value)
+        except BaseException:  # noqa: BLE001 - it answers every task of the rank
+            tasks.fail(RemoteError.caught(self._where))
+
+    def _most_urgent(self) -> "_Rank | None":
+        """Return the rank whose next message comes first; None if there is no message."""
+        waiting = [rank for rank in self._ranks.values() if rank.messages]
+        return max(waiting, key=_Rank.urgency) if waiting else None
+
+    def _serve(self, rank: "_Rank") -> None:
+        self._line.note(Phase.LOADING)
+        try:
+            rank.serve()
+        except OSError as error:
+            if is_interruption(error):
+                raise
+            self._drop(rank)
+        self._line.idle()
+
+    def _drop(self, rank: "_Rank") -> None:
+        """Forget a rank that has closed its channel."""
+        fd = rank.channel.fileno()
+        self._poll.unregister(fd)
+        del self._ranks[fd]
+        rank.close()
+        self._line.show_stack()
+
+
+class _Rank:
+    """What a worker has for one rank.
+
+    Attributes:
+        channel: The socket to the rank.
+        messages: Messages that were received and not followed yet, each with its ancillary data
+            and flags.
+    """
+
+    def __init__(self, channel: socket.socket, worker_id: int) -> None:
+        self.channel = channel
+        channel.setblocking(True)
+        self.messages: collections.deque[tuple[object, list[Any], int]] = collections.deque()
+        self._worker_id = worker_id
+        # First comes how tasks are served, with the status page; then the functions.
+        self._receiver: PayloadReceiver | None = PayloadReceiver(channel)
+        self._line: Line | None = None
+        self._tasks: TaskServer | None = None
+
+    def read(self, then: Callable[[TaskServer, ReceivedPayload], None]) -> None:
+        """Receive what is here.
+
+        Args:
+            then: Called with what serves the tasks, when the functions have come.
+
+        Raises:
+            OSError: If the rank has closed its channel.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while self._receiver is not None:
+                payload = self._receiver.receive(socket.MSG_DONTWAIT)
+                if payload is not None and self._tasks is None:
+                    config, page = payload.load()
+                    self._line = page.open_line(self._worker_id)
+                    self._tasks = TaskServer(self.channel, self._worker_id, config, self._line)
+                    self._receiver = PayloadReceiver(self.channel)
+                elif payload is not None:
+                    assert self._tasks is not None
+                    self._receiver = None
+                    then(self._tasks, payload)
+                    assert self._line is not None
+                    self._line.idle()
+            while True:
+                data, ancillary, flags, _ = self.channel.recvmsg(
+                    RECEIVE_BYTES, DESCRIPTOR_BYTES, socket.MSG_DONTWAIT
+                )
+                if not data:
+                    raise ConnectionResetError("a rank has closed its channel")
+                self.messages.append((unpack(data), ancillary, flags))
+
+    def urgency(self) -> int:
+        """Return how far the next task is behind the newest that the rank has sent to any worker.
+
+        Anything that is no task comes first, since it takes no time.
+        """
+        message = self.messages[0][0]
+        assert self._line is not None
+        epoch, seq = self._line.newest()
+        if type(message) is not Task or message.epoch != epoch:
+            return 1 << 62
+        return seq - message.seq
+
+    def serve(self) -> None:
+        """Follow the next message.
+
+        Raises:
+            OSError: If the rank has closed its channel.
+        """
+        tasks, line = self._tasks, self._line
+        assert tasks is not None
+        assert line is not None
+        message, ancillary, flags = self.messages.popleft()
+        if type(message) is Task:
+            tasks.install()
+            line.show_stack()
+        tasks.take(message, ancillary, flags)
+        line.idle()
+        line.note_use(has_task=bool(self.messages))
+
+    def close(self) -> None:
+        """Close the channel, and unmap what the rank shares."""
+        self.channel.close()
+        if self._tasks is not None:
+            self._tasks.close()
+        if self._line is not None:
+            self._line.close()

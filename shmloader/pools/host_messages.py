@@ -1,0 +1,83 @@
+"""The messages between a rank and the process that owns the workers of its host.
+
+Each is one pickled ``SOCK_SEQPACKET`` datagram. There are a few for each worker and epoch, none for
+a batch: batches take the way between a rank and a worker (:mod:`shmloader.messages`).
+"""
+
+import pickle
+from typing import NamedTuple
+
+
+class Welcome(NamedTuple):
+    """Owner → rank, at first.
+
+    Attributes:
+        pid: The owner's process id.
+        worker_count: The number of workers.
+        dataset: What their dataset looks like.
+    """
+
+    pid: int
+    worker_count: int
+    dataset: str
+
+
+class Attach(NamedTuple):
+    """Rank → owner, with a worker's end of a socket pair: give it to this worker.
+
+    The worker is started if it does not run.
+    """
+
+    worker_id: int
+
+
+class Attached(NamedTuple):
+    """Owner → rank: the worker with this process id has got it, or will."""
+
+    worker_id: int
+    pid: int
+
+
+class Kill(NamedTuple):
+    """Rank → owner: kill this worker, which takes too long for a sample of this rank."""
+
+    worker_id: int
+
+
+class Lost(NamedTuple):
+    """Owner → rank: a worker to which the rank was attached is dead and reaped.
+
+    Attributes:
+        worker_id: Number of the worker.
+        pid: Its process id.
+        exit_code: Its exit code, negative for a signal; None if it is not known.
+        oom_kills: Processes that the kernel's out-of-memory killer has ended in this control group.
+        was_loading: Whether it was making a batch, for this rank or for another.
+    """
+
+    worker_id: int
+    pid: int
+    exit_code: int | None
+    oom_kills: int
+    was_loading: bool
+
+
+class Left(NamedTuple):
+    """Owner → rank, the answer to a connection that the rank has shut down.
+
+    Attributes:
+        is_last: Whether no other rank is left, so that the workers and their owner end.
+    """
+
+    is_last: bool
+
+
+def pack(message: tuple[object, ...]) -> bytes:
+    """Return a message as it is sent."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(data: bytes) -> object:
+    """Return the message that :func:`pack` has written."""
+    message: object = pickle.loads(data)
+    return message

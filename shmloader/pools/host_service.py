@@ -1,0 +1,262 @@
+"""The process that owns the workers which the ranks of a host share.
+
+One of the ranks starts it (``host_workers``), as a fresh interpreter that has no device open. It
+imports the program's main file once and forks the workers, so that they share what was imported.
+It loads neither the dataset nor a batch. It answers the ranks' few messages, starts workers, reaps
+those that die and tells the ranks of it.
+
+It ends, with its workers, when no rank is connected any more, however the ranks ended. So nothing
+is left of a run whose ranks were killed, and a rank that leaves before the others, even the one
+that started this process, costs them nothing.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shmloader.batch.payload import ReceivedPayload
+from shmloader.host.meeting import peer_of
+from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.memory.limits import control_groups, oom_kills
+from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
+from shmloader.pools.host_child import HostWorkerStart, host_worker_main
+from shmloader.pools.host_messages import (
+    Attach,
+    Attached,
+    Kill,
+    Left,
+    Lost,
+    Welcome,
+    pack,
+    unpack,
+)
+from shmloader.pools.main_guard import name_of
+from shmloader.pools.parent_death import ParentDeathPipe
+from shmloader.pools.status_page import Phase, StatusPage
+from shmloader.pools.task_server import DESCRIPTOR_BYTES
+
+# How long the workers may take to end by themselves when no rank is left.
+_GRACE_S = 1.0
+
+# What a worker is sent with the descriptor of a rank's channel.
+_NEW_RANK = b"rank"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStart:
+    """The values that the process gets.
+
+    Attributes:
+        worker_count: The number of workers.
+        base_seed: Seeds the workers' random generators.
+        dataset: What the dataset looks like, for ranks that have another one.
+    """
+
+    worker_count: int
+    base_seed: int
+    dataset: str
+
+
+def serve_host(
+    listener: socket.socket, first: socket.socket, payload: ReceivedPayload, start: ServiceStart
+) -> None:
+    """Serve the ranks of this host until none is left. The target of the process.
+
+    Args:
+        listener: The ranks connect to it.
+        first: The connection to the rank that started this process.
+        payload: What the workers get: (dataset, worker_init_fn).
+        start: What the process gets.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # each rank handles it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    gc.freeze()
+    _HostService(listener, payload, start).run(first)
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A connection to a rank, its process id, and the workers that it is attached to."""
+
+    connection: socket.socket
+    pid: int
+    attached: set[int] = field(default_factory=set)
+
+    def tell(self, message: tuple[object, ...]) -> None:
+        """Send a message. A rank that takes none any more is gone, which its socket will show."""
+        with Suppressed(OSError):
+            self.connection.send(pack(message), socket.MSG_DONTWAIT)
+
+
+class _HostService:
+    def __init__(
+        self, listener: socket.socket, payload: ReceivedPayload, start: ServiceStart
+    ) -> None:
+        self._listener = listener
+        self._payload = payload
+        self._start = start
+        self._context: Any = multiprocessing.get_context("fork")
+        self._parent_death = ParentDeathPipe()
+        self._status_page = StatusPage(start.worker_count)
+        self._groups = control_groups(Path("/"))
+        self._oom_kills_before = oom_kills(self._groups)
+        self._ranks: dict[int, _Rank] = {}
+        self._workers: dict[int, WorkerHandle] = {}
+        # By the descriptor that is readable at its end, each worker's number.
+        self._by_pidfd: dict[int, int] = {}
+        self._poll = select.poll()
+
+    def run(self, first: socket.socket) -> None:
+        """Serve until no rank is left."""
+        self._listener.setblocking(False)
+        self._poll.register(self._listener, select.POLLIN)
+        self._add(first)
+        try:
+            while self._ranks:
+                for fd, _ in self._poll.poll():
+                    if fd in self._by_pidfd:
+                        self._reap(self._by_pidfd[fd])
+                    elif fd in self._ranks:
+                        self._take(self._ranks[fd])
+                    elif fd == self._listener.fileno():
+                        self._accept()
+        finally:
+            self._listener.close()
+            for worker in self._workers.values():
+                worker.hang_up()
+            end_all([*self._workers.values()], _GRACE_S)
+
+    # Ranks -------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            if peer_of(connection)[1] == os.geteuid():
+                self._add(connection)
+            else:
+                connection.close()
+
+    def _add(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0])
+        self._poll.register(connection, select.POLLIN)
+        rank.tell(Welcome(os.getpid(), self._start.worker_count, self._start.dataset))
+
+    def _take(self, rank: _Rank) -> None:
+        """Take a rank's message, or its end."""
+        try:
+            data, ancillary, _, _ = rank.connection.recvmsg(RECEIVE_BYTES, DESCRIPTOR_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:  # the rank has ended
+            if is_interruption(error):
+                raise
+            data, ancillary = b"", []
+        if not data:
+            self._drop(rank)
+            return
+        message = unpack(data)
+        if isinstance(message, Attach):
+            # Without it no descriptor is left here: the rank sees that its channel is closed.
+            if ancillary:
+                (fd,) = struct.unpack("i", ancillary[0][2][:4])
+                with socket.socket(fileno=fd) as channel:
+                    self._attach(rank, message.worker_id, channel)
+        elif isinstance(message, Kill) and message.worker_id in rank.attached:
+            self._workers[message.worker_id].process.kill()
+
+    def _drop(self, rank: _Rank) -> None:
+        fd = rank.connection.fileno()
+        self._poll.unregister(fd)
+        del self._ranks[fd]
+        # Connections of the same process are about to be closed as well.
+        rank.tell(Left(is_last=all(other.pid == rank.pid for other in self._ranks.values())))
+        rank.connection.close()
+
+    def _attach(self, rank: _Rank, worker_id: int, channel: socket.socket) -> None:
+        """Give a rank's channel to a worker, which is started if it does not run."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            try:
+                worker = self._start_worker(worker_id)
+            except OSError as error:
+                if is_interruption(error):
+                    raise
+                rank.tell(Lost(worker_id, 0, None, 0, was_loading=False))
+                return
+        with Suppressed(OSError):  # it has just died, which the rank will be told
+            socket.send_fds(worker.channel, [_NEW_RANK], [channel.fileno()])
+        rank.attached.add(worker_id)
+        rank.tell(Attached(worker_id, worker.process.pid or 0))
+
+    # Workers -----------------------------------------------------------------------------
+
+    def _start_worker(self, worker_id: int) -> WorkerHandle:
+        """Fork a worker.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+        """
+        self._status_page.clear(worker_id)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        start = HostWorkerStart(
+            worker_id,
+            self._start.worker_count,
+            self._start.base_seed,
+            self._parent_death,
+            self._status_page,
+        )
+        process = self._context.Process(
+            target=host_worker_main,
+            name=name_of(worker_id),
+            args=(self._payload, theirs, start, self._close_in_worker),
+            daemon=True,
+        )
+        try:
+            with theirs:
+                process.start()
+            worker = WorkerHandle(process, ours)
+        except BaseException:
+            ours.close()
+            raise
+        self._workers[worker_id] = worker
+        self._by_pidfd[worker.pidfd] = worker_id
+        self._poll.register(worker.pidfd, select.POLLIN)
+        return worker
+
+    def _close_in_worker(self) -> None:
+        """Close, in a forked worker, what belongs to this process."""
+        self._listener.close()
+        for rank in self._ranks.values():
+            rank.connection.close()
+        for worker in self._workers.values():
+            worker.channel.close()
+            os.close(worker.pidfd)
+
+    def _reap(self, worker_id: int) -> None:
+        """Reap a dead worker, and tell the ranks that are attached to it."""
+        worker = self._workers.pop(worker_id)
+        del self._by_pidfd[worker.pidfd]
+        self._poll.unregister(worker.pidfd)
+        worker.reap(time.monotonic() + KILL_S)
+        worker.hang_up()
+        worker.close_pidfd()
+        code = worker.process.exitcode
+        kills = 0
+        if code == -signal.SIGKILL and self._oom_kills_before is not None:
+            kills = (oom_kills(self._groups) or 0) - self._oom_kills_before
+        was_loading = self._status_page.read(worker_id).phase is Phase.LOADING
+        for rank in self._ranks.values():
+            if worker_id in rank.attached:
+                rank.attached.discard(worker_id)
+                rank.tell(Lost(worker_id, worker.process.pid or 0, code, kills, was_loading))

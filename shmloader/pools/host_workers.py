@@ -1,0 +1,458 @@
+"""Workers that all ranks of a host share, as one rank sees them.
+
+::
+
+    rank 0 ─┐ HostPool: one connection, held while a loader uses the pool   ┌─ owner (host_service)
+    rank 1 ─┤ HostWorkers: one more for each iterator ──────────────────────┤   starts and reaps
+    …       │                                                               └──┬──────┬──────
+            └── one socket pair for each iterator and worker ── batches ────▶ worker 0, worker 1, …
+
+The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank
+that comes first starts the owner, and has no other part in it than the others.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.process
+import os
+import select
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
+
+from shmloader.batch.payload import Payload, unimportable_main_hidden
+from shmloader.errors import ClosedLoaderError
+from shmloader.host.meeting import Meeting, connect
+from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.answers import Death
+from shmloader.pools.handle import KILL_S, WorkerChannel
+from shmloader.pools.host_messages import Attach, Attached, Kill, Left, Lost, Welcome, pack, unpack
+from shmloader.pools.host_service import ServiceStart, serve_host
+from shmloader.pools.main_guard import (
+    NO_GUARD_EXIT,
+    NO_GUARD_TEXT,
+    name_of,
+    refuse_during_import,
+)
+from shmloader.pools.starting import pickle_for_workers, raise_with_remedy, sigint_held_back
+from shmloader.pools.status_page import StatusPage
+from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.worker_channels import WorkerChannels
+from shmloader.process_state import PROCESS
+from shmloader.threads.uninterruptible import uninterruptible
+
+# How long the owner may take to end, once it has said that no rank is left.
+_END_S = 10.0
+
+
+def describe_dataset(dataset: object) -> str:
+    """Say what a dataset looks like, to notice that ranks have different ones."""
+    length = ""
+    with contextlib.suppress(TypeError, NotImplementedError):
+        length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
+    return f"{type(dataset).__qualname__}{length}"
+
+
+def open_host_pool(
+    dataset: object,
+    worker_init_fn: Callable[[int], None] | None,
+    worker_count: int,
+    base_seed: int,
+) -> "HostPool":
+    """Return the pool of this host for a dataset: the one in use, or one that is begun here.
+
+    Args:
+        dataset: The dataset. Loaders of one process that have the same object share a pool.
+        worker_init_fn: Called in each worker with its number.
+        worker_count: The number of workers of the host.
+        base_seed: Seeds the workers' random generators, if this rank starts them.
+
+    Raises:
+        ValueError: If another rank has begun the pool with other arguments.
+        RuntimeError: If the process that owns the workers has ended at once.
+        Exception: What pickling the dataset raises, or starting a process.
+    """
+    key = (id(dataset), id(worker_init_fn), worker_count)
+    pool: HostPool | None = PROCESS.host_pools.get(key)
+    if pool is None or not pool.is_alive:
+        pool = HostPool(dataset, worker_init_fn, worker_count, base_seed)
+        PROCESS.host_pools[key] = pool
+    return pool
+
+
+class HostPool:
+    """This rank's part in a pool, which lasts while a loader refers to this object.
+
+    Attributes:
+        worker_count: The number of workers of the host.
+        owner_pid: Process id of the process that owns the workers.
+
+    Args: See :func:`open_host_pool`.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        worker_init_fn: Callable[[int], None] | None,
+        worker_count: int,
+        base_seed: int,
+    ) -> None:
+        self.worker_count = worker_count
+        self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
+        number = PROCESS.pools_on_host
+        PROCESS.pools_on_host += 1
+        start = ServiceStart(worker_count, base_seed, describe_dataset(dataset))
+        while True:
+            meeting = Meeting(f"workers {number}")
+            self._name = meeting.name
+            process: BaseProcess | None = None
+            try:
+                if meeting.is_host:
+                    process, connection = _start_owner(meeting, self._objects, start)
+                else:
+                    connection = meeting.detach()
+                welcome = _receive_welcome(connection)
+            except BaseException:
+                meeting.close()
+                if process is not None:
+                    process.kill()
+                    process.join()
+                raise
+            if welcome is not None:
+                break
+            connection.close()
+            if process is not None:
+                process.join(KILL_S)
+                raise RuntimeError(_describe_failed_start(process))
+            # The rank that was to start it could not, and has raised an error. This one tries.
+        self._connection, self.owner_pid = connection, welcome.pid
+        in_child = _InChild(connection)
+        PROCESS.meetings.add(in_child)
+        self._closer = weakref.finalize(self, _close, os.getpid(), in_child, connection, process)
+        try:
+            _check(welcome, start)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the owner runs, as far as is known."""
+        if not self._closer.alive:
+            return False
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return not poll.poll(0)
+
+    def connect(self) -> socket.socket:
+        """Return one more connection to the owner. The caller owns it.
+
+        Raises:
+            OSError: If the owner has ended, or no descriptor is left.
+        """
+        return connect(self._name)
+
+    def close(self) -> None:
+        """Leave the pool. May be called again."""
+        self._closer()
+
+
+class _InChild:
+    """Closes a connection in a forked child, which must not keep the owner from ending."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _start_owner(
+    meeting: Meeting, objects: tuple[object, ...], start: ServiceStart
+) -> tuple[BaseProcess, socket.socket]:
+    """Start the process that owns the workers. Returns it, and a connection to it."""
+    refuse_during_import()
+    payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve_host,
+        name=name_of("host"),
+        args=(meeting.detach(), theirs, payload, start),
+    )
+    try:
+        with sigint_held_back(is_fresh=True), unimportable_main_hidden():
+            process.start()
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, OSError):
+            raise_with_remedy(error)
+        raise
+    finally:
+        theirs.close()
+        payload.close()
+        meeting.close()
+    # At this process's exit, multiprocessing would wait for it, while other ranks use it.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process, ours
+
+
+def _receive_welcome(connection: socket.socket) -> Welcome | None:
+    """Wait for the owner's first message; return None if it has ended."""
+    connection.settimeout(None)
+    try:
+        data = connection.recv(RECEIVE_BYTES)
+    except ConnectionError as error:
+        if is_interruption(error):
+            raise
+        data = b""
+    message = unpack(data) if data else None
+    return message if isinstance(message, Welcome) else None
+
+
+def _describe_failed_start(process: BaseProcess) -> str:
+    if process.exitcode == NO_GUARD_EXIT:
+        return NO_GUARD_TEXT
+    return (
+        f"the process that was to own the workers of this host (pid {process.pid}) ended with exit "
+        f"code {process.exitcode}; its own output says why"
+    )
+
+
+def _check(welcome: Welcome, start: ServiceStart) -> None:
+    """Check that this rank wants what the rank wanted that began the pool."""
+    if welcome.worker_count != start.worker_count:
+        raise ValueError(
+            "num_workers should be the same on all ranks of a host with worker_scope='host', but "
+            f"got num_workers={start.worker_count}, and another rank has {welcome.worker_count}"
+        )
+    if welcome.dataset != start.dataset:
+        raise ValueError(
+            "ranks that share workers (worker_scope='host') should have the same dataset, and make "
+            f"their loaders in the same order, but got a {start.dataset}, and another rank has a "
+            f"{welcome.dataset}"
+        )
+
+
+def _close(
+    pid: int, in_child: _InChild, connection: socket.socket, process: BaseProcess | None
+) -> None:
+    """Leave the pool, and reap the owner if this rank has started it and is the last one."""
+    PROCESS.meetings.discard(in_child)
+    if os.getpid() != pid:
+        connection.close()
+        return
+    uninterruptible(functools.partial(_leave, connection, process))
+
+
+def _leave(connection: socket.socket, process: BaseProcess | None) -> None:
+    with connection, Suppressed(OSError):
+        connection.settimeout(_END_S)
+        connection.shutdown(socket.SHUT_WR)
+        while process is not None and (data := connection.recv(RECEIVE_BYTES)):
+            message = unpack(data)
+            if isinstance(message, Left):
+                if not message.is_last:
+                    return
+                break
+    if process is not None:
+        process.join(_END_S)
+
+
+class HostWorkers(WorkerChannels[WorkerChannel]):
+    """The workers of a host, as one iterator of one rank uses them.
+
+    Args:
+        pool: The pool of the host.
+        functions: (collate_fn, on_error).
+        tasks: How tasks are served.
+
+    Raises:
+        TypeError, AttributeError, pickle.PicklingError: If the functions cannot be pickled.
+        OSError: If there are no descriptors left, or the owner has ended.
+    """
+
+    def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
+        self._pool: HostPool | None = pool
+        self._page = StatusPage(pool.worker_count)
+        self._control: socket.socket | None = None
+        self._payloads: list[Payload] = []
+        self._owner_pid = pool.owner_pid
+        self._pids = [0] * pool.worker_count
+        self._deaths: dict[int, Death] = {}
+        self._because = ""
+        super().__init__()
+        try:
+            self._payloads.append(Payload((tasks, self._page)))
+            names = ("collate_fn", "on_error")
+            self._payloads.append(pickle_for_workers(functions, names, "spawn"))
+            self._control = pool.connect()
+            self._poll.register(self._control, select.POLLIN)
+            for worker_id in range(pool.worker_count):
+                self._workers.append(self._attach(worker_id))
+                self._introduce(worker_id)
+        except BaseException:
+            self.close()
+            raise
+        self._open_readings()
+
+    @property
+    def _status_page(self) -> StatusPage:
+        return self._page
+
+    def _attach(self, worker_id: int) -> WorkerChannel:
+        """Have the owner give a worker one end of a new socket pair."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                theirs.setblocking(True)
+                socket.send_fds(self._control, [pack(Attach(worker_id))], [theirs.fileno()])
+            ours.setblocking(False)
+            self._by_fd[ours.fileno()] = worker_id
+            self._poll.register(ours, select.POLLIN)
+        except BaseException:
+            ours.close()
+            raise
+        return WorkerChannel(ours)
+
+    def _introduce(self, worker_id: int) -> None:
+        """Send a worker how to serve this rank's tasks."""
+        for payload in self._payloads:
+            for data, descriptors in payload.messages():
+                self.send(worker_id, data, *descriptors)
+
+    # What the owner says -----------------------------------------------------------------
+
+    def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
+        """Follow the owner's messages."""
+        assert self._control is not None
+        assert fd == self._control.fileno()
+        while True:
+            try:
+                data = self._control.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if is_interruption(error):
+                    raise
+                data = b""
+            if not data:
+                yield from self._lose_owner()
+                return
+            message = unpack(data)
+            if isinstance(message, Attached):
+                self._pids[message.worker_id] = message.pid
+            elif isinstance(message, Lost):
+                worker_id, pid, exit_code, kills, was_loading = message
+                is_ours = self.was_at(worker_id).is_loading
+                death = Death(pid, exit_code, kills, was_elsewhere=was_loading and not is_ours)
+                yield from self._lose(worker_id, death)
+
+    def _lose_owner(self) -> Iterable[tuple[int, bytes | None]]:
+        """Note that the owner has ended, and all workers with it."""
+        assert self._control is not None
+        self._poll.unregister(self._control)
+        self._because = (
+            f"The process {self._owner_pid}, which owns the workers of this host "
+            "(worker_scope='host'), has ended, and all workers with it. "
+            "The next epoch starts new ones."
+        )
+        if self._pool is not None:
+            self._pool.close()
+        for worker_id in range(len(self._workers)):
+            death = Death(self.pid(worker_id), None, because=self._because)
+            yield from self._lose(worker_id, death)
+
+    def _lose(self, worker_id: int, death: Death) -> Iterator[tuple[int, bytes | None]]:
+        """Yield a dead worker's last messages, and that it is lost."""
+        worker = self._workers[worker_id]
+        if worker.is_lost:
+            return
+        while (data := worker.receive()) is not None:
+            yield worker_id, data
+        worker.is_lost = True
+        worker.outbox.clear()
+        with contextlib.suppress(KeyError, ValueError):
+            self._poll.unregister(worker.channel)
+        self._deaths[worker_id] = death
+        yield worker_id, None
+
+    def pid(self, worker_id: int) -> int:
+        """Return the process id of a worker; 0 if it is not known yet."""
+        return self._pids[worker_id]
+
+    def death(self, worker_id: int) -> Death:
+        """Return how a lost worker ended."""
+        return self._deaths[worker_id]
+
+    def note_task(self, epoch: int, seq: int) -> None:
+        """Note the number of a ticket that is sent, for the workers."""
+        self._page.note_newest(epoch, seq)
+
+    # Workers -----------------------------------------------------------------------------
+
+    def kill(self, worker_id: int) -> None:
+        """Have the owner kill a worker."""
+        if self._control is not None and not self._workers[worker_id].is_lost:
+            with Suppressed(OSError):  # the owner has ended, which the next wait reports
+                self._control.send(pack(Kill(worker_id)))
+
+    def replace(self, worker_id: int) -> None:
+        """Have the owner start a worker in place of one that was lost, unless it has already."""
+        if self._is_closed:
+            raise ClosedLoaderError("the workers have been ended")
+        if self._because:
+            raise RuntimeError(self._because)
+        old = self._workers[worker_id]
+        self._by_fd.pop(old.channel.fileno(), None)
+        old.channel.close()
+        self._page.clear(worker_id)
+        self._workers[worker_id] = self._attach(worker_id)
+        self._introduce(worker_id)
+
+    def start(self, worker_id: int) -> None:
+        """As :meth:`replace`."""
+        self.replace(worker_id)
+
+    # End ---------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        self._is_closed = True
+        self._at_exit.cancel()
+        self._hang_up()
+        self.readings.close()
+        self._waker = self._pool = None
+
+    def _hang_up(self) -> None:
+        for worker in self._workers:
+            worker.hang_up()
+        if self._control is not None:
+            if os.getpid() == self._pid:
+                with Suppressed(OSError):  # also where a forked child has a copy of it
+                    self._control.shutdown(socket.SHUT_RDWR)
+            self._control.close()
+        for payload in self._payloads:
+            payload.close()
+        self._page.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the sockets in a forked child, which must not keep the owner from ending."""
+        super().leave_to_parent()
+        for worker in self._workers:
+            worker.channel.close()
+        if self._control is not None:
+            self._control.close()
+
+    def abandon(self) -> None:
+        """Close this object's descriptors in a forked child."""
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        for worker in self._workers:
+            worker.channel.close()
+        self._workers.clear()
+        self._hang_up()
+        self._waker = None

@@ -1,0 +1,293 @@
+"""The sockets of a pool's workers, as the main process uses them.
+
+One selector waits for all of them. This knows neither batches nor how workers start: it moves
+bytes. ``worker_processes`` adds workers that this process started, and ``host_workers`` those that
+it shares with the other ranks of its host.
+
+Guarantees:
+    * A send never blocks. What a socket refuses waits here, in order.
+    * Everything that a worker sent before it died is received before its death is reported.
+
+Assumes that one thread at a time calls the methods, but for those that say otherwise.
+"""
+
+import dataclasses
+import functools
+import math
+import multiprocessing.util
+import os
+import select
+import threading
+import weakref
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+from shmloader.faults import FAULTS
+from shmloader.insight.measurements import Readings, Usage
+from shmloader.pools.answers import Death
+from shmloader.pools.handle import WorkerChannel
+from shmloader.pools.status_page import AtWork, StatusPage, measure_memory
+from shmloader.pools.waker import Waker
+from shmloader.process_state import PROCESS
+from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.threads.wakeup import SIGNAL_S
+
+_Channel = TypeVar("_Channel", bound=WorkerChannel)
+
+
+class WorkerChannels(Generic[_Channel]):
+    """The sockets of a fixed number of workers, some of which may be replaced.
+
+    Attributes:
+        readings: Memory and CPU time of the workers.
+        is_inherited: Whether this is a forked child of the process that uses the workers.
+        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited: no message
+            has been taken from a worker that was not returned.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._workers: list[_Channel] = []
+        self._is_closed = False
+        self._is_exiting = False
+        self.is_waiting = self.is_inherited = False
+        self._waker: Waker | None = None
+        self._is_woken = False
+        self._poll = select.poll()
+        # By the descriptor of its socket, each worker's number.
+        self._by_fd: dict[int, int] = {}
+        self.readings = Readings()
+        # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped.
+        # This comes first, regardless of the order of registration.
+        self._at_exit = multiprocessing.util.Finalize(
+            None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
+        )
+        # From here on another thread may fork a worker, which then abandons what is here.
+        PROCESS.worker_groups.add(self)
+
+    def _open_readings(self) -> None:
+        self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
+
+    # What depends on who started the workers ------------------------------------------------
+
+    @property
+    def _status_page(self) -> StatusPage:
+        """The page on which the workers show this process what they are doing."""
+        raise NotImplementedError
+
+    def _take_notice(self, fd: int) -> Iterable[tuple[int, bytes | None]]:
+        """Take what a descriptor tells that is no worker's socket. Returns as :meth:`wait`."""
+        raise NotImplementedError
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The worker processes that this process started, by number."""
+        return []
+
+    def pid(self, worker_id: int) -> int:
+        """Return the process id of a worker; 0 if it is not known yet."""
+        raise NotImplementedError
+
+    def death(self, worker_id: int) -> Death:
+        """Return how a lost worker ended."""
+        raise NotImplementedError
+
+    def note_task(self, epoch: int, seq: int) -> None:
+        """Note the number of a ticket that is sent."""
+
+    def kill(self, worker_id: int) -> None:
+        """Kill a worker, which ``wait`` will report."""
+        raise NotImplementedError
+
+    def replace(self, worker_id: int) -> None:
+        """Start a worker in place of a lost one, which has been sent nothing yet.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+            ClosedLoaderError: If another thread closes this meanwhile.
+        """
+        raise NotImplementedError
+
+    def start(self, worker_id: int) -> None:
+        """Start a worker for the first time, or after ``retire``. Raises as :meth:`replace`."""
+        raise NotImplementedError
+
+    def retire(self, worker_id: int) -> None:
+        """End an idle worker, and reap it. ``start`` can start it again."""
+        raise NotImplementedError
+
+    def _end_all(self) -> None:
+        """End everything; :meth:`close` calls it where no interruption comes through."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Close this object's descriptors in a forked child, which is not the workers' user."""
+        raise NotImplementedError
+
+    def leave_to_parent(self) -> None:
+        """Forget the workers in a forked child, which is not their user."""
+        self.is_inherited = True
+
+    # Messages ----------------------------------------------------------------------------
+
+    def send(self, worker_id: int, data: bytes, *descriptors: int) -> None:
+        """Send a message to a worker, without blocking. A message to a dead worker is dropped.
+
+        Args:
+            worker_id: Number of the worker.
+            data: The packed message.
+            descriptors: Sent with the message. They must stay open until it is sent, that is, as
+                long as the worker lives.
+        """
+        worker = self._workers[worker_id]
+        if worker.is_lost:
+            return
+        if worker.outbox or not worker.try_send(data, descriptors):
+            worker.outbox.append((data, descriptors))
+            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
+
+    def receive(self, worker_id: int) -> bytes | None:
+        """Return a worker's next message, if one is there or about to arrive. Does not sleep."""
+        return self._workers[worker_id].receive(soon=True)
+
+    def enable_wake(self) -> None:
+        """Enable the three methods below. Called before another thread uses this."""
+        self._waker = Waker()
+        self._waker.register(self._poll)
+
+    def wake(self) -> None:
+        """Make the present or the next ``wait`` return. Called from any thread.
+
+        Does nothing after ``close``.
+        """
+        waker = self._waker
+        self._is_woken = True
+        # `wait` accesses the two flags in the opposite order, so one side sees the other's.
+        if waker is not None and self.is_waiting:
+            waker.now()
+
+    def wake_soon(self) -> None:
+        """Do as :meth:`wake`, but end the present wait a moment later. Called from one thread."""
+        waker = self._waker
+        self._is_woken = True
+        if waker is not None and self.is_waiting:
+            waker.soon()
+
+    def hurry(self) -> None:
+        """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
+        waker = self._waker
+        if waker is not None and waker.is_due:
+            self.wake()
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
+        """Wait until something happens.
+
+        Args:
+            timeout_s: Longest wait in seconds; None waits without a limit.
+
+        Returns:
+            Pairs of a worker's number and its message, or None in place of a message if the worker
+            is dead and reaped. Empty after the timeout, and sometimes earlier, so that signal
+            handlers can run.
+        """
+        waker = self._waker  # this reference keeps it open
+        if self._is_closed:
+            return []
+        self.is_waiting = True
+        left_s = SIGNAL_S if timeout_s is None else min(timeout_s, SIGNAL_S)
+        if self._is_woken:
+            left_s = 0
+        events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
+        self.is_waiting = self._is_woken = False
+        if waker is not None:
+            waker.begin()
+        if self._has_been_closed():  # by another thread, meanwhile
+            if self._is_exiting and threading.current_thread().daemon:
+                # The interpreter exits. Such a thread must not return to its caller any more.
+                threading.Event().wait()
+            return []
+        happened: list[tuple[int, bytes | None]] = []
+        for fd, event in events:
+            if waker is not None and waker.take(fd):
+                continue
+            worker_id = self._by_fd.get(fd)
+            if worker_id is None:
+                happened.extend(self._take_notice(fd))
+                continue
+            worker = self._workers[worker_id]
+            if not worker.is_lost:
+                if event & select.POLLOUT and worker.flush():
+                    self._poll.modify(worker.channel, select.POLLIN)
+                data = worker.receive()
+                if data is not None:
+                    happened.append((worker_id, data))
+                elif event & (select.POLLHUP | select.POLLERR):
+                    # The socket is closed; a notice will soon say why.
+                    self._poll.unregister(worker.channel)
+        return happened
+
+    def _has_been_closed(self) -> bool:
+        return self._is_closed
+
+    # What the workers do ------------------------------------------------------------------
+
+    def was_at(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, or was doing when it died, without its stack."""
+        return self._status_page.read(worker_id)
+
+    def usage(self, *, thoroughly: bool) -> list[Usage]:
+        """Return what each worker has used, including the workers that it replaced.
+
+        Called from any thread.
+
+        Args:
+            thoroughly: Whether to measure the memory, which takes milliseconds for each worker.
+
+        Raises:
+            ValueError: If this is closed.
+        """
+        used = []
+        for worker_id, worker in enumerate(self._workers):
+            pid = self.pid(worker_id)
+            usage = self._status_page.usage(worker_id, pid)
+            if thoroughly and pid and not worker.is_lost:
+                usage = dataclasses.replace(usage, pss_bytes=measure_memory(pid) or usage.pss_bytes)
+            used.append(usage)
+        return used
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, with its stack. Takes up to a third of a second."""
+        pid = self.pid(worker_id)
+        return self._status_page.ask(worker_id, pid) if pid else self.was_at(worker_id)
+
+    # End ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all of it. May be called again, and from any thread."""
+        if self._is_closed:
+            return
+        if os.getpid() != self._pid:
+            self.abandon()
+            return
+        uninterruptible(self._end_all)
+
+
+def _read_usage(
+    reference: "weakref.ref[WorkerChannels[Any]]", thoroughly: bool
+) -> list[Usage] | None:
+    """Return what the workers have used; None if they are gone, or are closed meanwhile."""
+    group = reference()
+    try:
+        return None if group is None else group.usage(thoroughly=thoroughly)
+    except ValueError:  # the status page is closed
+        return None
+
+
+def _close_at_exit(reference: "weakref.ref[WorkerChannels[Any]]") -> None:
+    group = reference()
+    if group is not None:
+        group._is_exiting = True
+        if FAULTS is not None:
+            FAULTS.reach("main.exit")
+        group.close()

@@ -1,0 +1,22 @@
+"""The tests that need Dask and Ray, which run only in an environment that has both."""
+
+import os
+
+import pytest
+
+# Ray's own, at its start: no reports to its makers, and no dashboard.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip them unless they are asked for: ``make test-cluster``."""
+    if os.environ.get("SHMLOADER_TEST_CLUSTER"):
+        return
+    for item in items:
+        if "tests/cluster" in item.path.as_posix():
+            item.add_marker(pytest.mark.skip(reason="make test-cluster runs it"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains() -> None:
+    """In place of the check of every other test: the clusters keep threads and descriptors."""

@@ -1,0 +1,143 @@
+"""Batches made on a cluster of Dask's, with processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from shmloader import DataLoader, ShardedDataLoader, WorkerDiedError
+from tests.cluster import datasets
+from tests.cluster.datasets import Bad, Mixed, Pids
+from tests.parity.compare import assert_same
+
+distributed = pytest.importorskip("distributed")
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:executor= lets any:UserWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::ResourceWarning"),
+]
+
+cloudpickle.register_pickle_by_value(datasets)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=2, processes=True, dashboard_address=None
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster) -> Iterator[Any]:
+    with distributed.Client(cluster) as client:
+        yield client
+
+
+def local(dataset: Any, **options: Any) -> list[Any]:
+    return list(DataLoader(dataset, num_workers=2, **options))
+
+
+def test_batches_are_those_of_local_workers(client) -> None:
+    executor = client.get_executor()
+    options: dict[str, Any] = {"batch_size": 3, "seed": 3, "shuffle": True}
+    expected = local(Mixed(), **options)
+    loader = DataLoader(Mixed(), num_workers=4, executor=executor, **options)
+    assert_same(list(loader), expected)
+    sharded: dict[str, Any] = {"batch_size": 2, "num_shards": 2, "num_workers": 3}
+    steps = list(ShardedDataLoader(Mixed(), **sharded))
+    assert_same(list(ShardedDataLoader(Mixed(), executor=executor, **sharded)), steps)
+    assert client.submit(abs, -3).result() == 3
+
+
+def test_a_state_goes_there_and_back(client) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 3}
+    found, state = [], None
+    for executor, count in ((None, 4), (client.get_executor(), 9), (None, 7)):
+        loader = DataLoader(Mixed(), executor=executor, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        found += [next(iterator) for _ in range(count)]
+        state = loader.state_dict()
+        loader.close()
+    assert_same(found, local(Mixed(), batch_size=2, seed=5))
+
+
+def test_an_error_of_the_dataset_comes_in_its_place(client) -> None:
+    loader = DataLoader(Bad(), None, num_workers=3, executor=client.get_executor())
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(5)] == list(range(5))
+    with pytest.raises(LookupError, match="no 5"):
+        next(iterator)
+    assert list(iterator) == list(range(6, 40))
+
+
+def test_workers_that_cannot_open_the_payload_get_it_from_dask(client) -> None:
+    client.run(_make_far)
+    options: dict[str, Any] = {"batch_size": 3, "seed": 3}
+    loader = DataLoader(Mixed(), num_workers=4, executor=client.get_executor(), **options)
+    for _ in range(2):
+        iterator = iter(loader)
+        found = list(iterator)
+    assert_same(found, (local(Mixed(), **options), local_second(Mixed(), **options))[1])
+
+
+def local_second(dataset: Any, **options: Any) -> list[Any]:
+    loader = DataLoader(dataset, num_workers=2, **options)
+    list(loader)
+    return list(loader)
+
+
+def _make_far() -> None:
+    import pickle
+
+    from shmloader.batch import portable
+    from shmloader.errors import SharedMemoryError
+
+    class Far:
+        HIGHEST_PROTOCOL = pickle.HIGHEST_PROTOCOL
+
+        @staticmethod
+        def loads(data: Any, **_: Any) -> Any:
+            if type(data) is bytes and b"_attach" in data:
+                raise SharedMemoryError("on another machine")
+            return pickle.loads(data)
+
+    portable.pickle = Far  # type: ignore[attr-defined]
+
+
+def test_a_killed_worker_s_batches_are_made_again(cluster, client) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
+    dataset = Mixed(60, wait_s=0.02)
+    loader = DataLoader(dataset, num_workers=4, executor=client.get_executor(), **options)
+    iterator = iter(loader)
+    found = [next(iterator) for _ in range(4)]
+    victim = next(iter(cluster.workers.values()))
+    victim.process.process._process.kill()
+    found += list(iterator)
+    assert_same(found, local(dataset, **options))
+
+
+def test_a_cluster_that_is_gone_is_one_error(cluster, client) -> None:
+    loader = DataLoader(Pids(400, 0.02), None, num_workers=4, executor=client.get_executor())
+    iterator = iter(loader)
+    next(iterator)
+    client.close()
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="the executor "):
+        list(iterator)
+    assert time.monotonic() - began < 60
+
+
+def test_threads_of_this_process_are_refused() -> None:
+    with distributed.Client(processes=False, dashboard_address=None) as client:
+        loader = DataLoader(Mixed(), num_workers=2, executor=client.get_executor())
+        with pytest.raises(WorkerDiedError, match="use thread_pool=True"):
+            next(iter(loader))

@@ -1,0 +1,400 @@
+"""``worker_scope="host"``: all ranks of a host share one pool of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from shmloader import LoaderTimeoutError, ShardedDataLoader, WorkerDiedError
+from tests.process.ranks import LONG_S
+from tests.process.support import wait_until
+
+COUNT, BATCH, WORKERS = 45, 4, 2
+
+
+class Samples:
+    """Samples that tell which process made them; some do what a test wants first."""
+
+    def __init__(self, count: int = COUNT, at: dict[int, Any] | None = None) -> None:
+        self.count = count
+        self.at = at or {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, int]:
+        if index in self.at:
+            self.at[index]()
+        return index, torch.rand(2), os.getpid()
+
+
+class KillOnce:
+    """Kills its process, the first time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> None:
+        if not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(LONG_S)
+
+
+def refuse() -> None:
+    raise ValueError("a bad sample")
+
+
+class Waiting:
+    """Waits until a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> None:
+        wait_until(self.path.exists, LONG_S)
+
+
+def loader(dataset: Any = None, **options: Any) -> ShardedDataLoader[Any]:
+    return ShardedDataLoader(
+        Samples() if dataset is None else dataset,
+        BATCH,
+        True,
+        **{"num_workers": WORKERS, "worker_scope": "host", "last_batch": "keep", **options},
+    )
+
+
+def contents(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
+    return [(indices.tolist(), drawn.tolist()) for indices, drawn, _ in batches]
+
+
+def pids(batches: Any) -> set[int]:
+    return {pid for _, _, makers in batches for pid in makers.tolist()}
+
+
+def expected(rank: int, ranks: int = 2, epochs: int = 1, **options: Any) -> list[Any]:
+    """What a rank gets without workers."""
+    with loader(
+        num_workers=0, worker_scope="rank", rank=rank, world_size=ranks, **options
+    ) as alone:
+        return [contents(alone) for _ in range(epochs)]
+
+
+def owner_of(one: ShardedDataLoader[Any]) -> int:
+    pool = one._parts.host_pool
+    assert pool is not None
+    return pool.owner_pid
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent):
+    def epochs() -> Any:
+        with loader(persistent_workers=is_persistent) as one:
+            found = [list(one) for _ in range(2)]
+        return [contents(batches) for batches in found], set.union(*map(pids, found))
+
+    found = run.results(epochs, ranks)
+    for rank, (batches, _) in enumerate(found):
+        assert batches == expected(rank, ranks, epochs=2)
+    assert len(set.union(*(makers for _, makers in found))) <= WORKERS
+
+
+def test_nothing_is_left_when_the_last_rank_has_closed_its_loader(run):
+    def one_epoch() -> Any:
+        one = loader()
+        makers = pids(one)
+        owner = owner_of(one)
+        one.close()
+        children = [child.pid for child in psutil.Process().children()]
+        return owner, makers, children
+
+    for owner, makers, children in run.results(one_epoch, 2):
+        for pid in {owner, *makers}:
+            wait_until(functools.partial(has_ended, pid), LONG_S)
+        assert set(children) <= {owner}
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_early_costs_the_others_nothing(run, tmp_path, leaver):
+    """Also the one that has started the workers' owner."""
+    told, gone = tmp_path / "told", tmp_path / "gone"
+
+    def leaves() -> Any:
+        one = loader()
+        next(iter(one))
+        told.touch()
+        one.close()
+        return owner_of(one) if one._parts.host_pool else None
+
+    def stays() -> Any:
+        wait_until(told.exists, LONG_S)
+        with loader() as one:
+            iterator = iter(one)
+            first = next(iterator)
+            wait_until(gone.exists, LONG_S)
+            return contents([first, *iterator])
+
+    started = {leaver: run.start(leaves, leaver), 1 - leaver: run.start(stays, 1 - leaver)}
+    started[leaver].result()
+    started[leaver].end()
+    gone.touch()
+    assert started[1 - leaver].result() == expected(1 - leaver)[0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path, victim, number):
+    gone = tmp_path / "gone"
+
+    def ends() -> Any:
+        iterator = iter(loader())
+        next(iterator)
+        os.kill(os.getpid(), number)
+
+    def stays() -> Any:
+        with loader() as one:
+            iterator = iter(one)
+            first = next(iterator)
+            wait_until(gone.exists, LONG_S)
+            return contents([first, *iterator])
+
+    one, other = run.start(ends, victim), run.start(stays, 1 - victim)
+    state = psutil.Process(one.process.pid)
+    wait_until(lambda: state.status() in {"zombie", "stopped"}, LONG_S)
+    gone.touch()
+    assert other.result() == expected(1 - victim)[0]
+    one.process.kill()
+
+
+def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_workers(run, tmp_path):
+    told = tmp_path / "told"
+
+    def epochs() -> Any:
+        waits = {index: Waiting(told) for index in range(COUNT)}
+        with loader(Samples(at=waits)) as one:
+            iterator = iter(one)
+            with contextlib.suppress(ProcessLookupError):  # the other rank was faster
+                os.kill(owner_of(one), signal.SIGKILL)
+            with pytest.raises(WorkerDiedError) as caught:
+                next(iterator)
+            told.touch()
+            one.set_epoch(0)
+            return str(caught.value), contents(one)
+
+    for rank, (text, batches) in enumerate(run.results(epochs, 2)):
+        assert "owns the workers of this host" in text
+        assert batches == expected(rank)[0]
+
+
+def rank_of_index(index: int, ranks: int = 2) -> int:
+    """The rank that gets a sample in epoch 0."""
+    return next(
+        rank
+        for rank in range(ranks)
+        if any(index in indices for indices, _ in expected(rank, ranks)[0])
+    )
+
+
+def test_a_worker_that_a_sample_kills_fails_that_rank_only(run):
+    def epoch() -> Any:
+        with loader(Samples(at={7: kill})) as one:
+            return contents(one)
+
+    hit = rank_of_index(7)
+    found = run.results(epoch, 2)
+    assert isinstance(found[hit], WorkerDiedError)
+    assert "SIGKILL" in str(found[hit]) or "Killed" in str(found[hit])
+    assert found[1 - hit] == expected(1 - hit)[0]
+
+
+def test_a_worker_that_dies_is_replaced_for_all(run, tmp_path):
+    def epoch() -> Any:
+        with loader(Samples(at={7: KillOnce(tmp_path / "died")}), worker_restarts=1) as one:
+            return contents(one)
+
+    assert run.results(epoch, 2) == [expected(rank)[0] for rank in range(2)]
+
+
+def test_a_sample_that_hangs_is_treated_in_its_rank(run):
+    def epoch() -> Any:
+        dataset = Samples(at={7: hang})
+        with loader(dataset, sample_timeout=1.0, on_error="skip") as one:
+            batches = contents(one)
+            return batches, [failure.index for failure in one.failures]
+
+    hit = rank_of_index(7)
+    found = run.results(epoch, 2)
+    assert found[1 - hit] == (expected(1 - hit)[0], [])
+    batches, failed = found[hit]
+    assert failed == [7]
+    assert sum(len(indices) for indices, _ in batches) == sum(
+        len(indices) for indices, _ in expected(hit)[0]
+    )
+
+
+def test_an_error_of_a_sample_is_raised_in_its_rank(run):
+    def epoch() -> Any:
+        with loader(Samples(at={7: refuse})) as one:
+            return contents(one)
+
+    hit = rank_of_index(7)
+    found = run.results(epoch, 2)
+    assert isinstance(found[hit], ValueError)
+    assert "a bad sample" in str(found[hit])
+    assert found[1 - hit] == expected(1 - hit)[0]
+
+
+def test_after_a_timeout_nothing_is_lost(run, tmp_path):
+    """Of either rank: both may wait for the worker that is stuck."""
+    told = tmp_path / "told"
+
+    def epoch() -> Any:
+        with loader(Samples(at={7: Waiting(told)}), timeout=1.0, num_workers=2) as one:
+            iterator = iter(one)
+            found, is_late = [], False
+            while True:
+                try:
+                    found.append(next(iterator))
+                except LoaderTimeoutError:
+                    is_late = True
+                    told.touch()
+                except StopIteration:
+                    return contents(found), is_late
+
+    found = run.results(epoch, 2)
+    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
+    assert any(is_late for _, is_late in found)
+
+
+def test_ranks_with_different_datasets_are_refused(run):
+    def epoch() -> Any:
+        with loader(Samples(COUNT + int(os.environ["RANK"]))) as one:
+            return contents(one)
+
+    found = run.results(epoch, 2)
+    errors = [error for error in found if isinstance(error, ValueError)]
+    assert len(errors) == 1
+    assert "the same dataset" in str(errors[0])
+    assert f"Samples of {COUNT} samples" in str(errors[0])
+
+
+class Unpicklable(Samples):
+    def __init__(self) -> None:
+        super().__init__()
+        self.connection = iter([])
+        self.lock = __import__("threading").Lock()
+
+
+def test_a_dataset_that_cannot_be_pickled_is_an_error_in_each_rank(run):
+    def epoch() -> Any:
+        with pytest.warns(UserWarning, match="pickle"), loader(Unpicklable()) as one:
+            return contents(one)
+
+    for error in run.results(epoch, 2):
+        assert isinstance(error, TypeError)
+        assert "dataset.lock" in str(error)
+
+
+def test_loaders_with_the_same_dataset_share_workers(run):
+    def epochs() -> Any:
+        dataset = Samples()
+        with loader(dataset) as training, loader(dataset, seed=5) as validation:
+            one = list(training)
+            two = list(validation)
+            with loader(Samples()) as other:
+                three = list(other)
+        return pids(one) | pids(two), pids(three), contents(two)
+
+    found = run.results(epochs, 2)
+    for rank, (shared, others, batches) in enumerate(found):
+        assert len(shared) <= WORKERS
+        assert not shared & others
+        assert batches == expected(rank, seed=5)[0]
+
+
+def test_a_state_moves_between_workers_of_a_rank_and_of_a_host(run):
+    def interrupted() -> Any:
+        with loader() as one:
+            iterator = iter(one)
+            before = contents([next(iterator) for _ in range(2)])
+            state = one.state_dict()
+        with loader(worker_scope="rank") as other:
+            other.load_state_dict(state)
+            iterator = iter(other)
+            middle = contents([next(iterator)])
+            state = other.state_dict()
+        with loader() as one:
+            one.load_state_dict(state)
+            return before + middle + contents(one)
+
+    assert run.results(interrupted, 2) == [expected(rank)[0] for rank in range(2)]
+
+
+def test_a_child_that_a_rank_forks_does_not_keep_the_workers_alive(run):
+    def epoch() -> Any:
+        one = loader()
+        iterator = iter(one)
+        next(iterator)
+        child = os.fork()
+        if not child:
+            signal.pause()
+        owner = owner_of(one)
+        one.close()
+        return owner, child
+
+    owner, child = run.start(epoch, 0, 1).result()
+    try:
+        wait_until(functools.partial(has_ended, owner), LONG_S)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"worker_scope": "node"}, "worker_scope should be 'rank' or 'host'"),
+        ({"num_workers": 0}, "needs worker processes"),
+        ({"thread_pool": True}, "needs worker processes"),
+        ({"num_workers": "auto"}, "cannot be 'auto' with worker_scope"),
+        ({"multiprocessing_context": "fork"}, "cannot be combined with worker_scope='host'"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_at_construction(options, text):
+    with pytest.raises(ValueError, match=text):
+        loader(rank=0, world_size=1, **options)
+
+
+def test_the_statistics_tell_of_the_hosts_workers(run):
+    def epoch() -> Any:
+        with loader() as one:
+            count = len(list(one))
+            stats = one.stats()
+            return stats.batches == count, stats.verdict
+
+    for is_counted, verdict in run.results(epoch, 2):
+        assert is_counted
+        assert verdict
