@@ -19,6 +19,9 @@ from hypothesis import settings
 
 from tests.holdings import Holdings
 
+# Before the first module that uses it is imported.
+pytest.register_assert_rewrite("tests.parity.compare")
+
 # Read when torch is imported. OpenMP's threads spin while they wait, on cores that the workers
 # under test need: a test that computes with large tensors takes seven times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

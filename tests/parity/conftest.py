@@ -8,8 +8,6 @@ from multiprocessing import forkserver
 
 import pytest
 
-pytest.register_assert_rewrite("tests.parity.compare")
-
 # A worker that the fork server starts then needs 20 ms, not the 2 s that importing torch takes.
 # The server is started by the fixtures of all tests, after this line.
 forkserver.set_forkserver_preload(["torch"])

@@ -232,7 +232,7 @@ def test_the_main_process_decides_for_its_workers(method, debugging, monkeypatch
 
 
 def test_a_slot_whose_batch_changed_is_never_used_again(debugging, monkeypatch, slots) -> None:
-    monkeypatch.setattr("shmloader.pools.process.checksum", lambda *_: 0x1234)
+    monkeypatch.setattr("shmloader.pools.slot_reader.checksum", lambda *_: 0x1234)
     batches = iter(DataLoader(Calls(lambda n: n, 30), num_workers=1))
     told = []
     for _ in range(30):

@@ -23,7 +23,7 @@ from shmloader import (
 )
 from shmloader.device import staged_engine
 from shmloader.engine import routing
-from shmloader.pools import waker
+from shmloader.pools import waker, worker_channels
 from shmloader.pools import worker_processes as processes
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
@@ -164,7 +164,7 @@ def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
 def test_whoever_takes_a_batch_wakes_the_engine_if_it_has_use_for_what_that_brings(
     num_workers, prefetch_factor, in_order, monkeypatch
 ) -> None:
-    monkeypatch.setattr(processes, "SIGNAL_S", 1e3)  # else it looks about by itself
+    monkeypatch.setattr(worker_channels, "SIGNAL_S", 1e3)  # else it looks about by itself
     loads = Loads(60)
 
     def sample(index):
@@ -185,7 +185,7 @@ def test_whoever_takes_a_batch_wakes_the_engine_if_it_has_use_for_what_that_brin
 def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
     monkeypatch,
 ) -> None:
-    monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
+    monkeypatch.setattr(worker_channels, "SIGNAL_S", 1e3)
     first, second, loads, wakes = Gate(), Gate(), Loads(20), []
     for name in ("wake", "wake_soon"):
         wake = getattr(processes.WorkerProcesses, name)
@@ -217,7 +217,7 @@ def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkeypatch) -> None:
-    monkeypatch.setattr(processes, "SIGNAL_S", 1e3)
+    monkeypatch.setattr(worker_channels, "SIGNAL_S", 1e3)
     monkeypatch.setattr(staged_engine, "_STEP_NS", -1)  # as if each step were long
     monkeypatch.setattr(waker, "_SOON_NS", 10**15)  # and the moment never came
     loads = Loads(40)

@@ -300,7 +300,7 @@ def test_a_late_batch_is_named_and_not_lost(pool) -> None:
     gate = Gate()
     loader = numbers(pool, lambda index: gate.pass_through() or index, length=3, timeout=0.2)
     iterator = iter(loader)
-    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(indices 0\)") as caught:
+    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(index 0\)") as caught:
         next(iterator)
     assert "worker 0 (of the executor)" in str(caught.value).lower()
     gate.open(3)
@@ -347,7 +347,7 @@ def test_a_bad_sample_raises_in_its_place_with_where_it_was_made(pool) -> None:
     with pytest.raises(Bad, match="no 2") as caught:
         next(iterator)
     assert f"on {socket.gethostname()})" in str(caught.value)
-    assert "was loading batch 2 (indices 2)" in "".join(caught.value.__notes__)
+    assert "was loading batch 2 (index 2)" in "".join(caught.value.__notes__)
     assert list(iterator) == [3]
 
 
@@ -462,7 +462,7 @@ def test_a_lost_task_without_restarts_names_its_batch() -> None:
     executor.lost = (4,)
     iterator = iter(numbers(executor))
     assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(WorkerDiedError, match=r"node 7 is gone.*was loading batch 4 \(indices 4\)"):
+    with pytest.raises(WorkerDiedError, match=r"node 7 is gone.*was loading batch 4 \(index 4\)"):
         next(iterator)
     end(executor)
 

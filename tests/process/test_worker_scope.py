@@ -109,8 +109,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("is_persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent):
     def epochs() -> Any:
         with loader(persistent_workers=is_persistent) as one:
@@ -138,7 +138,7 @@ def test_nothing_is_left_when_the_last_rank_has_closed_its_loader(run):
         assert set(children) <= {owner}
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_early_costs_the_others_nothing(run, tmp_path, leaver):
     """Also the one that has started the workers' owner."""
     told, gone = tmp_path / "told", tmp_path / "gone"
@@ -165,6 +165,7 @@ def test_a_rank_that_leaves_early_costs_the_others_nothing(run, tmp_path, leaver
     assert started[1 - leaver].result() == expected(1 - leaver)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path, victim, number):
@@ -239,6 +240,7 @@ def test_a_worker_that_dies_is_replaced_for_all(run, tmp_path):
     assert run.results(epoch, 2) == [expected(rank)[0] for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_sample_that_hangs_is_treated_in_its_rank(run):
     def epoch() -> Any:
         dataset = Samples(at={7: hang})
@@ -268,6 +270,7 @@ def test_an_error_of_a_sample_is_raised_in_its_rank(run):
     assert found[1 - hit] == expected(1 - hit)[0]
 
 
+@pytest.mark.slow
 def test_after_a_timeout_nothing_is_lost(run, tmp_path):
     """Of either rank: both may wait for the worker that is stuck."""
     told = tmp_path / "told"
@@ -319,6 +322,7 @@ def test_a_dataset_that_cannot_be_pickled_is_an_error_in_each_rank(run):
         assert "dataset.lock" in str(error)
 
 
+@pytest.mark.slow
 def test_loaders_with_the_same_dataset_share_workers(run):
     def epochs() -> Any:
         dataset = Samples()
@@ -336,6 +340,7 @@ def test_loaders_with_the_same_dataset_share_workers(run):
         assert batches == expected(rank, seed=5)[0]
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_workers_of_a_rank_and_of_a_host(run):
     def interrupted() -> Any:
         with loader() as one:
@@ -388,6 +393,7 @@ def test_what_cannot_be_combined_is_refused_at_construction(options, text):
         loader(rank=0, world_size=1, **options)
 
 
+@pytest.mark.slow
 def test_the_statistics_tell_of_the_hosts_workers(run):
     def epoch() -> Any:
         with loader() as one:
