@@ -327,7 +327,8 @@ class _Reading:
             raise _MayDraw
         if name not in mapping:
             self._proof.read(mapping.__contains__, name)
-            mapping = self._function.__builtins__  # type: ignore[attr-defined]  # not in typeshed
+            # getattr, since not every version of the stubs has it
+            mapping = getattr(self._function, "__builtins__")  # noqa: B009
             if type(mapping) is not dict:
                 raise _MayDraw
         if (instruction.arg or 0) & 1:

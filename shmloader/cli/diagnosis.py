@@ -118,6 +118,17 @@ class Diagnosis:
         return self.object_bytes + self.batch_bytes * self.slots // max(1, self.workers)
 
     @property
+    def rank_bytes(self) -> int:
+        """Memory that each further rank of a host takes, for its dataset and its workers.
+
+        Without the interpreters, and without what lies in shared memory or mapped files already.
+        """
+        dataset = self.object_bytes + self.array_bytes
+        if self.method == "threads":
+            return dataset
+        return dataset + self.workers * (self.worker_bytes or 0)
+
+    @property
     def is_healthy(self) -> bool:
         """Whether nothing goes wrong with the loader as it is."""
         return not any(problem.matters for problem in self.problems)

@@ -52,6 +52,7 @@ def _values(found: Diagnosis) -> dict[str, object]:
     return {
         **dataclasses.asdict(found),
         "worker_bytes": found.worker_bytes,
+        "rank_bytes": found.rank_bytes,
         "fitting": found.fitting,
         "is_healthy": found.is_healthy,
     }
@@ -73,6 +74,7 @@ def _show(found: Diagnosis, target: str) -> None:
         _print("pickle", *_describe_pickle(found))
         _print("a worker", *_describe_worker(found))
         _print("start methods", *_describe_methods(found))
+    _print("further ranks", *_describe_ranks(found))
     print()
     for problem in found.problems:
         if not problem.methods or is_threaded == ("threads" in problem.methods):
@@ -98,7 +100,10 @@ def _describe_dataset(found: Diagnosis) -> tuple[str, str]:
     if not found.is_complete:
         value += "; it was not looked through completely"
     if found.wants_sharing:
-        return value, "dataset = shmloader.share(dataset) keeps the objects in memory only once."
+        return value, (
+            "dataset = shmloader.share(dataset) keeps the objects in memory only once; "
+            "share_on_host(build) once for all ranks of a host."
+        )
     return value, ""
 
 
@@ -129,6 +134,17 @@ def _describe_worker(found: Diagnosis) -> tuple[str, str]:
         return "unknown", ""
     meaning = "The Python objects that it uses, its share of the batches, and the interpreter."
     return size(found.worker_bytes), meaning
+
+
+def _describe_ranks(found: Diagnosis) -> tuple[str, str]:
+    value = f"each takes {size(found.rank_bytes)} more on the same host, for the dataset"
+    if found.method == "threads":
+        return value, "shmloader.share_on_host(build) has the dataset once for all of them."
+    value += f" and {counted(found.workers, 'worker')}"
+    return value, (
+        "shmloader.share_on_host(build) has the dataset once for all of them, and "
+        "ShardedDataLoader(worker_scope='host') one pool of workers."
+    )
 
 
 def _describe_methods(found: Diagnosis) -> tuple[str, str]:

@@ -385,10 +385,22 @@ def test_the_report_of_a_healthy_loader_has_all_rows_and_says_so(doctor) -> None
     make = functools.partial(shmloader.DataLoader, Holding(), 4, num_workers=2)
     code, out, _ = doctor.run(make)
     assert code == 0
-    for row in ("dataset", "pickle", "batch", "a worker", "start methods"):
+    for row in ("dataset", "pickle", "batch", "a worker", "start methods", "further ranks"):
         assert f"\n  {row} " in out
     assert "No problem was found." in out
     assert "problem   " not in out
+
+
+def test_what_further_ranks_of_a_host_would_take_is_told(doctor) -> None:
+    array = np.zeros(1 << 20, np.uint8)
+    found = doctor.examine(shmloader.DataLoader(array, 4, num_workers=3))
+    assert found["rank_bytes"] == (1 << 20) + found["object_bytes"] + 3 * found["worker_bytes"]
+    found = doctor.examine(shmloader.DataLoader(shmloader.share(array), 4, num_workers=3))
+    assert found["rank_bytes"] < 1 << 20
+    _, out, _ = doctor.run(lambda: shmloader.DataLoader(array, 4, num_workers=3))
+    assert "ShardedDataLoader(worker_scope='host') one pool of workers" in out
+    _, out, _ = doctor.run(lambda: shmloader.DataLoader(array, 4, num_workers=3, thread_pool=True))
+    assert "share_on_host(build) has the dataset once for all of them." in out
 
 
 def test_the_machine_is_shown_as_json_without_a_target(capsys) -> None:
