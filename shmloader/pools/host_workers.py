@@ -78,7 +78,12 @@ def open_host_pool(
     key = (id(dataset), id(worker_init_fn), worker_count)
     pool: HostPool | None = PROCESS.host_pools.get(key)
     if pool is None or not pool.is_alive:
-        pool = HostPool(dataset, worker_init_fn, worker_count, base_seed)
+        # In place of one whose owner has ended, it gets the same number: the rank meets those who
+        # have lost it as well, and those who had not opened it yet.
+        number = PROCESS.pools_on_host if pool is None else pool.number
+        pool = HostPool(dataset, worker_init_fn, worker_count, base_seed, number)
+        # Only now is the number used: after an interruption the rank still meets the others.
+        PROCESS.pools_on_host = max(PROCESS.pools_on_host, number + 1)
         PROCESS.host_pools[key] = pool
     return pool
 
@@ -89,6 +94,7 @@ class HostPool:
     Attributes:
         worker_count: The number of workers of the host.
         owner_pid: Process id of the process that owns the workers.
+        number: Tells the pools of a run apart, and is the same in all ranks.
 
     Args: See :func:`open_host_pool`.
     """
@@ -99,11 +105,11 @@ class HostPool:
         worker_init_fn: Callable[[int], None] | None,
         worker_count: int,
         base_seed: int,
+        number: int,
     ) -> None:
         self.worker_count = worker_count
+        self.number = number
         self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
-        number = PROCESS.pools_on_host
-        PROCESS.pools_on_host += 1
         start = ServiceStart(worker_count, base_seed, describe_dataset(dataset))
         while True:
             meeting = Meeting(f"workers {number}")
@@ -117,9 +123,8 @@ class HostPool:
                 welcome = _receive_welcome(connection)
             except BaseException:
                 meeting.close()
-                if process is not None:
-                    process.kill()
-                    process.join()
+                if process is not None:  # not killed, since other ranks may use it already
+                    uninterruptible(functools.partial(_leave, connection, process))
                 raise
             if welcome is not None:
                 break

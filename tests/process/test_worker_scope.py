@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from shmloader import LoaderTimeoutError, ShardedDataLoader, WorkerDiedError
+from shmloader.pools import host_workers
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
 
@@ -404,3 +407,75 @@ def test_the_statistics_tell_of_the_hosts_workers(run):
     for is_counted, verdict in run.results(epoch, 2):
         assert is_counted
         assert verdict
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_start_harms_no_other_rank_and_can_be_made_again(run, tmp_path):
+    """It is interrupted when another rank uses already what it has started."""
+    interrupted = tmp_path / "interrupted"
+
+    def starts() -> Any:
+        signal.signal(signal.SIGUSR1, interrupt)
+        main = threading.main_thread().ident
+
+        def stop_when_it_waits() -> None:
+            waits = host_workers._receive_welcome.__code__
+            wait_until(lambda: sys._current_frames()[main].f_code is waits, LONG_S)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        thread = threading.Thread(target=stop_when_it_waits)
+        thread.start()
+        one = loader()
+        with pytest.raises(KeyboardInterrupt):
+            iter(one)
+        thread.join()
+        one.set_epoch(0)
+        batches, owner = contents(one), owner_of(one)
+        interrupted.touch()
+        return batches, owner
+
+    def joins() -> Any:
+        with loader() as one:
+            iterator = iter(one)
+            first = next(iterator)
+            os.kill(starter, signal.SIGUSR1)
+            os.kill(starter, signal.SIGCONT)
+            wait_until(interrupted.exists, LONG_S)
+            return contents([first, *iterator]), owner_of(one)
+
+    ranks = [run.start(starts, 0)]
+    starter = ranks[0].process.pid
+    state = psutil.Process(starter)
+    wait_until(lambda: state.status() == "stopped", LONG_S)
+    ranks.append(run.start(joins, 1))
+    found = [one.result() for one in ranks]
+    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
+    assert found[0][1] == found[1][1]
+
+
+def test_ranks_meet_again_when_the_owner_died_before_one_of_them_had_begun(run, tmp_path):
+    died = tmp_path / "died"
+    dataset = Samples(at={index: Waiting(died) for index in range(COUNT)})
+
+    def begins() -> Any:
+        one = loader(dataset)
+        iterator = iter(one)
+        os.kill(owner_of(one), signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            next(iterator)
+        died.touch()
+        one.set_epoch(0)
+        return contents(one), owner_of(one)
+
+    def is_late() -> Any:
+        wait_until(died.exists, LONG_S)
+        one = loader(dataset)
+        return contents(one), owner_of(one)
+
+    ranks = [run.start(begins, 0), run.start(is_late, 1)]
+    found = [one.result() for one in ranks]
+    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
+    assert found[0][1] == found[1][1]
