@@ -409,12 +409,18 @@ class WorkerIterator(EngineIterator):
     def _join(self, memory: MemoryConfig) -> WorkerChannels[Any]:
         """Attach to the workers that the ranks of this host share."""
         config = self._config
-        self._parts.host_pool = open_host_pool(
-            config.dataset, config.worker_init_fn, config.num_workers, int(self._base_seed)
-        )
         functions = (config.collate_fn, config.on_error)
         tasks = TaskConfig(config.fetch, memory, is_debugging())
-        return HostWorkers(self._parts.host_pool, functions, tasks)
+        while True:
+            pool = self._parts.host_pool = open_host_pool(
+                config.dataset, config.worker_init_fn, config.num_workers, int(self._base_seed)
+            )
+            try:
+                return HostWorkers(pool, functions, tasks)
+            except ConnectionError as error:
+                if is_interruption(error):
+                    raise
+                pool.close()  # its owner has just ended; a new one takes its place
 
     def _adapt(self, wanted: int) -> None:
         if wanted != self._wanted:

@@ -360,11 +360,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         """Note that the owner has ended, and all workers with it."""
         assert self._control is not None
         self._poll.unregister(self._control)
-        self._because = (
-            f"The process {self._owner_pid}, which owns the workers of this host "
-            "(worker_scope='host'), has ended, and all workers with it. "
-            "The next epoch starts new ones."
-        )
+        self._because = self._describe_lost_owner()
         if self._pool is not None:
             self._pool.close()
         for worker_id in range(len(self._workers)):
@@ -415,8 +411,20 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._by_fd.pop(old.channel.fileno(), None)
         old.channel.close()
         self._page.clear(worker_id)
-        self._workers[worker_id] = self._attach(worker_id)
+        try:
+            self._workers[worker_id] = self._attach(worker_id)
+        except ConnectionError as error:
+            if is_interruption(error):
+                raise
+            raise RuntimeError(self._describe_lost_owner()) from error
         self._introduce(worker_id)
+
+    def _describe_lost_owner(self) -> str:
+        return (
+            f"The process {self._owner_pid}, which owns the workers of this host "
+            "(worker_scope='host'), has ended, and all workers with it. "
+            "The next epoch starts new ones."
+        )
 
     def start(self, worker_id: int) -> None:
         """As :meth:`replace`."""

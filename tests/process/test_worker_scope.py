@@ -214,6 +214,21 @@ def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_worke
         assert batches == expected(rank)[0]
 
 
+def test_an_owner_that_ends_while_an_epoch_begins_is_replaced(run):
+    def epochs() -> Any:
+        with loader() as one:
+            next(iter(one))
+            owner = owner_of(one)
+            os.kill(owner, signal.SIGKILL)
+            wait_until(functools.partial(has_ended, owner), LONG_S)
+            looks = iter([True])  # the first look was before its end
+            host_workers.HostPool.is_alive = property(lambda _: next(looks, False))
+            one.set_epoch(0)
+            return contents(one)
+
+    assert run.start(epochs, 0, 1).result() == expected(0, 1)[0]
+
+
 def rank_of_index(index: int, ranks: int = 2) -> int:
     """The rank that gets a sample in epoch 0."""
     return next(
