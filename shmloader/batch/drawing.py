@@ -43,6 +43,7 @@ import numpy as np
 import torch
 
 from shmloader.batch.arrays import is_plain_data
+from shmloader.interruptions import is_interruption
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.containers import SharedDict, SharedList
 
@@ -130,6 +131,8 @@ class Proof:
         try:
             value = get(key)
         except (AttributeError, LookupError, TypeError) as error:
+            if is_interruption(error):
+                raise
             raise _MayDraw from error
         if len(self._reads) == _MOST_READS:
             raise _MayDraw
@@ -157,7 +160,9 @@ class Proof:
             for get, key, value in self._reads:
                 if get(key) is not value:
                     return False
-        except (AttributeError, LookupError, TypeError):
+        except (AttributeError, LookupError, TypeError) as error:
+            if is_interruption(error):
+                raise
             return False
         return True
 

@@ -176,7 +176,7 @@ def simulate_device() -> None:
         def record(self) -> Any:
             return Event()
 
-    def parse(value: object) -> torch.device | None:
+    def parse(value: object, _argument: str = "device") -> torch.device | None:
         return None if value is None else torch.device("meta")
 
     arguments.parse_device = dataloader.parse_device = parse
