@@ -552,6 +552,7 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
     end(executor)
 
 
+@pytest.mark.slow
 def test_what_a_program_defines_that_is_no_file_travels_by_value() -> None:
     program = """
 import concurrent.futures, multiprocessing, shmloader

@@ -141,7 +141,8 @@ def test_nothing_is_left_when_the_last_rank_has_closed_its_loader(run):
         assert set(children) <= {owner}
 
 
-@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_leaves_early_costs_the_others_nothing(run, tmp_path, leaver):
     """Also the one that has started the workers' owner."""
     told, gone = tmp_path / "told", tmp_path / "gone"
@@ -194,6 +195,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path
     one.process.kill()
 
 
+@pytest.mark.slow
 def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_workers(run, tmp_path):
     told = tmp_path / "told"
 
@@ -214,6 +216,7 @@ def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_worke
         assert batches == expected(rank)[0]
 
 
+@pytest.mark.slow
 def test_an_owner_that_ends_while_an_epoch_begins_is_replaced(run):
     def epochs() -> Any:
         with loader() as one:
@@ -330,6 +333,7 @@ class Unpicklable(Samples):
         self.lock = __import__("threading").Lock()
 
 
+@pytest.mark.slow
 def test_a_dataset_that_cannot_be_pickled_is_an_error_in_each_rank(run):
     def epoch() -> Any:
         with pytest.warns(UserWarning, match="pickle"), loader(Unpicklable()) as one:
@@ -377,6 +381,7 @@ def test_a_state_moves_between_workers_of_a_rank_and_of_a_host(run):
     assert run.results(interrupted, 2) == [expected(rank)[0] for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_child_that_a_rank_forks_does_not_keep_the_workers_alive(run):
     def epoch() -> Any:
         one = loader()
@@ -428,6 +433,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_harms_no_other_rank_and_can_be_made_again(run, tmp_path):
     """It is interrupted when another rank uses already what it has started."""
     interrupted = tmp_path / "interrupted"
@@ -471,6 +477,7 @@ def test_an_interrupted_start_harms_no_other_rank_and_can_be_made_again(run, tmp
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.slow
 def test_ranks_meet_again_when_the_owner_died_before_one_of_them_had_begun(run, tmp_path):
     died = tmp_path / "died"
     dataset = Samples(at={index: Waiting(died) for index in range(COUNT)})
