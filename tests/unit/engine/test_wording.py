@@ -143,6 +143,10 @@ STACK = """  File "/data/set.py", line 7 in decode
   File "/lib/shmloader/batch/maker.py", line 120 in make
   File "/lib/shmloader/pools/task_server.py", line 300 in _load"""
 
+INIT_STACK = """  File "/data/set.py", line 9 in connect
+  File "/lib/shmloader/pools/worker_dataset.py", line 340 in call_init
+  File "/lib/shmloader/pools/child.py", line 210 in introduce"""
+
 
 @pytest.mark.parametrize(
     ("at_work", "ticket", "text"),
@@ -154,6 +158,14 @@ STACK = """  File "/data/set.py", line 7 in decode
                 "Worker 3 (pid 812) has been loading batch 41 (index 7) for 4.8 s, the innermost "
                 'call first:\n  File "/data/set.py", line 7 in decode\n'
                 '  File "/data/set.py", line 3 in __getitem__'
+            ),
+        ),
+        (
+            AtWork(Phase.LOADING, 0, 41, 4.81, INIT_STACK),
+            None,
+            (
+                "Worker 3 (pid 812) has been loading batch 41 for 4.8 s, the innermost call "
+                'first:\n  File "/data/set.py", line 9 in connect'
             ),
         ),
         (
