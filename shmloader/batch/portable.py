@@ -7,6 +7,7 @@ through ``/proc`` and maps it copy-on-write: all of them share the one copy. A p
 says so (:class:`MissingPayloadError`), gets the contents as bytes, and makes a segment of its own.
 """
 
+import functools
 import hashlib
 import io
 import mmap
@@ -66,31 +67,25 @@ def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
     return reduce_data(value, parts)
 
 
-class _PlainPickler(pickle.Pickler):
-    """Standard pickle. Without multiprocessing's reducers, whose descriptors would stay behind."""
+class _PicklerBeside:
+    """A pickler that leaves large buffers beside the pickle. The other base class pickles."""
 
     def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
-        super().__init__(
-            file,
-            pickle.HIGHEST_PROTOCOL,
-            buffer_callback=lambda buffer: stays_in_band(buffer, parts),
-        )
+        pickler: Any = super()
+        stays = functools.partial(stays_in_band, out_of_band=parts)
+        pickler.__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=stays)
         self._parts = parts
+
+
+class _PlainPickler(_PicklerBeside, pickle.Pickler):
+    """Standard pickle. Without multiprocessing's reducers, whose descriptors would stay behind."""
 
     def reducer_override(self, value: Any) -> Any:
         return _reduce_bulk(value, self._parts)
 
 
-class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+class _ClosurePickler(_PicklerBeside, cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle, in the same way."""
-
-    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
-        super().__init__(
-            file,
-            pickle.HIGHEST_PROTOCOL,
-            buffer_callback=lambda buffer: stays_in_band(buffer, parts),
-        )
-        self._parts = parts
 
     def reducer_override(self, value: Any) -> Any:
         reduced = _reduce_bulk(value, self._parts)
