@@ -36,7 +36,7 @@ from shmloader import (
     sample_rng,
 )
 from shmloader.batch.portable import PortablePayload
-from shmloader.pools.executor_task import make_batch
+from shmloader.pools.executor_task import Task, make_batch
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
 
@@ -432,16 +432,20 @@ def test_a_broken_executor_ends_the_epoch_in_spite_of_restarts(pool) -> None:
 
 
 class _Losing(Pool):
-    """Loses some tasks, as a cluster does whose node is lost."""
+    """Loses some batches' first tasks, as a cluster does whose node is lost."""
 
     lost: tuple[int, ...] = ()
-    count = 0
 
-    def submit(self, *args: Any, **named: Any) -> Any:
-        self.count += 1
-        future = super().submit(*args, **named)
-        if self.count - 1 not in self.lost:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: set[int] = set()
+
+    def submit(self, function: Any, version: str, packed: bytes, contents: Any) -> Any:
+        future = super().submit(function, version, packed, contents)
+        seq = pickle.loads(packed)[Task._fields.index("seq")]
+        if seq in self.seen or seq not in self.lost:
             return future
+        self.seen.add(seq)
         outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.add_done_callback(lambda _: outer.set_exception(ConnectionError("node 7 is gone")))
         return outer
