@@ -160,11 +160,13 @@ class Hammered:
 
         length = options["dataset"].length // BATCH_SIZE
         ends_after = self._random.randint(1, length) if self._random.random() < 0.2 else None
-        drawn = self._draws_of(loader.epoch, options)
         seen: list[int] = []
         kept: list[tuple[Any, int]] = []
         try:
-            for batch in itertools.islice(loader, ends_after):
+            iterator = iter(loader)
+            # Not before: an epoch that was left is the present one while workers persist.
+            drawn = self._draws_of(loader.epoch, options)
+            for batch in itertools.islice(iterator, ends_after):
                 number = self._number_of(batch)
                 if drawn is not None and batch[2].tolist() != drawn[number]:
                     self._problem(f"batch {number} has drawn {batch[2].tolist()}")
