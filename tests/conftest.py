@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from tests.holdings import Holdings
+from tests.template import shared_template
 
 # Before the first module that uses it is imported.
 pytest.register_assert_rewrite("tests.parity.compare")
@@ -42,10 +43,11 @@ settings.load_profile("shmloader")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _services_of_multiprocessing() -> None:
-    """Start what multiprocessing starts once and keeps, so that every test finds it running."""
+def _services() -> None:
+    """Start what is started once and kept, so that every test finds it running."""
     resource_tracker.ensure_running()
     forkserver.ensure_running()
+    shared_template()  # imports torch when a test needs it
 
 
 @pytest.fixture

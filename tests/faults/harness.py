@@ -6,15 +6,12 @@ process of the session dumps its stacks, and is killed by its number.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import os
 import re
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +23,7 @@ from typing import Any
 
 from tests.faults import actions
 from tests.faults.cells import Cell, Effect
+from tests.template import Template, environment_of_programs
 
 ROOT = Path(__file__).parents[2]
 TRIAL = Path(__file__).with_name("trial.py")
@@ -39,7 +37,6 @@ SERVERS_S = 15.0
 _DUMP_S = 1.0
 
 _ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
     # A machine with one core; Python 3.12 and later where threads run.
     "PYTHONWARNINGS": "ignore:This DataLoader will create:UserWarning,"
     "ignore:This process:DeprecationWarning",
@@ -167,8 +164,7 @@ class Starter:
 
     def __init__(self, *, is_fresh: bool) -> None:
         self._is_fresh = is_fresh
-        self._template: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._template: Template | None = None
 
     def run(self, arguments: list[str], directory: Path, limit_s: float) -> Ended:
         """Run ``trial.py`` with these arguments to its end."""
@@ -233,47 +229,26 @@ class Starter:
     def _start_from_template(
         self, arguments: list[str], environment: dict[str, str], out: int, err: int
     ) -> tuple[int, Callable[[float], int | None]]:
-        control = self._control or self._start_template()
-        request = json.dumps({"arguments": arguments, "environment": environment})
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [out, err]))
-        control.sendmsg([request.encode()], [rights])
-        pid = int(control.recv(100) or b"0")
-        if pid == 0:
-            raise RuntimeError("the template has ended")
-
-        def wait(limit_s: float) -> int | None:
-            ready, _, _ = select.select([control], [], [], limit_s)
-            if not ready:
-                return None
-            return os.waitstatus_to_exitcode(int(control.recv(100)))
-
-        return pid, wait
-
-    def _start_template(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._template = subprocess.Popen(
-                [sys.executable, str(TRIAL), "--template", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**_clean_environment(), **_ENVIRONMENT},
-                cwd=ROOT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+        if self._template is None:
+            self._template = Template(_ENVIRONMENT)
+        with open(os.devnull) as null:  # noqa: PTH123 - by its descriptor
+            forked = self._template.start(
+                [str(TRIAL), *arguments],
+                environment={**_clean_environment(), **environment},
+                directory=ROOT,
+                files=(null.fileno(), out, err),
             )
-        self._control = ours
-        return ours
+        return forked.pid, forked.wait
 
     def close(self) -> None:
         """End the template."""
-        if self._control is not None:
-            self._control.close()
         if self._template is not None:
-            self._template.wait()
+            self._template.close()
 
 
 def _clean_environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    for name in ("PYTHONFAULTHANDLER", "SHMLOADER_FAULT", actions.DIRECTORY):
+    environment = environment_of_programs()
+    for name in ("SHMLOADER_FAULT", actions.DIRECTORY):
         environment.pop(name, None)
     return environment
 

@@ -1,9 +1,9 @@
 """One trial of the fault campaign: a program that runs a loader, takes a fault, and judges.
 
-``python tests/faults/trial.py CELL`` runs in a fresh interpreter; ``--template SOCKET`` waits for
-trials to be asked for and forks one for each: an interpreter that has imported torch, and nothing
-of ours. Prints one line of JSON: what was found wrong, and what was measured. Where the fault ends
-this very process, it prints nothing, and :mod:`tests.faults.harness` judges alone.
+``python tests/faults/trial.py CELL`` runs in a fresh interpreter, or in a fork of one that has
+imported torch, and nothing of ours (:mod:`tests.template`). Prints one line of JSON: what was found
+wrong, and what was measured. Where the fault ends this very process, it prints nothing, and
+:mod:`tests.faults.harness` judges alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -784,47 +783,8 @@ def run_cell(cell: Cell) -> None:
     print(trial.report(), flush=True)
 
 
-# The template ----------------------------------------------------------------------------------
-
-
-def serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork a trial for each request; tells its number, then its wait status.
-
-    Returns:
-        In a trial: the request. In the template, at its end: None.
-    """
-    # What every trial imports, but for ours.
-    import cloudpickle  # noqa: F401
-
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)
-        if not data:
-            return None
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            os.setsid()
-            for number, fd in enumerate(fds, 1):
-                os.dup2(fd, number)
-                os.close(fd)
-            return json.loads(data)
-        for fd in fds:
-            os.close(fd)
-        with contextlib.suppress(BrokenPipeError):
-            control.send(str(pid).encode())
-        _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(BrokenPipeError):
-            control.send(str(status).encode())
-
-
 def main() -> None:
-    """Run the cell, or the program, that the arguments or the template's request name."""
-    if sys.argv[1] == "--template":
-        request = serve(socket.socket(fileno=int(sys.argv[2])))
-        if request is None:
-            return
-        os.environ.update(request["environment"])
-        sys.argv[1:] = request["arguments"]
+    """Run the cell, or the program, that the arguments name."""
     if sys.argv[1] == "--hammered":
         dump_stacks_on_signal()
         torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -16,6 +17,8 @@ from typing import Any
 
 import psutil
 from torch.utils.data import Dataset, IterableDataset
+
+from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,15 +209,24 @@ def session_of(leader: int) -> list[psutil.Process]:
 
 
 class Program:
-    """A Python program in a fresh interpreter, in a session of its own."""
+    """A Python program in a session of its own, in an interpreter that is as good as new."""
 
-    def __init__(self, source: str, path: Path | None = None, *, stdin: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        path: Path | None = None,
+        *,
+        stdin: bool = False,
+        is_fresh: bool = False,
+    ) -> None:
         """Start it.
 
         Args:
             source: Its text.
             path: Where to write it; None: it has no file, and comes by ``-c``, or stdin.
             stdin: Whether it comes by standard input.
+            is_fresh: Whether the interpreter is really new, rather than forked from one that has
+                imported torch (:mod:`tests.template`): where its start is what is tested.
         """
         source = textwrap.dedent(source)
         if path is not None:
@@ -222,36 +234,57 @@ class Program:
             command = [str(path)]
         else:
             command = ["-"] if stdin else ["-c", source]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        environment.pop("PYTHONFAULTHANDLER", None)
-        self.process = subprocess.Popen(
+        directory = ROOT if path is None else path.parent
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        self._out, self._err = open(out), open(err)  # noqa: SIM115, PTH123 - closed at its end
+        try:
+            if stdin or is_fresh:
+                self._start_fresh(command, directory, out_end, err_end, source if stdin else "")
+            else:
+                with open(os.devnull) as null:  # noqa: PTH123 - by its descriptor
+                    started = shared_template().start(
+                        command,
+                        environment=environment_of_programs(),
+                        directory=directory,
+                        files=(null.fileno(), out_end, err_end),
+                    )
+                self.pid, self._wait = started.pid, started.wait
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+
+    def _start_fresh(
+        self, command: list[str], directory: Path, out: int, err: int, text: str
+    ) -> None:
+        process = subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
             text=True,
-            env=environment,
-            cwd=ROOT if path is None else path.parent,
+            env=environment_of_programs(),
+            cwd=directory,
             start_new_session=True,
         )
-        if stdin:
-            assert self.process.stdin is not None
-            self.process.stdin.write(source)
-            self.process.stdin.close()
-            self.process.stdin = None
+        assert process.stdin is not None
+        process.stdin.write(text)
+        process.stdin.close()
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+        def wait(timeout_s: float) -> int | None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout_s)
+            return None
+
+        self.pid, self._wait = process.pid, wait
 
     def read_line(self, timeout_s: float = 40) -> str:
         """The next line that it prints (flushed)."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        ready, _, _ = select.select([self._out], [], [], timeout_s)
         if not ready:
             self.kill()
-            raise AssertionError(f"no line in {timeout_s} s: {self.process.communicate()}")
-        return self.process.stdout.readline().strip()
+            raise AssertionError(f"no line in {timeout_s} s: {self._rest()}")
+        return self._out.readline().strip()
 
     def kill(self) -> None:
         for process in session_of(self.pid):
@@ -259,23 +292,32 @@ class Program:
 
     def finish(self, timeout_s: float = 40, left_s: float = TOLD_S) -> Done:
         """Wait for its end, and for that of all that it started."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        code = self._wait(timeout_s)
+        if code is None:
             self.kill()
-            out, err = self.process.communicate()
+            self._wait(10)
+            out, err = self._rest()
             raise AssertionError(f"still running after {timeout_s} s\n{out}\n{err}") from None
         deadline = time.monotonic() + left_s
         while (left := session_of(self.pid)) and time.monotonic() < deadline:
             time.sleep(0.02)
         names = [f"{process.pid}: {process.cmdline()} ({process.status()})" for process in left]
         self.kill()
-        out, err = self.process.communicate(timeout=10)
-        return Done(self.process.returncode, out, err, names)
+        return Done(code, *self._rest(), names)
+
+    def _rest(self) -> tuple[str, str]:
+        """What it has written and nobody has read, once all of it is killed."""
+        with self._out, self._err:
+            return self._out.read(), self._err.read()
 
 
 def run_program(
-    source: str, path: Path | None = None, *, stdin: bool = False, timeout_s: float = 40
+    source: str,
+    path: Path | None = None,
+    *,
+    stdin: bool = False,
+    is_fresh: bool = False,
+    timeout_s: float = 40,
 ) -> Done:
     """Run a program to its end."""
-    return Program(source, path, stdin=stdin).finish(timeout_s)
+    return Program(source, path, stdin=stdin, is_fresh=is_fresh).finish(timeout_s)
