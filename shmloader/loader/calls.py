@@ -99,6 +99,10 @@ class CountingIterator(_BaseDataLoaderIter):
         uninterruptible(functools.partial(self._give_up, error, mark))
 
     @abc.abstractmethod
+    def _next_data(self) -> Any:
+        """Return the next batch; torch's ``__next__`` calls this, too."""
+
+    @abc.abstractmethod
     def _mark(self) -> Any:
         """Return how far the epoch has come, for :meth:`_give_up`."""
 
