@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 _now_ns = time.monotonic_ns
+_CONTAINERS = (list, tuple, dict)
 
 
 class Timer:
@@ -88,7 +89,7 @@ def bytes_of(batch: object) -> int:
                 total += part.nbytes
         elif isinstance(part, np.ndarray):
             total += part.nbytes
-        elif isinstance(part, list | tuple | dict) and id(part) not in seen:
+        elif isinstance(part, _CONTAINERS) and id(part) not in seen:
             seen.add(id(part))
             parts.extend(part.values() if isinstance(part, dict) else part)
     return total
