@@ -6,13 +6,12 @@ answer unreadable. Failed samples are noted where they are loaded
 is delivered.
 """
 
-import collections
 import contextlib
 import pickle
 import reprlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import cloudpickle
@@ -333,14 +332,12 @@ class SampleReport:
 
     sample_count: int = 0
     failed_count: int = 0
-    newest: collections.deque[BadSample] = field(
-        default_factory=lambda: collections.deque(maxlen=LISTED)
-    )
+    newest: tuple[BadSample, ...] = ()
 
     def note(self, bad: BadSample) -> None:
         """Add a failed sample."""
         self.failed_count += 1
-        self.newest.append(bad)
+        self.newest = (*self.newest, bad)[-LISTED:]
 
     def dumps(self) -> bytes:
         """Return the report pickled as plain values."""
@@ -351,13 +348,11 @@ class SampleReport:
     def loads(cls, data: bytes) -> Self:
         """Return the report that :meth:`dumps` has pickled."""
         sample_count, failed_count, values = pickle.loads(data)
-        newest = collections.deque((BadSample._from_values(item) for item in values), LISTED)
-        return cls(sample_count, failed_count, newest)
+        return cls(sample_count, failed_count, tuple(map(BadSample._from_values, values)))
 
     def shortened(self) -> Self:
         """Return the counts and the last failure only, in less than 4 KiB."""
-        last = [bad.shortened() for bad in list(self.newest)[-1:]]
-        return replace(self, newest=collections.deque(last, LISTED))
+        return replace(self, newest=tuple(bad.shortened() for bad in self.newest[-1:]))
 
 
 def describe_indices(ticket_indices: object) -> str:

@@ -229,12 +229,15 @@ def list_loader(dataset: Any) -> Any:
 
     torch's ``Subset`` does so if the dataset in it has no ``__getitems__``.
     """
+    getitems = getattr(dataset, "__getitems__", None)
+    if not getitems:
+        return None
     inner = dataset
     while type(inner) is Subset and "__getitems__" not in vars(inner):
         inner = inner.dataset
     if inner is not dataset and not callable(getattr(inner, "__getitems__", None)):
         return None
-    return getattr(dataset, "__getitems__", None) or None
+    return getitems
 
 
 class ShardFetcher(MapFetcher):
@@ -287,10 +290,12 @@ class StreamFetcher(_IterableDatasetFetcher):
 
     def _take(self, count: int) -> list[Any]:
         """Return the iterator's next samples, fewer at its end."""
-        iterator, samples = self.dataset_iter, list[Any]()
+        iterator = self.dataset_iter
+        samples: list[Any] = []
+        add = samples.append
         try:
             for _ in range(count):
-                samples.append(next(iterator))
+                add(next(iterator))
         except StopIteration:
             pass
         except BaseException as error:
@@ -426,9 +431,9 @@ class TolerantFetcher:
         """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
         if self._sample_loader is not None:
             return self._load_at_once(self._sample_loader, indices)
-        samples = []
+        samples, report = [], self._report
         for index in indices:
-            self._report.sample_count += 1
+            report.sample_count += 1
             try:
                 sample = load(index)
             except Exception as error:

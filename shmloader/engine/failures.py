@@ -108,8 +108,10 @@ class FailureLimit:
         """
         self.sample_count += sample_count
         self.failed_count += failed_count
+        if not self._is_passed:
+            return False
         is_early = self.sample_count < JUDGED_FROM
-        return self._is_passed and not (is_early and isinstance(self._max_failures, Fraction))
+        return not (is_early and isinstance(self._max_failures, Fraction))
 
     def end_epoch(self) -> bool:
         """Return whether too many samples of the whole epoch failed, or all of them."""
@@ -123,9 +125,11 @@ class FailureLimit:
     @property
     def _is_passed(self) -> bool:
         allowed = self._max_failures
+        if allowed is None:
+            return False
         if isinstance(allowed, Fraction):
             return self.failed_count > allowed * self.sample_count
-        return allowed is not None and self.failed_count > allowed
+        return self.failed_count > allowed
 
 
 class FailureWatch:
@@ -177,10 +181,10 @@ class FailureWatch:
         Returns:
             The error to raise instead of delivering the batch, if too many have failed.
         """
-        who = "this process" if worker is None else describe_worker(worker, pid)
-        who = f"{who[0].upper()}{who[1:]}"
         self._listed.total += report.failed_count
         for bad in report.newest:
+            who = "this process" if worker is None else describe_worker(worker, pid)
+            who = f"{who[0].upper()}{who[1:]}"
             index = describe_index(bad.index)
             if not self._has_logged:
                 self._has_logged = True

@@ -8,6 +8,7 @@ _PARTS_LOG2 = 3
 _PARTS = 1 << _PARTS_LOG2
 _SMALLEST_LOG2 = _PARTS_LOG2 + 1
 _BUCKETS = 64 << _PARTS_LOG2
+_PART_MASK = _PARTS - 1
 
 
 class Histogram:
@@ -35,7 +36,7 @@ class Histogram:
         if bits < _SMALLEST_LOG2:
             self._counts[max(0, duration_ns)] += 1
         else:
-            part = (duration_ns >> (bits - _SMALLEST_LOG2)) & (_PARTS - 1)
+            part = duration_ns >> (bits - _SMALLEST_LOG2) & _PART_MASK
             self._counts[bits << _PARTS_LOG2 | part] += 1
         self.count += 1
         self.total_ns += duration_ns

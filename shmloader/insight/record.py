@@ -21,7 +21,6 @@ from shmloader.insight.measurements import (
     Counts,
     Readings,
     Usage,
-    WorkTimes,
 )
 from shmloader.insight.trace import Trace, Traced
 
@@ -201,8 +200,9 @@ class Record:
 
     def _add_wait(self, began_ns: int, ended_ns: int) -> None:
         self.last_ns = ended_ns
-        self.waits.note(ended_ns - began_ns)
-        if self.waits.count == 1 and not self._is_part:
+        waits = self.waits
+        waits.note(ended_ns - began_ns)
+        if waits.count == 1 and not self._is_part:
             self.startup_ns = self.iter_ns + ended_ns - began_ns
 
     def note_batch(  # noqa: PLR0915 - each call of a part would cost 0.1 µs a batch
@@ -335,7 +335,7 @@ class Record:
 
     def note_local_batch(
         self,
-        work: WorkTimes,
+        work: tuple[int, int, int, int, int],
         asked_ns: int,
         taken_ns: int,
         nbytes: int,
@@ -345,7 +345,8 @@ class Record:
         """Note a batch that the consumer's thread loaded.
 
         Args:
-            work: Its times; ``encode_ns`` is the time in ``stage``.
+            work: Its times, the fields of :class:`~shmloader.insight.measurements.WorkTimes`;
+                ``encode_ns`` is the time in ``stage``.
             asked_ns: When ``next()`` was called.
             taken_ns: When ``next()`` returned.
             nbytes: Bytes that the batch takes.
@@ -357,13 +358,15 @@ class Record:
             here = (work, stage)
             self._trace.note(Traced(self.epoch, asked_ns, taken_ns, here=here, lane=self.lane))
             self.traced.note_local_batch(work, asked_ns, taken_ns, nbytes, stage, draw_ns)
-        self.stages["fetch"] += work.fetch_ns
-        self.stages["collate"] += work.collate_ns
-        self.stages[stage] += work.encode_ns
+        _, fetch_ns, collate_ns, encode_ns, sample_count = work
+        sums = self.stages
+        sums["fetch"] += fetch_ns
+        sums["collate"] += collate_ns
+        sums[stage] += encode_ns
         self.waited["draw"] += draw_ns
-        self.loads.note(work.fetch_ns + work.collate_ns)
+        self.loads.note(fetch_ns + collate_ns)
         self.batches += 1
-        self.samples += work.sample_count
+        self.samples += sample_count
         self.nbytes += nbytes
 
     def end(self) -> None:

@@ -50,7 +50,7 @@ class Traced(NamedTuple):
     taken_ns: int
     times: BatchTimes | None = None
     stage: tuple[str, int, int] | None = None
-    here: tuple[WorkTimes, str] | None = None
+    here: tuple[tuple[int, int, int, int, int], str] | None = None
     lane: int = 0
     name: str = "next()"
 
@@ -223,8 +223,10 @@ def _events_of(
     yield _count("slots lent", times.handed_ns, lent=times.lent_count)
 
 
-def _loaded_here(here: tuple[WorkTimes, str], taken_ns: int) -> Iterator[Event]:
-    work, stage = here
+def _loaded_here(
+    here: tuple[tuple[int, int, int, int, int], str], taken_ns: int
+) -> Iterator[Event]:
+    work, stage = WorkTimes(*here[0]), here[1]
     fetched_ns = work.began_ns + work.fetch_ns
     collated_ns = fetched_ns + work.collate_ns
     yield _slice(_CONSUMER, "fetch", work.began_ns, fetched_ns)

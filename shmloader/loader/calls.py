@@ -17,11 +17,11 @@ import threading
 import time
 from typing import Any, NoReturn
 
+from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.loader.common import next_batch
 from shmloader.threads.uninterruptible import uninterruptible
 
 
@@ -50,6 +50,7 @@ def refuse(first: int, second: int) -> NoReturn:
 class CountingIterator(_BaseDataLoaderIter):
     """An iterator that counts batches as it delivers them."""
 
+    _IterableDataset_len_called: int | None  # type: ignore[assignment]
     # The thread that is inside next(), or that was when an exception left next() unfinished.
     _caller = 0
 
@@ -65,7 +66,13 @@ class CountingIterator(_BaseDataLoaderIter):
         try:
             self._caller = caller
             mark = self._mark()
-            batch = next_batch(self, super().__next__)
+            # torch's __next__ takes longer, so it is called only where it does more: it warns of an
+            # iterable dataset that is longer than its length, and records for the profiler.
+            if self._IterableDataset_len_called is None and not _profiler_enabled():
+                batch = self._next_data()
+                self._num_yielded += 1
+            else:
+                batch = super().__next__()
             if FAULTS is not None:
                 FAULTS.reach("main.return")
             self._note_times(batch, began_ns)
@@ -90,6 +97,10 @@ class CountingIterator(_BaseDataLoaderIter):
             uninterruptible(functools.partial(self._give_up, another, mark))
             raise
         uninterruptible(functools.partial(self._give_up, error, mark))
+
+    @abc.abstractmethod
+    def _next_data(self) -> Any:
+        """Return the next batch; torch's ``__next__`` calls this, too."""
 
     @abc.abstractmethod
     def _mark(self) -> Any:

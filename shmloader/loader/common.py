@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.batch.sample_rng import base_seed
@@ -33,23 +32,6 @@ def seed_of_workers(config: LoaderConfig, plan: EpochPlan, drawn: float) -> floa
         return drawn
     assert plan.epoch is not None
     return base_seed(config.fetch.seed, plan.epoch)
-
-
-def next_batch(iterator: Any, by_torch: Callable[[], Any]) -> Any:
-    """Return the iterator's next batch.
-
-    torch's ``__next__`` takes longer, so it is called only where it does more: it warns of an
-    iterable dataset that is longer than its length, and records for the profiler.
-
-    Args:
-        iterator: The iterator.
-        by_torch: ``__next__`` of its base class.
-    """
-    if iterator._IterableDataset_len_called is not None or _profiler_enabled():
-        return by_torch()
-    batch = iterator._next_data()
-    iterator._num_yielded += 1
-    return batch
 
 
 def warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +24,10 @@ from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
-from shmloader.pools.executor import ProcessNumbers
-from shmloader.pools.host_workers import HostPool
+
+if TYPE_CHECKING:  # imported where they are used: most loaders have neither
+    from shmloader.pools.executor import ProcessNumbers
+    from shmloader.pools.host_workers import HostPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,19 +181,19 @@ class LoaderParts:
         streams: Positions or states of the workers' datasets in the newest epoch.
         resume_streams: The ones from which the next new iterator resumes; None to begin anew.
         executor_key: Identifies the loader in processes of an executor.
-        process_numbers: The worker numbers of those processes.
+        process_numbers: The worker numbers of those processes; None before the first epoch.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
     adapter: Adapter | None = None
-    host_pool: HostPool | None = None
+    host_pool: "HostPool | None" = None
     failures: FailureList[FailedSample] = field(default_factory=FailureList)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
     streams: IterableCheckpoints | StreamHere | DatasetHere | None = None
     resume_streams: IterableCheckpoints | None = None
     executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    process_numbers: ProcessNumbers = field(default_factory=ProcessNumbers)
+    process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False
 
     def take_resumed(self) -> IterableCheckpoints | None:

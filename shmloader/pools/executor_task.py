@@ -316,7 +316,7 @@ class _Maker:
                 put = answers.put_report(report)
                 message = BatchDone(
                     *at, layout, writer.used_bytes, kept=False, report=put,
-                    times=tuple(self._timer.read()),
+                    times=self._timer.read(),
                 )  # fmt: skip
             return pack(message), self._contents(slot)
         finally:

@@ -74,17 +74,12 @@ class SlotReader:
             return
         if not isinstance(reader, Reader):
             raise InternalError(f"worker {worker_id} sent a batch without a layout")
-        answer = Batch(
-            reader,
-            lends=reader.lends,
-            is_kept=is_kept,
-            check=None if expected is None else (used_bytes, expected),
-            report=report,
-            snapshot=None if saved is None else self.read_state(worker_id, slot_id, saved, events),
-            times=times,
-            nbytes=used_bytes,
-            fingerprint=taken,
-        )
+        answer = Batch(reader, report, times, used_bytes)
+        answer.lends, answer.is_kept, answer.fingerprint = reader.lends, is_kept, taken
+        if expected is not None:
+            answer.check = (used_bytes, expected)
+        if saved is not None:
+            answer.snapshot = self.read_state(worker_id, slot_id, saved, events)
         events.answered(seq, epoch, worker_id, answer)
 
     def take_failure(self, worker_id: int, message: BatchFailed, events: Events) -> None:

@@ -146,4 +146,4 @@ def load(
     if error is not None:
         return Failure(error, report=maker.take_report())
     times, nbytes = timer.read(), bytes_of(batch)
-    return Batch(batch, report=maker.take_report(), times=times, nbytes=nbytes)
+    return Batch(batch, maker.take_report(), times, nbytes)

@@ -32,7 +32,7 @@ from shmloader.sampling.sampler_checkpoint import (
     set_epoch_of,
     size_of_batches,
 )
-from shmloader.sampling.user_iterators import OnlyNext, restart_if_exhausted
+from shmloader.sampling.user_iterators import only_next, restart_if_exhausted
 
 # After how many batches a sampler's own state is taken: states may be large, and drawing the
 # batches in between again costs little.
@@ -274,7 +274,7 @@ class ResumableSampler(Iterator[Any]):
         """Register an iterator with the carry-over, and return it for ``next()`` only."""
         if self._carry_over is not None and isinstance(drawing, RolloverEpoch):
             self._carry_over.begin(drawing, drawing)
-        return OnlyNext(drawing)
+        return only_next(drawing)
 
     def _without_done(self, first: list[Any], items: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches that were not delivered ahead of their turn."""
@@ -295,7 +295,7 @@ class ResumableSampler(Iterator[Any]):
         if type(outer) is BatchSampler and not is_known(outer.sampler):
             # torch's batch sampler hides the iterator that it draws from, which may have a state.
             inner = iter(outer.sampler)
-            self._drawing = iter(BatchSampler(OnlyNext(inner), outer.batch_size, outer.drop_last))
+            self._drawing = iter(BatchSampler(only_next(inner), outer.batch_size, outer.drop_last))
             return inner if has_own_state(inner) else None
         return None
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shmloader.sampling.indices import IndexArray
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
-from shmloader.sampling.user_iterators import OnlyNext
+from shmloader.sampling.user_iterators import only_next
 
 #: What happens to items that do not fill the last global step: they are a shorter step, they are
 #: left out, they come first in the next epoch, or the step is filled up from the epoch's start.
@@ -281,7 +281,7 @@ class DrawnSteps(Steps):
     def _draw_items(self, count: int) -> list[Any]:
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         if self._items is None:
-            self._items = OnlyNext(self._draw())
+            self._items = only_next(self._draw())
         waited = len(taken)
         taken += islice(self._items, count - waited)
         self._has_begun = self._has_begun or len(taken) > waited

@@ -5,23 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class OnlyNext(Iterator[Any]):
-    """A user's iterator, of which only ``next()`` is called, as torch does.
+def only_next(items: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator that calls only ``next()`` of a user's iterator, as torch does.
 
     An iterator may begin anew when ``iter()`` of it is called, as Lightning's wrapper of batch
     samplers does for predictions. Loops, ``list()`` and the functions of ``itertools`` call it.
-
-    Args:
-        items: The iterator.
     """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-
-    def __next__(self) -> Any:
-        return next(self._items)
+    return map(next, itertools.repeat(items))
 
 
 def restart_if_exhausted(
@@ -33,6 +23,6 @@ def restart_if_exhausted(
     StatefulDistributedSampler, may have been saved at the end of an epoch: then the first
     iterator is exhausted, and the next one yields the whole epoch.
     """
-    rest = OnlyNext(items)
+    rest = only_next(items)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest) if first else restart()

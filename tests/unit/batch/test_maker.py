@@ -11,6 +11,7 @@ from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer
+from shmloader.insight.measurements import WorkTimes
 from shmloader.sampling.indices import PositionedIndices
 
 
@@ -154,6 +155,6 @@ def test_the_time_of_loading_and_of_collating_is_taken():
     maker = make_maker(Squares())
     maker.timer.begin()
     maker.make([2, 3])
-    times = maker.timer.read()
+    times = WorkTimes(*maker.timer.read())
     assert times.sample_count == 2
     assert times.fetch_ns > 0  # until make() returned; 0 where that is not noted
