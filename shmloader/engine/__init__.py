@@ -86,7 +86,8 @@ window is full of batches that come after it. Waiting tickets must be sent while
 here the engine has a thread even without a stage. It builds one batch ahead, which counts as lent.
 
 **Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that
-there may be, and those that do not run are GONE. The iterator tells the engine how many it wants.
+there may be, and those that do not run are GONE. The iterator tells the engine how many it wants,
+by :mod:`shmloader.pools.adapting`.
 The user's thread starts workers, as it does for restarts. A worker that is no longer wanted is
 LEAVING, and is stopped when it has answered all its tickets.
 
@@ -134,7 +135,6 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
 ``inbox``                 Tickets on their way from the user's thread to the engine's.
 ``slot_batches``          Builds batches from slots, and frees the slots.
-``adapting``              How many workers ``num_workers="auto"`` should have (pure).
 ``failures``              Bad samples: counted, listed, limited.
 ``iterable_checkpoints``  Checkpoints of the workers' datasets as of the last delivered batch.
 ``streams``               Checkpoints of the workers' datasets as of the last answer (pure).

@@ -22,7 +22,6 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.device.backend import parse_device
-from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
@@ -56,6 +55,7 @@ from shmloader.loader.measured import MeasuredLoader
 from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
+from shmloader.pools.adapting import Adapter
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names

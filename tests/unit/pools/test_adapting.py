@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shmloader.engine.adapting import PERIOD_NS, Adapter
+from shmloader.pools.adapting import PERIOD_NS, Adapter
 
 
 def run(adapter: Adapter, *, load_s: float, step_s: float, cores: int, periods: int) -> list[int]:
