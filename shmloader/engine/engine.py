@@ -90,6 +90,7 @@ class Engine(EngineBase):
         present: How many workers run at first, None for all; :meth:`want_workers` changes that.
             For dynamic dispatch only.
         first_worker: The worker that is preferred, with dynamic dispatch.
+        sharers: How many engines share the workers.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Engine(EngineBase):
         watch: FailureWatch | None = None,
         present: int | None = None,
         first_worker: int = 0,
+        sharers: int = 1,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
@@ -138,6 +140,7 @@ class Engine(EngineBase):
             is_dynamic=is_dynamic,
             has_queue=self._has_queue,
             present=present,
+            sharers=sharers,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
@@ -663,6 +666,10 @@ class Engine(EngineBase):
         if self._streams is not None:
             self._streams.entered(worker_id, beginning)
         self._scheduler.left_epoch(worker_id)
+
+    def workers_wanted(self, count: int) -> None:
+        """Note how many of the host's workers there should be."""
+        self._wanted_workers = count
 
     def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
         """Note a worker's death: it will be replaced, or its tickets fail."""

@@ -339,7 +339,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.sample_timeout = sample_timeout
         self.last_batch = last_batch
         self.seed = self._sample_seed
-        most_window = self._window_wanted() or self._most_workers * (self.prefetch_factor or 0)
+        own_workers = -(-self._most_workers // self._sharing_ranks)
+        most_window = self._window_wanted() or own_workers * (self.prefetch_factor or 0)
         check_arguments(self, self._wanted_devices(), most_window)
         if executor is not None and seed is None and not self._may_shard:
             warn_of_random_numbers(dataset, "executor=")
@@ -411,6 +412,11 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _scope_config(self) -> dict[str, Any]:
         """Return the fields of the configuration that say whose the workers are."""
         return {}
+
+    @property
+    def _sharing_ranks(self) -> int:
+        """The number of ranks that share the workers."""
+        return 1
 
     def _window_wanted(self) -> int | None:
         """Return the number of batches in flight, if ``prefetch_factor`` does not say it."""
