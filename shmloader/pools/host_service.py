@@ -129,6 +129,7 @@ class _HostService:
         # By the descriptor that is readable at its end, each worker's number.
         self._by_pidfd: dict[int, int] = {}
         self._poll = select.poll()
+        self._cores = os.sched_getaffinity(0)
         self._adapter: Adapter | None = None
         if start.first_count is not None:
             self._adapter = Adapter(start.first_count, start.worker_count)
@@ -168,9 +169,24 @@ class _HostService:
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0])
+        self._use_cores_of(rank.pid)
         self._poll.register(connection, select.POLLIN)
         wanted = None if self._adapter is None else self._adapter.count
         rank.tell(Welcome(os.getpid(), self._start.worker_count, wanted, self._start.dataset))
+
+    def _use_cores_of(self, pid: int) -> None:
+        """Let the workers run where a rank may run, too.
+
+        Launchers bind each rank to cores of its own (Slurm's ``--cpu-bind``), and this process was
+        started by one of them.
+        """
+        with Suppressed(OSError):  # it has ended, or may not be looked at
+            more = os.sched_getaffinity(pid) - self._cores if pid else set()
+            if more:
+                self._cores |= more
+                for worker in self._workers.values():
+                    os.sched_setaffinity(worker.process.pid or 0, self._cores)
+                os.sched_setaffinity(0, self._cores)
 
     def _take(self, rank: _Rank) -> None:
         """Take a rank's message, or its end."""
@@ -203,8 +219,10 @@ class _HostService:
         fd = rank.connection.fileno()
         self._poll.unregister(fd)
         del self._ranks[fd]
-        # Connections of the same process are about to be closed as well.
-        rank.tell(Left(is_last=all(other.pid == rank.pid for other in self._ranks.values())))
+        # Connections of the same process are about to be closed as well. Processes of PID
+        # namespaces that are not visible here all have the number 0.
+        others = [one for one in self._ranks.values() if one.pid != rank.pid or not one.pid]
+        rank.tell(Left(is_last=not others))
         rank.connection.close()
         self._detach(rank, set(rank.attached))
 
@@ -226,6 +244,8 @@ class _HostService:
                 return
         with Suppressed(OSError):  # it has just died, which the rank will be told
             socket.send_fds(worker.channel, [_NEW_RANK], [channel.fileno()])
+        if self._adapter is not None and not rank.attached:
+            rank.tell(Wanted(self._adapter.count))
         rank.attached[worker_id] = attachment
         rank.tell(Attached(worker_id, worker.process.pid or 0))
 
@@ -246,7 +266,8 @@ class _HostService:
         )
         if adapter.count != before:
             for other in self._ranks.values():
-                other.tell(Wanted(adapter.count))
+                if other.attached:  # the others do not read it
+                    other.tell(Wanted(adapter.count))
 
     def _detach(self, rank: _Rank, worker_ids: set[int]) -> None:
         """Let a rank's workers end that are not wanted and that no other rank uses."""

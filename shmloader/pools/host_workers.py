@@ -12,7 +12,6 @@ that comes first starts the owner, and has no other part in it than the others.
 """
 
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.process
 import os
@@ -140,7 +139,7 @@ class HostPool:
             except BaseException:
                 meeting.close()
                 if process is not None:  # not killed, since other ranks may use it already
-                    uninterruptible(functools.partial(_leave, connection, process))
+                    uninterruptible(_Leaver(connection, process).run)
                 raise
             if welcome is not None:
                 break
@@ -268,21 +267,39 @@ def _close(
     if os.getpid() != pid:
         connection.close()
         return
-    uninterruptible(functools.partial(_leave, connection, process))
+    uninterruptible(_Leaver(connection, process).run)
 
 
-def _leave(connection: socket.socket, process: BaseProcess | None) -> None:
-    with connection, Suppressed(OSError):
-        connection.settimeout(_END_S)
-        connection.shutdown(socket.SHUT_WR)
-        while process is not None and (data := connection.recv(RECEIVE_BYTES)):
-            message = unpack(data)
-            if isinstance(message, Left):
-                if not message.is_last:
-                    return
-                break
-    if process is not None:
-        process.join(_END_S)
+class _Leaver:
+    """Leaves a pool. ``run`` can be run again after an interruption.
+
+    Args:
+        connection: The connection to the owner, which is closed.
+        process: The owner, if this rank has started it; it is reaped if this rank is the last one.
+    """
+
+    def __init__(self, connection: socket.socket, process: BaseProcess | None) -> None:
+        self._connection = connection
+        self._process = process
+
+    def run(self) -> None:
+        """Leave."""
+        with Suppressed(OSError):  # the owner has ended, or does not answer
+            self._connection.settimeout(_END_S)
+            self._connection.shutdown(socket.SHUT_WR)
+            # The answer stays in the socket: after an interruption it is read again.
+            while self._process is not None and (
+                data := self._connection.recv(RECEIVE_BYTES, socket.MSG_PEEK)
+            ):
+                message = unpack(data)
+                if isinstance(message, Left):
+                    if not message.is_last:
+                        self._process = None
+                    break
+                self._connection.recv(RECEIVE_BYTES)
+        self._connection.close()
+        if self._process is not None:
+            self._process.join(_END_S)
 
 
 class HostWorkers(WorkerChannels[WorkerChannel]):
@@ -376,9 +393,9 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             if isinstance(message, Attached):
                 self._pids[message.worker_id] = message.pid
             elif isinstance(message, Wanted):
-                self._want(message.worker_count)
-            elif isinstance(message, Welcome) and message.wanted_count is not None:
-                self._want(message.wanted_count)
+                self.wanted_count = message.worker_count
+                if self._pool is not None:  # a later iterator begins with as many
+                    self._pool.wanted_count = message.worker_count
             elif isinstance(message, Lost):
                 worker_id, attachment, pid, exit_code, kills, was_loading = message
                 if attachment != self._attachments[worker_id]:
@@ -386,11 +403,6 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
                 is_ours = self.was_at(worker_id).is_loading
                 death = Death(pid, exit_code, kills, was_elsewhere=was_loading and not is_ours)
                 yield from self._lose(worker_id, death)
-
-    def _want(self, count: int) -> None:
-        self.wanted_count = count
-        if self._pool is not None:
-            self._pool.wanted_count = count  # which a later iterator begins with
 
     def _lose_owner(self) -> Iterable[tuple[int, bytes | None]]:
         """Note that the owner has ended, and all workers with it."""

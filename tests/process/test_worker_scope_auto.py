@@ -176,12 +176,14 @@ def test_the_next_epoch_begins_with_as_many_and_may_change_it(run):
     def epochs(is_persistent: bool) -> Any:
         one = Trainer(persistent_workers=is_persistent)
         one.begin()
+        pool = one.loader._parts.host_pool
         one.until(one.has(3), WAITS)
         one.batches += one.iterator
         first, one.batches = one.batches, []
         one.begin()
         count = one.loader.num_workers
         one.until(one.has(2), IS_SUPPLIED)
+        assert one.loader._parts.host_pool is pool
         return [contents(first), one.end()], count
 
     for is_persistent in (False, True):
