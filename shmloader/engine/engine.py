@@ -544,6 +544,8 @@ class Engine(EngineBase):
             self.check_open()
             raise
         except (OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
+            if is_interruption(error):
+                raise
             self._fail(error)
         _log.warning(text)
         self.counts.restarts += 1
@@ -588,6 +590,8 @@ class Engine(EngineBase):
         try:
             self._have_done(functools.partial(self._start_worker, worker_id))
         except OSError as error:
+            if is_interruption(error):
+                raise
             present = self.present_workers
             _log.warning("num_workers stays at %d: %s", present, error)
             self._scheduler.workers_wanted(present)
@@ -603,8 +607,9 @@ class Engine(EngineBase):
         except ClosedLoaderError:
             self.check_open()
             raise
-        except OSError:
-            self.in_transit = False
+        except OSError as error:
+            if not is_interruption(error):
+                self.in_transit = False
             raise
 
     # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
