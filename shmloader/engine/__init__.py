@@ -86,9 +86,12 @@ window is full of batches that come after it. Waiting tickets must be sent while
 here the engine has a thread even without a stage. It builds one batch ahead, which counts as lent.
 
 **Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that
-there may be, and those that do not run are GONE. The iterator tells the engine how many it wants.
-The user's thread starts workers, as it does for restarts. A worker that is no longer wanted is
-LEAVING, and is stopped when it has answered all its tickets.
+there may be, and those that do not run are GONE. The iterator tells the engine how many it wants,
+by :mod:`shmloader.pools.adapting`. For the workers of a host their owner decides by it, from what
+the iterators report, and each engine hears of it by its pool. The first workers by number are the
+wanted ones, so all engines agree on which they are. The user's thread starts workers, as for
+restarts. A worker that is no longer wanted is LEAVING, and is stopped when it has answered all its
+tickets.
 
 **Checkpoints of datasets.** With each batch comes what a checkpoint of the worker's dataset needs:
 the dataset's own state if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up
@@ -134,7 +137,6 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
 ``inbox``                 Tickets on their way from the user's thread to the engine's.
 ``slot_batches``          Builds batches from slots, and frees the slots.
-``adapting``              How many workers ``num_workers="auto"`` should have (pure).
 ``failures``              Bad samples: counted, listed, limited.
 ``iterable_checkpoints``  Checkpoints of the workers' datasets as of the last delivered batch.
 ``streams``               Checkpoints of the workers' datasets as of the last answer (pure).

@@ -90,6 +90,7 @@ class Engine(EngineBase):
         present: How many workers run at first, None for all; :meth:`want_workers` changes that.
             For dynamic dispatch only.
         first_worker: The worker that is preferred, with dynamic dispatch.
+        sharers: How many engines share the workers.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Engine(EngineBase):
         watch: FailureWatch | None = None,
         present: int | None = None,
         first_worker: int = 0,
+        sharers: int = 1,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
@@ -138,6 +140,7 @@ class Engine(EngineBase):
             is_dynamic=is_dynamic,
             has_queue=self._has_queue,
             present=present,
+            sharers=sharers,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
@@ -543,6 +546,8 @@ class Engine(EngineBase):
             self.check_open()
             raise
         except (OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
+            if is_interruption(error):
+                raise
             self._fail(error)
         _log.warning(text)
         self.counts.restarts += 1
@@ -587,6 +592,8 @@ class Engine(EngineBase):
         try:
             self._have_done(functools.partial(self._start_worker, worker_id))
         except OSError as error:
+            if is_interruption(error):
+                raise
             present = self.present_workers
             _log.warning("num_workers stays at %d: %s", present, error)
             self._scheduler.workers_wanted(present)
@@ -602,8 +609,9 @@ class Engine(EngineBase):
         except ClosedLoaderError:
             self.check_open()
             raise
-        except OSError:
-            self.in_transit = False
+        except OSError as error:
+            if not is_interruption(error):
+                self.in_transit = False
             raise
 
     # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
@@ -665,6 +673,10 @@ class Engine(EngineBase):
         if self._streams is not None:
             self._streams.entered(worker_id, beginning)
         self._scheduler.left_epoch(worker_id)
+
+    def workers_wanted(self, count: int) -> None:
+        """Note how many of the host's workers there should be."""
+        self._wanted_workers = count
 
     def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
         """Note a worker's death: it will be replaced, or its tickets fail."""

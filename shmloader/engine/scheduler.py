@@ -118,6 +118,7 @@ class Scheduler:
         is_dynamic: bool = False,
         has_queue: bool = False,
         present: int | None = None,
+        sharers: int = 1,
     ) -> None:
         """Start with an empty window.
 
@@ -135,6 +136,7 @@ class Scheduler:
                 in flight when an epoch is left, its workers do not die, and its batches have no
                 slots.
             present: How many workers run at first, with dynamic dispatch; None for all.
+            sharers: How many engines share the workers. Each has tickets for its share of them.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
@@ -163,8 +165,9 @@ class Scheduler:
         # How many tickets are to be drawn in addition to those that replace delivered ones; and
         # how many the present workers should have had since the epoch began.
         self._wanted_tickets = 0
-        self._ticket_share = window // worker_count
-        self._tickets_asked = self.workers.wanted_count * self._ticket_share
+        self._sharers = sharers
+        self._ticket_share = window // -(-worker_count // sharers)
+        self._tickets_asked = self._tickets_for(self.workers.wanted_count)
 
     # Tickets -----------------------------------------------------------------------------
 
@@ -487,9 +490,13 @@ class Scheduler:
 
     def _balance(self) -> None:
         self.workers.balance()
-        tickets = self.workers.present_count * self._ticket_share
+        tickets = self._tickets_for(self.workers.present_count)
         self._wanted_tickets += max(0, tickets - self._tickets_asked)
         self._tickets_asked = max(self._tickets_asked, tickets)
+
+    def _tickets_for(self, worker_count: int) -> int:
+        """Return how many tickets there should be for so many workers."""
+        return -(-worker_count // self._sharers) * self._ticket_share
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
         """Return a worker's unanswered tickets in order, without dropped ones."""
@@ -590,7 +597,7 @@ class Scheduler:
         self._arrived.clear()
         self.workers.let_all_stay()
         self._wanted_tickets = 0
-        self._tickets_asked = self.workers.wanted_count * self._ticket_share
+        self._tickets_asked = self._tickets_for(self.workers.wanted_count)
         for worker in self.workers:
             worker.has_left_epoch = False
 

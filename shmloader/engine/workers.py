@@ -106,7 +106,8 @@ class WorkerTable(list[Worker]):
     """All workers of an engine by number, and how many of them are wanted.
 
     Attributes:
-        wanted_count: How many workers should be present.
+        wanted_count: How many workers should be present: the first ones, by number. So the ranks of
+            a host, each of which has a table, agree on which they are.
 
     Args:
         worker_count: The most workers there may be.
@@ -157,20 +158,16 @@ class WorkerTable(list[Worker]):
             worker.last_answer_ns = 0
 
     def balance(self) -> None:
-        """Make surplus workers leave, the last first, or make leaving ones stay.
+        """Make workers leave that are not wanted, and leaving ones stay that are.
 
         A worker that is LOST does not leave before it has been restarted, since it owes answers.
         """
-        while self.present_count > self.wanted_count:
-            leaver = next((one for one in reversed(self) if one.takes_tasks), None)
-            if leaver is None:
-                return
-            self.move(leaver.worker_id, LEAVING)
-        while self.present_count < self.wanted_count:
-            stayer = self._first(LEAVING)
-            if stayer is None:
-                return
-            self._stay(stayer)
+        for worker in self[self.wanted_count :]:
+            if worker.takes_tasks:
+                self.move(worker.worker_id, LEAVING)
+        for worker in self[: self.wanted_count]:
+            if worker.state is LEAVING:
+                self._stay(worker)
 
     def let_all_stay(self) -> None:
         """Make all leaving workers stay."""
@@ -188,10 +185,9 @@ class WorkerTable(list[Worker]):
         return self._first(LOST)
 
     def next_start(self) -> Worker | None:
-        """Return a worker that is GONE if more are wanted than are present; else None."""
-        if self.present_count >= self.wanted_count:
-            return None
-        return self._first(GONE)
+        """Return a worker that is wanted and GONE; None if there is none."""
+        first = self._first(GONE)
+        return None if first is None or first.worker_id >= self.wanted_count else first
 
     def next_stop(self) -> Worker | None:
         """Return a LEAVING worker without tickets in flight; None if there is none."""

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import select
 import socket
 import struct
@@ -47,6 +48,9 @@ _ALL_USERS = ["0", "0", "4294967295"]
 
 # Between the host's bind and listen the kernel refuses guests. They try again after this time.
 _RETRY_S = 0.01
+
+# Tasks of a node, and of how many nodes.
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 # How long a process may take to end after it has closed its sockets.
 _END_MS = 1000
@@ -251,9 +255,23 @@ def _connect(connection: socket.socket, name: str) -> int:
 
 
 def ranks_of_host(world_size: int) -> int:
-    """Return how many ranks this host has (``LOCAL_WORLD_SIZE``); all of them if nothing says."""
+    """Return how many ranks this host has; all of them if nothing says.
+
+    ``LOCAL_WORLD_SIZE`` says it, or Slurm's ``SLURM_STEP_TASKS_PER_NODE`` ("4(x2),3": the tasks of
+    the first node, of the second, and of the third) together with ``SLURM_NODEID``.
+    """
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(world_size, int(text)) if text.isdecimal() and int(text) else world_size
+    if text.isdecimal() and int(text):
+        return min(world_size, int(text))
+    node = os.environ.get("SLURM_NODEID", "")
+    counts: list[int] = []
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = _TASKS.fullmatch(part)
+        if found is not None:
+            counts += [int(found[1])] * int(found[2] or 1)
+    if node.isdecimal() and int(node) < len(counts):
+        return max(1, min(world_size, counts[int(node)]))
+    return world_size
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -82,8 +82,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     within ``build``, which runs in one rank, this is ``share(build())``.
 
     The memory has no name, and is freed with its last user. The rank that built it keeps it until
-    all ranks of this host have it (``LOCAL_WORLD_SIZE``, else the world size), or until its process
-    ends. Linux only, with more than one rank.
+    all ranks of this host have it (``LOCAL_WORLD_SIZE``, or Slurm's tasks of this node, else the
+    world size), or until its process ends. Linux only, with more than one rank.
 
     Args:
         build: Called without arguments, in one rank. Only that rank's object is used, so it must

@@ -585,11 +585,6 @@ def check_worker_scope(
         raise ValueError(f"executor is mutually exclusive with worker_scope='host', {got}")
     if thread_pool or not num_workers:
         raise ValueError(f"worker_scope='host' needs worker processes: num_workers > 0, {got}")
-    if num_workers == "auto":
-        raise ValueError(
-            "num_workers cannot be 'auto' with worker_scope='host': give the number of workers of "
-            "the host"
-        )
     method = getattr(multiprocessing_context, "get_start_method", lambda: multiprocessing_context)()
     if method is not None:
         raise ValueError(

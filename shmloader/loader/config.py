@@ -17,13 +17,13 @@ import torch
 from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.device.device import Destination
-from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
+from shmloader.pools.adapting import Adapter
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have neither
     from shmloader.pools.executor import ProcessNumbers
@@ -61,7 +61,7 @@ class LoaderConfig:
         device_transform: Called with each batch on the device; None for no call.
         worker_scope: Whether the workers are this rank's own, or shared by the ranks of its host.
         host_rank: Number of this rank on its host.
-        host_ranks: How many ranks the host has.
+        host_ranks: How many ranks share the workers; 1 unless those are the host's.
         root: Directory that contains ``proc`` and ``sys``.
     """
 
@@ -118,15 +118,24 @@ class LoaderConfig:
         is_auto = self.most_workers > self.num_workers
         return self.worker_restarts > 0 or is_auto or self.fetch.sample_timeout_s is not None
 
+    def window_of(self, worker_count: int) -> int:
+        """Return how many batches are in flight with so many workers.
+
+        Of workers that the ranks of a host share, each rank has as many as with its share of them
+        for its own, so that the ranks together do not take more memory.
+        """
+        own_count = -(-worker_count // self.host_ranks)
+        return self.fixed_window or own_count * self.prefetch_factor
+
     @property
     def window(self) -> int:
         """Batches in flight at the beginning."""
-        return self.fixed_window or self.num_workers * self.prefetch_factor
+        return self.window_of(self.num_workers)
 
     @property
     def most_window(self) -> int:
         """Maximum number of batches in flight."""
-        return self.fixed_window or self.most_workers * self.prefetch_factor
+        return self.window_of(self.most_workers)
 
     @property
     def lend_limit(self) -> int:

@@ -22,7 +22,6 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.device.backend import parse_device
-from shmloader.engine.adapting import Adapter
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
@@ -55,6 +54,7 @@ from shmloader.loader.measured import MeasuredLoader
 from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
+from shmloader.pools.adapting import Adapter
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names
@@ -338,7 +338,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.sample_timeout = sample_timeout
         self.last_batch = last_batch
         self.seed = self._sample_seed
-        most_window = self._window_wanted() or self._most_workers * (self.prefetch_factor or 0)
+        own_workers = -(-self._most_workers // self._sharing_ranks)
+        most_window = self._window_wanted() or own_workers * (self.prefetch_factor or 0)
         check_arguments(self, self._wanted_devices(), most_window)
         if executor is not None and seed is None and not self._may_shard:
             warn_of_random_numbers(dataset, "executor=")
@@ -410,6 +411,11 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _scope_config(self) -> dict[str, Any]:
         """Return the fields of the configuration that say whose the workers are."""
         return {}
+
+    @property
+    def _sharing_ranks(self) -> int:
+        """The number of ranks that share the workers."""
+        return 1
 
     def _window_wanted(self) -> int | None:
         """Return the number of batches in flight, if ``prefetch_factor`` does not say it."""

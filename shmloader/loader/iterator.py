@@ -5,6 +5,7 @@ yielded batches. So the main process's random number generators are used as torc
 """
 
 import abc
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable
@@ -35,7 +36,9 @@ from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
+from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.arena import PageLocker
+from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_channels import WorkerChannels
@@ -91,21 +94,21 @@ class EngineIterator(CountingIterator):
         stage, locker = self._make_stage()
         self._adapter = parts.adapter
         self._loader = weakref.ref(loader)
-        window = config.window
         try:
             self._open(locker)
+            config = self._config
             self._begin_record(config.num_workers, begin_ns)
             # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It
             # must not hold the sampler, which may hold the loader and this iterator. An engine
             # without a thread of its own holds the sampler.
             self._source: EngineBase | StagedEngine = self._engine
-            if stage is None and self._engine.is_dynamic:
+            if stage is None and self._needs_thread:
                 stage = PassThroughStage()
             if stage is None:
                 end = self._ender()
             else:
                 self._pool.enable_wake()
-                self._source = StagedEngine(self._engine, stage, window, config.timeout_s)
+                self._source = StagedEngine(self._engine, stage, config.window, config.timeout_s)
                 end = self._source.owner.end
             self._finalizer = weakref.finalize(self, end)
             self._finalizer.atexit = False
@@ -163,6 +166,12 @@ class EngineIterator(CountingIterator):
     def _open(self, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
+    @property
+    def _needs_thread(self) -> bool:
+        """Whether a thread looks after the workers while the user's thread is elsewhere."""
+        engine = self._engine
+        return engine.needs_thread or (engine.is_dynamic and self._adapter is not None)
+
     def _ender(self) -> Callable[[], object]:
         """Return what ends the workers when the iterator is garbage; must not hold the sampler."""
         return self._pool.close
@@ -180,9 +189,8 @@ class EngineIterator(CountingIterator):
         """Begin a further epoch with the same workers (``persistent_workers=True``)."""
         config, worker_count = self._config, loader.num_workers
         self._begin_record(worker_count, time.monotonic_ns())
-        is_free = config.fixed_window is None
-        if self._adapter is not None and is_free and isinstance(self._source, StagedEngine):
-            self._source.set_window(worker_count * config.prefetch_factor)
+        if self._adapter is not None and isinstance(self._source, StagedEngine):
+            self._source.set_window(config.window_of(worker_count))
         super()._reset(loader, first_iter)
         self._begin_draws()
         self._progress = self._plan.progress
@@ -194,7 +202,7 @@ class EngineIterator(CountingIterator):
         self._record = self._make_record(worker_count, begin_ns)
         self._parts.statistics.begin(self._record, self)
         if self._adapter is not None:
-            self._adapter.begin()
+            self._begin_adapting(self._adapter)
 
     def _make_record(self, worker_count: int, begin_ns: int) -> Record:
         return Record(
@@ -285,12 +293,18 @@ class EngineIterator(CountingIterator):
             )
             if self._adapter is not None:
                 busy_ns = sum(delivery.times.work[1:4])
-                self._adapt(self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns))
+                self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)
         else:
             self._record.note_wait(began_ns, ended_ns)
 
-    def _adapt(self, wanted: int) -> None:
-        """Set the number of workers, and show it on the loader (``num_workers="auto"``)."""
+    def _begin_adapting(self, adapter: Adapter) -> None:
+        """Begin an epoch with ``num_workers="auto"``."""
+
+    def _adapt(self, adapter: Adapter, now_ns: int, wait_ns: int, busy_ns: int) -> None:
+        """Set the number of workers, and show it on the loader (``num_workers="auto"``).
+
+        The arguments are those of :meth:`Adapter.note`, for one batch.
+        """
 
     def _loses(self, error: BaseException) -> bool:
         return self._source.loses(error)
@@ -336,29 +350,77 @@ class EngineIterator(CountingIterator):
         self.close()
 
 
-class WorkerIterator(EngineIterator):
-    """Delivers batches of worker processes through shared memory.
+class SlotIterator(EngineIterator):
+    """Delivers batches that lie in slots of this process.
 
     At its end it frees its memory, except what lies under batches that the user holds.
     """
 
-    def _open(self, locker: PageLocker | None) -> None:
-        config = self._config
-        lent, slot_bytes = config.lend_limit, config.slot_bytes
-        root = Path(config.root)
-        memory = MemoryConfig(
-            config.num_workers,
+    def _memory_config(self, writer_count: int, window: int | None) -> MemoryConfig:
+        """Return how much memory the slots may come to need.
+
+        Args:
+            writer_count: How many processes write to the slots.
+            window: Batches in flight; None for ``prefetch_factor`` for each of these.
+        """
+        config, root = self._config, Path(self._config.root)
+        has_share = config.slot_bytes is not None
+        return MemoryConfig(
+            writer_count,
             config.prefetch_factor,
             config.loop_holds,
             self._plan.order.count_batches(),
             free_memory(root, control_groups(root)),
             config.root,
-            config.fixed_window,
-            share_count=None if slot_bytes is None else config.most_window + lent,
+            window,
+            share_count=config.most_window + config.lend_limit if has_share else None,
         )
-        warn_of_many_objects(config, self._parts)
+
+    def _make_engine(
+        self,
+        pool: Pool,
+        worker_count: int,
+        *,
+        is_dynamic: bool = False,
+        present: int | None = None,
+        first_worker: int = 0,
+        sharers: int = 1,
+    ) -> Engine:
+        """Return the engine of a pool with slots. See :class:`Engine` for the arguments."""
+        config = self._config
+        engine = Engine(
+            pool,
+            worker_count=worker_count,
+            window=config.most_window,
+            lend_limit=config.lend_limit,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            sample_timeout_s=config.fetch.sample_timeout_s,
+            worker_restarts=config.worker_restarts,
+            streams=None if self._streams is None else self._streams.copy(),
+            is_iterable=config.fetch.is_iterable,
+            is_dynamic=is_dynamic,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts.failures),
+            present=present,
+            first_worker=first_worker,
+            sharers=sharers,
+        )
+        if config.slot_bytes is not None:
+            engine.counts.share_bytes = config.slot_bytes
+        return engine
+
+
+class WorkerIterator(SlotIterator):
+    """Delivers batches of worker processes."""
+
+    def _open(self, locker: PageLocker | None) -> None:
+        self._reporter: DemandReporter | None = None
+        warn_of_many_objects(self._config, self._parts)
+        workers, memory = self._join() if self._config.worker_scope == "host" else self._start()
+        config = self._config
+        lent, slot_bytes = config.lend_limit, config.slot_bytes
         self._wanted = config.num_workers
-        workers = self._join(memory) if config.worker_scope == "host" else self._start(memory)
         try:
             self._pool = ProcessPool(
                 workers,
@@ -370,31 +432,25 @@ class WorkerIterator(EngineIterator):
         except BaseException:
             workers.close()  # after a Ctrl-C no other code closes them
             raise
-        self._engine = Engine(
+        self._engine = self._make_engine(
             self._pool,
-            worker_count=config.most_workers,
-            window=config.most_window,
-            lend_limit=lent,
-            in_order=config.in_order,
-            timeout_s=config.timeout_s,
-            sample_timeout_s=config.fetch.sample_timeout_s,
-            worker_restarts=config.worker_restarts,
-            streams=None if self._streams is None else self._streams.copy(),
-            is_iterable=config.fetch.is_iterable,
+            config.most_workers,
             is_dynamic=config.is_dynamic,
-            is_seeded=config.fetch.seed is not None,
-            watch=config.watch_failures(self._parts.failures),
             present=config.num_workers,
             first_worker=config.first_worker,
+            sharers=config.host_ranks,
         )
-        if slot_bytes is not None:
-            self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
 
-    def _start(self, memory: MemoryConfig) -> WorkerChannels[Any]:
-        """Start worker processes of this iterator's own."""
+    def _memory_of_workers(self) -> MemoryConfig:
         config = self._config
-        return WorkerProcesses(
+        is_free = config.fixed_window is None and config.host_ranks == 1
+        return self._memory_config(config.num_workers, None if is_free else config.window)
+
+    def _start(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
+        """Start worker processes of this iterator's own."""
+        config, memory = self._config, self._memory_of_workers()
+        workers = WorkerProcesses(
             config.multiprocessing_context,
             config.most_workers,
             (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
@@ -404,8 +460,9 @@ class WorkerIterator(EngineIterator):
             may_replace=config.may_replace_workers,
             started=config.num_workers,
         )
+        return workers, memory
 
-    def _join(self, memory: MemoryConfig) -> WorkerChannels[Any]:
+    def _join(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
         """Attach to the workers that the ranks of this host share."""
         from shmloader.pools.host_workers import (  # noqa: PLC0415 - few loaders share workers
             HostWorkers,
@@ -414,25 +471,51 @@ class WorkerIterator(EngineIterator):
 
         config = self._config
         functions = (config.collate_fn, config.on_error)
-        tasks = TaskConfig(config.fetch, memory, is_debugging())
+        is_auto = self._adapter is not None
         while True:
             pool = self._parts.host_pool = open_host_pool(
-                config.dataset, config.worker_init_fn, config.num_workers, int(self._base_seed)
+                config.dataset,
+                config.worker_init_fn,
+                config.most_workers,
+                int(self._base_seed),
+                config.num_workers if is_auto else None,
             )
+            if pool.wanted_count is not None:
+                # Those of the rank that has begun the pool, and what became of them.
+                self._config = dataclasses.replace(
+                    config, num_workers=pool.wanted_count, most_workers=pool.worker_count
+                )
+            memory = self._memory_of_workers()
+            tasks = TaskConfig(config.fetch, memory, is_debugging())
             try:
-                return HostWorkers(pool, functions, tasks)
+                workers = HostWorkers(pool, functions, tasks)
             except ConnectionError as error:
                 if is_interruption(error):
                     raise
                 pool.close()  # its owner has just ended; a new one takes its place
+                continue
+            self._reporter = DemandReporter(workers.report) if is_auto else None
+            return workers, memory
 
-    def _adapt(self, wanted: int) -> None:
-        if wanted != self._wanted:
-            self._wanted = wanted
-            self._engine.want_workers(wanted)
+    def _begin_adapting(self, adapter: Adapter) -> None:
+        if self._reporter is None:
+            adapter.begin()
+        else:
+            self._reporter.begin()
+
+    def _adapt(self, adapter: Adapter, now_ns: int, wait_ns: int, busy_ns: int) -> None:
+        if self._reporter is not None:
+            # The owner of the workers decides, and tells the engine.
+            self._reporter.note(now_ns, wait_ns, busy_ns)
+        else:
+            wanted = adapter.note(now_ns, wait_ns, busy_ns)
+            if wanted != self._wanted:
+                self._wanted = wanted
+                self._engine.want_workers(wanted)
         loader, present = self._loader(), self._engine.present_workers
         if loader is not None and loader.num_workers != present:
-            loader.num_workers = self._record.worker_count = present
+            self._record.worker_count = present
+            loader.num_workers = AutoCount(present)
 
     @property
     def _workers(self) -> list[Any]:

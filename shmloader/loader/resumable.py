@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from shmloader.engine.adapting import Adapter
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
@@ -21,6 +20,7 @@ from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import BatchArgument, check_state, sealed
 from shmloader.memory.slot import is_supported
+from shmloader.pools.adapting import Adapter
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.plan import EpochPlan

@@ -341,19 +341,20 @@ class ShardedDataLoader(DataLoader[_T_co]):
         )
         super()._begin_epoch()
 
-    def _host_ranks(self) -> int:
-        known = self._ranks.known
-        return 1 if known is None else ranks_of_host(known[1])
-
     def _scope_config(self) -> dict[str, Any]:
         if self.worker_scope == "rank":
             return {}
-        count = self._host_ranks()
+        count = self._sharing_ranks
         return {
             "worker_scope": "host",
             "host_rank": self._ranks.find()[0] % count,
             "host_ranks": count,
         }
+
+    @property
+    def _sharing_ranks(self) -> int:
+        known = self._ranks.known
+        return 1 if self.worker_scope == "rank" or known is None else ranks_of_host(known[1])
 
     @property
     def _seed_of_samples(self) -> int | None:
@@ -374,11 +375,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return super()._wanted_devices() if self.devices is None else list(self.devices)
 
     def _window_wanted(self) -> int | None:
-        if self.prefetch is not None or self.worker_scope == "rank":
-            return self.prefetch
-        # As many as with that many workers of its own, so that the ranks together do not take more
-        # memory.
-        return (self.prefetch_factor or 0) * -(-self.num_workers // self._host_ranks())
+        return self.prefetch
 
     @property
     def _has_steps(self) -> bool:

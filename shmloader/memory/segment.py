@@ -205,7 +205,9 @@ class SealedSegment:
             os.close(self.fd)
             self.fd = -1
 
-    __del__ = close
+    def __del__(self) -> None:
+        """Close the descriptor."""
+        self.close()
 
 
 class SegmentWriter:
@@ -219,11 +221,12 @@ class SegmentWriter:
     """
 
     def __init__(self, token: bytes | None = None) -> None:
+        self._fd = -1
         self._token = secrets.token_bytes(TOKEN_BYTES) if token is None else token
-        self._fd = os.memfd_create(f"{MEMFD_NAME}-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._used = 0
         self._granted = 0
         self._groups = control_groups(Path("/"))
+        self._fd = os.memfd_create(f"{MEMFD_NAME}-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.append(self._token)
 
     @property
@@ -294,15 +297,18 @@ class SegmentWriter:
         nbytes = align(self._used + 1)
         os.ftruncate(self._fd, nbytes)
         fcntl.fcntl(self._fd, ADD_SEALS, SEALS | _SEAL_WRITE)
-        sealed = SealedSegment(self._fd, nbytes, self._token)
-        self._fd = -1
-        return sealed
+        fd, self._fd = self._fd, -1  # not of two objects at once, each of which would close it
+        return SealedSegment(fd, nbytes, self._token)
 
     def close(self) -> None:
         """Discard the segment unless it is sealed. May be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        """Close it, if an interruption has left it before its creator had it."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self

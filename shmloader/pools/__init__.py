@@ -117,6 +117,9 @@ class Events(Protocol):
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
         """Note that a worker has finished the previous epoch, with its state's last piece."""
 
+    def workers_wanted(self, count: int) -> None:
+        """Note how many workers there should be, by a decision for all ranks of this host."""
+
     def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
         """Note that a worker died and was reaped. ``was_at`` says what it was doing."""
 

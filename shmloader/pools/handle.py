@@ -132,6 +132,13 @@ class WorkerHandle(WorkerChannel):
         if pidfd >= 0:
             os.close(pidfd)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, reaped or not."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
     def reap(self, deadline: float) -> bool:
         """Wait for the worker's end, and reap it.
 

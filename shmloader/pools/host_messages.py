@@ -1,7 +1,8 @@
 """The messages between a rank and the process that owns the workers of its host.
 
-Each is one pickled ``SOCK_SEQPACKET`` datagram. There are a few for each worker and epoch, none for
-a batch: batches take the way between a rank and a worker (:mod:`shmloader.messages`).
+Each is one pickled ``SOCK_SEQPACKET`` datagram. There are a few for each worker and epoch, and with
+an automatic count ten a second, but none for a batch: batches take the way between a rank and a
+worker (:mod:`shmloader.messages`).
 """
 
 import pickle
@@ -13,12 +14,14 @@ class Welcome(NamedTuple):
 
     Attributes:
         pid: The owner's process id.
-        worker_count: The number of workers.
+        worker_count: The most workers there may be.
+        wanted_count: How many there should be at present; None if their number is fixed.
         dataset: What their dataset looks like.
     """
 
     pid: int
     worker_count: int
+    wanted_count: int | None
     dataset: str
 
 
@@ -26,9 +29,14 @@ class Attach(NamedTuple):
     """Rank → owner, with a worker's end of a socket pair: give it to this worker.
 
     The worker is started if it does not run.
+
+    Attributes:
+        worker_id: Number of the worker.
+        attachment: Tells the times apart that the rank attaches to a worker of this number.
     """
 
     worker_id: int
+    attachment: int
 
 
 class Attached(NamedTuple):
@@ -36,6 +44,36 @@ class Attached(NamedTuple):
 
     worker_id: int
     pid: int
+
+
+class Detach(NamedTuple):
+    """Rank → owner: the rank has closed its channel to this worker, which is wanted no more."""
+
+    worker_id: int
+
+
+class EpochBegun(NamedTuple):
+    """Rank → owner, with an automatic count: what it reports from now on is of another epoch."""
+
+
+class Demand(NamedTuple):
+    """Rank → owner, with an automatic count: batches that the rank has taken since the last report.
+
+    Attributes:
+        batches: The number of batches.
+        wait_ns: How long the rank waited for them.
+        busy_ns: How long workers were busy with them.
+    """
+
+    batches: int
+    wait_ns: int
+    busy_ns: int
+
+
+class Wanted(NamedTuple):
+    """Owner → rank: so many workers, the first ones, should be used from now on."""
+
+    worker_count: int
 
 
 class Kill(NamedTuple):
@@ -49,6 +87,7 @@ class Lost(NamedTuple):
 
     Attributes:
         worker_id: Number of the worker.
+        attachment: That of the message by which the rank was attached.
         pid: Its process id.
         exit_code: Its exit code, negative for a signal; None if it is not known.
         oom_kills: Processes that the kernel's out-of-memory killer has ended in this control group.
@@ -56,6 +95,7 @@ class Lost(NamedTuple):
     """
 
     worker_id: int
+    attachment: int
     pid: int
     exit_code: int | None
     oom_kills: int

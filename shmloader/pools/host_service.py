@@ -5,6 +5,10 @@ imports the program's main file once and forks the workers, so that they share w
 It loads neither the dataset nor a batch. It answers the ranks' few messages, starts workers, reaps
 those that die and tells the ranks of it.
 
+With ``num_workers="auto"`` it decides how many workers there are, by the times that the ranks
+report (:mod:`shmloader.pools.adapting`), and tells the ranks, each of which attaches to the workers
+that are wanted. A worker that is not wanted ends when the last rank has detached from it.
+
 It ends, with its workers, when no rank is connected any more, however the ranks ended. So nothing
 is left of a run whose ranks were killed, and a rank that leaves before the others, even the one
 that started this process, costs them nothing.
@@ -28,14 +32,19 @@ from shmloader.host.meeting import peer_of
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.adapting import Adapter
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
 from shmloader.pools.host_child import HostWorkerStart, host_worker_main
 from shmloader.pools.host_messages import (
     Attach,
     Attached,
+    Demand,
+    Detach,
+    EpochBegun,
     Kill,
     Left,
     Lost,
+    Wanted,
     Welcome,
     pack,
     unpack,
@@ -57,12 +66,14 @@ class ServiceStart:
     """The values that the process gets.
 
     Attributes:
-        worker_count: The number of workers.
+        worker_count: The most workers there may be.
+        first_count: How many there should be at first, if that changes; None for a fixed number.
         base_seed: Seeds the workers' random generators.
         dataset: What the dataset looks like, for ranks that have another one.
     """
 
     worker_count: int
+    first_count: int | None
     base_seed: int
     dataset: str
 
@@ -86,11 +97,14 @@ def serve_host(
 
 @dataclass(eq=False)
 class _Rank:
-    """A connection to a rank, its process id, and the workers that it is attached to."""
+    """A connection to a rank, its process id, and the workers that it is attached to.
+
+    The values of ``attached`` are those of ``Attach.attachment``.
+    """
 
     connection: socket.socket
     pid: int
-    attached: set[int] = field(default_factory=set)
+    attached: dict[int, int] = field(default_factory=dict)
 
     def tell(self, message: tuple[object, ...]) -> None:
         """Send a message. A rank that takes none any more is gone, which its socket will show."""
@@ -115,6 +129,10 @@ class _HostService:
         # By the descriptor that is readable at its end, each worker's number.
         self._by_pidfd: dict[int, int] = {}
         self._poll = select.poll()
+        self._cores = os.sched_getaffinity(0)
+        self._adapter: Adapter | None = None
+        if start.first_count is not None:
+            self._adapter = Adapter(start.first_count, start.worker_count)
 
     def run(self, first: socket.socket) -> None:
         """Serve until no rank is left."""
@@ -125,7 +143,9 @@ class _HostService:
             while self._ranks:
                 for fd, _ in self._poll.poll():
                     if fd in self._by_pidfd:
-                        self._reap(self._by_pidfd[fd])
+                        # The number may be that of another worker by now.
+                        if self._workers[self._by_pidfd[fd]].has_ended:
+                            self._reap(self._by_pidfd[fd])
                     elif fd in self._ranks:
                         self._take(self._ranks[fd])
                     elif fd == self._listener.fileno():
@@ -149,8 +169,24 @@ class _HostService:
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0])
+        self._use_cores_of(rank.pid)
         self._poll.register(connection, select.POLLIN)
-        rank.tell(Welcome(os.getpid(), self._start.worker_count, self._start.dataset))
+        wanted = None if self._adapter is None else self._adapter.count
+        rank.tell(Welcome(os.getpid(), self._start.worker_count, wanted, self._start.dataset))
+
+    def _use_cores_of(self, pid: int) -> None:
+        """Let the workers run where a rank may run, too.
+
+        Launchers bind each rank to cores of its own (Slurm's ``--cpu-bind``), and this process was
+        started by one of them.
+        """
+        with Suppressed(OSError):  # it has ended, or may not be looked at
+            more = os.sched_getaffinity(pid) - self._cores if pid else set()
+            if more:
+                self._cores |= more
+                for worker in self._workers.values():
+                    os.sched_setaffinity(worker.process.pid or 0, self._cores)
+                os.sched_setaffinity(0, self._cores)
 
     def _take(self, rank: _Rank) -> None:
         """Take a rank's message, or its end."""
@@ -171,33 +207,79 @@ class _HostService:
             if ancillary:
                 (fd,) = struct.unpack("i", ancillary[0][2][:4])
                 with socket.socket(fileno=fd) as channel:
-                    self._attach(rank, message.worker_id, channel)
+                    self._attach(rank, message, channel)
+        elif isinstance(message, Detach):
+            self._detach(rank, {message.worker_id})
         elif isinstance(message, Kill) and message.worker_id in rank.attached:
             self._workers[message.worker_id].process.kill()
+        elif self._adapter is not None and isinstance(message, EpochBegun | Demand):
+            self._adapt(self._adapter, rank, message)
 
     def _drop(self, rank: _Rank) -> None:
         fd = rank.connection.fileno()
         self._poll.unregister(fd)
         del self._ranks[fd]
-        # Connections of the same process are about to be closed as well.
-        rank.tell(Left(is_last=all(other.pid == rank.pid for other in self._ranks.values())))
+        # Connections of the same process are about to be closed as well. Processes of PID
+        # namespaces that are not visible here all have the number 0.
+        others = [one for one in self._ranks.values() if one.pid != rank.pid or not one.pid]
+        rank.tell(Left(is_last=not others))
         rank.connection.close()
+        self._detach(rank, set(rank.attached))
 
-    def _attach(self, rank: _Rank, worker_id: int, channel: socket.socket) -> None:
+    def _attach(self, rank: _Rank, message: Attach, channel: socket.socket) -> None:
         """Give a rank's channel to a worker, which is started if it does not run."""
+        worker_id, attachment = message
         worker = self._workers.get(worker_id)
+        if worker is not None and worker.is_lost:  # it was not wanted, and is about to end
+            worker.process.kill()
+            self._reap(worker_id)
+            worker = None
         if worker is None:
             try:
                 worker = self._start_worker(worker_id)
             except OSError as error:
                 if is_interruption(error):
                     raise
-                rank.tell(Lost(worker_id, 0, None, 0, was_loading=False))
+                rank.tell(Lost(worker_id, attachment, 0, None, 0, was_loading=False))
                 return
         with Suppressed(OSError):  # it has just died, which the rank will be told
             socket.send_fds(worker.channel, [_NEW_RANK], [channel.fileno()])
-        rank.attached.add(worker_id)
+        if self._adapter is not None and not rank.attached:
+            rank.tell(Wanted(self._adapter.count))
+        rank.attached[worker_id] = attachment
         rank.tell(Attached(worker_id, worker.process.pid or 0))
+
+    # How many workers there are ----------------------------------------------------------
+
+    def _adapt(self, adapter: Adapter, rank: _Rank, message: EpochBegun | Demand) -> None:
+        """Follow what a rank reports, and tell all ranks if another number is wanted."""
+        before = adapter.count
+        if isinstance(message, EpochBegun):
+            adapter.begin()
+            return
+        adapter.note(
+            time.monotonic_ns(),
+            message.wait_ns,
+            message.busy_ns,
+            batches=message.batches,
+            consumer=rank.connection.fileno(),
+        )
+        if adapter.count != before:
+            for other in self._ranks.values():
+                if other.attached:  # the others do not read it
+                    other.tell(Wanted(adapter.count))
+
+    def _detach(self, rank: _Rank, worker_ids: set[int]) -> None:
+        """Let a rank's workers end that are not wanted and that no other rank uses."""
+        for worker_id in worker_ids:
+            rank.attached.pop(worker_id, None)
+        if self._adapter is None:
+            return
+        used = set[int]().union(*(other.attached for other in self._ranks.values()))
+        for worker_id in worker_ids - used:
+            if worker_id >= self._adapter.count and worker_id in self._workers:
+                self._workers[worker_id].is_lost = True
+                self._workers[worker_id].hang_up()
 
     # Workers -----------------------------------------------------------------------------
 
@@ -257,6 +339,7 @@ class _HostService:
             kills = (oom_kills(self._groups) or 0) - self._oom_kills_before
         was_loading = self._status_page.read(worker_id).phase is Phase.LOADING
         for rank in self._ranks.values():
-            if worker_id in rank.attached:
-                rank.attached.discard(worker_id)
-                rank.tell(Lost(worker_id, worker.process.pid or 0, code, kills, was_loading))
+            attachment = rank.attached.pop(worker_id, None)
+            if attachment is not None:
+                pid = worker.process.pid or 0
+                rank.tell(Lost(worker_id, attachment, pid, code, kills, was_loading))

@@ -12,7 +12,6 @@ that comes first starts the owner, and has no other part in it than the others.
 """
 
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.process
 import os
@@ -29,7 +28,18 @@ from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerChannel
-from shmloader.pools.host_messages import Attach, Attached, Kill, Left, Lost, Welcome, pack, unpack
+from shmloader.pools.host_messages import (
+    Attach,
+    Attached,
+    Detach,
+    Kill,
+    Left,
+    Lost,
+    Wanted,
+    Welcome,
+    pack,
+    unpack,
+)
 from shmloader.pools.host_service import ServiceStart, serve_host
 from shmloader.pools.main_guard import (
     NO_GUARD_EXIT,
@@ -61,27 +71,31 @@ def open_host_pool(
     worker_init_fn: Callable[[int], None] | None,
     worker_count: int,
     base_seed: int,
+    first_count: int | None = None,
 ) -> "HostPool":
     """Return the pool of this host for a dataset: the one in use, or one that is begun here.
 
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
         worker_init_fn: Called in each worker with its number.
-        worker_count: The number of workers of the host.
+        worker_count: The most workers of the host. If their number changes, that is for the rank
+            to say that begins the pool.
         base_seed: Seeds the workers' random generators, if this rank starts them.
+        first_count: How many there are at first, if their number changes; None if it is fixed.
 
     Raises:
         ValueError: If another rank has begun the pool with other arguments.
         RuntimeError: If the process that owns the workers has ended at once.
         Exception: What pickling the dataset raises, or starting a process.
     """
-    key = (id(dataset), id(worker_init_fn), worker_count)
+    key = (id(dataset), id(worker_init_fn), worker_count if first_count is None else "auto")
     pool: HostPool | None = PROCESS.host_pools.get(key)
     if pool is None or not pool.is_alive:
         # In place of one whose owner has ended, it gets the same number: the rank meets those who
         # have lost it as well, and those who had not opened it yet.
         number = PROCESS.pools_on_host if pool is None else pool.number
-        pool = HostPool(dataset, worker_init_fn, worker_count, base_seed, number)
+        start = ServiceStart(worker_count, first_count, base_seed, describe_dataset(dataset))
+        pool = HostPool(dataset, worker_init_fn, start, number)
         # Only now is the number used: after an interruption the rank still meets the others.
         PROCESS.pools_on_host = max(PROCESS.pools_on_host, number + 1)
         PROCESS.host_pools[key] = pool
@@ -92,25 +106,26 @@ class HostPool:
     """This rank's part in a pool, which lasts while a loader refers to this object.
 
     Attributes:
-        worker_count: The number of workers of the host.
+        worker_count: The most workers of the host.
+        wanted_count: How many should be used, as far as is known; None if all of them always.
         owner_pid: Process id of the process that owns the workers.
         number: Tells the pools of a run apart, and is the same in all ranks.
 
-    Args: See :func:`open_host_pool`.
+    Args:
+        dataset, worker_init_fn: See :func:`open_host_pool`.
+        start: What the owner gets, if this rank starts it.
+        number: The pool's number.
     """
 
     def __init__(
         self,
         dataset: object,
         worker_init_fn: Callable[[int], None] | None,
-        worker_count: int,
-        base_seed: int,
+        start: ServiceStart,
         number: int,
     ) -> None:
-        self.worker_count = worker_count
         self.number = number
         self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
-        start = ServiceStart(worker_count, base_seed, describe_dataset(dataset))
         while True:
             meeting = Meeting(f"workers {number}")
             self._name = meeting.name
@@ -124,7 +139,7 @@ class HostPool:
             except BaseException:
                 meeting.close()
                 if process is not None:  # not killed, since other ranks may use it already
-                    uninterruptible(functools.partial(_leave, connection, process))
+                    uninterruptible(_Leaver(connection, process).run)
                 raise
             if welcome is not None:
                 break
@@ -134,6 +149,7 @@ class HostPool:
                 raise RuntimeError(_describe_failed_start(process))
             # The rank that was to start it could not, and has raised an error. This one tries.
         self._connection, self.owner_pid = connection, welcome.pid
+        self.worker_count, self.wanted_count = welcome.worker_count, welcome.wanted_count
         in_child = _InChild(connection)
         PROCESS.meetings.add(in_child)
         self._closer = weakref.finalize(self, _close, os.getpid(), in_child, connection, process)
@@ -228,10 +244,12 @@ def _describe_failed_start(process: BaseProcess) -> str:
 
 def _check(welcome: Welcome, start: ServiceStart) -> None:
     """Check that this rank wants what the rank wanted that began the pool."""
-    if welcome.worker_count != start.worker_count:
+    ours = start.worker_count if start.first_count is None else "auto"
+    theirs = welcome.worker_count if welcome.wanted_count is None else "auto"
+    if ours != theirs:
         raise ValueError(
             "num_workers should be the same on all ranks of a host with worker_scope='host', but "
-            f"got num_workers={start.worker_count}, and another rank has {welcome.worker_count}"
+            f"got num_workers={ours!r}, and another rank has {theirs!r}"
         )
     if welcome.dataset != start.dataset:
         raise ValueError(
@@ -249,21 +267,39 @@ def _close(
     if os.getpid() != pid:
         connection.close()
         return
-    uninterruptible(functools.partial(_leave, connection, process))
+    uninterruptible(_Leaver(connection, process).run)
 
 
-def _leave(connection: socket.socket, process: BaseProcess | None) -> None:
-    with connection, Suppressed(OSError):
-        connection.settimeout(_END_S)
-        connection.shutdown(socket.SHUT_WR)
-        while process is not None and (data := connection.recv(RECEIVE_BYTES)):
-            message = unpack(data)
-            if isinstance(message, Left):
-                if not message.is_last:
-                    return
-                break
-    if process is not None:
-        process.join(_END_S)
+class _Leaver:
+    """Leaves a pool. ``run`` can be run again after an interruption.
+
+    Args:
+        connection: The connection to the owner, which is closed.
+        process: The owner, if this rank has started it; it is reaped if this rank is the last one.
+    """
+
+    def __init__(self, connection: socket.socket, process: BaseProcess | None) -> None:
+        self._connection = connection
+        self._process = process
+
+    def run(self) -> None:
+        """Leave."""
+        with Suppressed(OSError):  # the owner has ended, or does not answer
+            self._connection.settimeout(_END_S)
+            self._connection.shutdown(socket.SHUT_WR)
+            # The answer stays in the socket: after an interruption it is read again.
+            while self._process is not None and (
+                data := self._connection.recv(RECEIVE_BYTES, socket.MSG_PEEK)
+            ):
+                message = unpack(data)
+                if isinstance(message, Left):
+                    if not message.is_last:
+                        self._process = None
+                    break
+                self._connection.recv(RECEIVE_BYTES)
+        self._connection.close()
+        if self._process is not None:
+            self._process.join(_END_S)
 
 
 class HostWorkers(WorkerChannels[WorkerChannel]):
@@ -286,6 +322,8 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._payloads: list[Payload] = []
         self._owner_pid = pool.owner_pid
         self._pids = [0] * pool.worker_count
+        # How often this rank has attached to each worker.
+        self._attachments = [0] * pool.worker_count
         self._deaths: dict[int, Death] = {}
         self._because = ""
         super().__init__()
@@ -295,7 +333,8 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             self._payloads.append(pickle_for_workers(functions, names, "spawn"))
             self._control = pool.connect()
             self._poll.register(self._control, select.POLLIN)
-            for worker_id in range(pool.worker_count):
+            count = pool.worker_count if pool.wanted_count is None else pool.wanted_count
+            for worker_id in range(count):
                 self._workers.append(self._attach(worker_id))
                 self._introduce(worker_id)
         except BaseException:
@@ -310,11 +349,14 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
     def _attach(self, worker_id: int) -> WorkerChannel:
         """Have the owner give a worker one end of a new socket pair."""
         assert self._control is not None
+        self._pids[worker_id] = 0
+        self._attachments[worker_id] += 1
+        message = pack(Attach(worker_id, self._attachments[worker_id]))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 theirs.setblocking(True)
-                socket.send_fds(self._control, [pack(Attach(worker_id))], [theirs.fileno()])
+                socket.send_fds(self._control, [message], [theirs.fileno()])
             ours.setblocking(False)
             self._by_fd[ours.fileno()] = worker_id
             self._poll.register(ours, select.POLLIN)
@@ -350,8 +392,14 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             message = unpack(data)
             if isinstance(message, Attached):
                 self._pids[message.worker_id] = message.pid
+            elif isinstance(message, Wanted):
+                self.wanted_count = message.worker_count
+                if self._pool is not None:  # a later iterator begins with as many
+                    self._pool.wanted_count = message.worker_count
             elif isinstance(message, Lost):
-                worker_id, pid, exit_code, kills, was_loading = message
+                worker_id, attachment, pid, exit_code, kills, was_loading = message
+                if attachment != self._attachments[worker_id]:
+                    continue  # this rank has detached from it, and attached to its successor
                 is_ours = self.was_at(worker_id).is_loading
                 death = Death(pid, exit_code, kills, was_elsewhere=was_loading and not is_ours)
                 yield from self._lose(worker_id, death)
@@ -403,21 +451,59 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
 
     def replace(self, worker_id: int) -> None:
         """Have the owner start a worker in place of one that was lost, unless it has already."""
-        if self._is_closed:
-            raise ClosedLoaderError("the workers have been ended")
-        if self._because:
-            raise RuntimeError(self._because)
-        old = self._workers[worker_id]
-        self._by_fd.pop(old.channel.fileno(), None)
-        old.channel.close()
-        self._page.clear(worker_id)
         try:
-            self._workers[worker_id] = self._attach(worker_id)
+            self.start(worker_id)
         except ConnectionError as error:
             if is_interruption(error):
                 raise
-            raise RuntimeError(self._describe_lost_owner()) from error
+            raise RuntimeError(self._because or self._describe_lost_owner()) from error
+
+    def start(self, worker_id: int) -> None:
+        """Attach to a worker, which the owner starts unless it runs.
+
+        Raises:
+            OSError: If there are no descriptors left, or the owner has ended.
+            ClosedLoaderError: If another thread closes this meanwhile.
+        """
+        if self._is_closed:
+            raise ClosedLoaderError("the workers have been ended")
+        if self._because:
+            raise ConnectionResetError(self._because)
+        if worker_id == len(self._workers):
+            self._workers.append(self._attach(worker_id))
+        else:
+            old = self._workers[worker_id]
+            self._by_fd.pop(old.channel.fileno(), None)
+            old.channel.close()
+            self._page.clear(worker_id)
+            self._workers[worker_id] = self._attach(worker_id)
         self._introduce(worker_id)
+
+    def retire(self, worker_id: int) -> None:
+        """Detach from an idle worker, which the owner ends when no other rank uses it."""
+        worker = self._workers[worker_id]
+        if worker.is_lost or self._is_closed:
+            return
+        worker.is_lost = True
+        worker.outbox.clear()
+        with contextlib.suppress(KeyError, ValueError):
+            self._poll.unregister(worker.channel)
+        self._by_fd.pop(worker.channel.fileno(), None)
+        worker.hang_up()
+        self.report(Detach(worker_id))
+
+    def report(self, message: tuple[object, ...]) -> bool:
+        """Send the owner a message, without blocking. Called from any thread.
+
+        Returns:
+            Whether it was sent. It is not if the owner has ended, or has many to read.
+        """
+        control = self._control
+        with Suppressed(OSError):
+            if control is not None:
+                control.send(pack(message), socket.MSG_DONTWAIT)
+                return True
+        return False
 
     def _describe_lost_owner(self) -> str:
         return (
@@ -425,10 +511,6 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             "(worker_scope='host'), has ended, and all workers with it. "
             "The next epoch starts new ones."
         )
-
-    def start(self, worker_id: int) -> None:
-        """As :meth:`replace`."""
-        self.replace(worker_id)
 
     # End ---------------------------------------------------------------------------------
 

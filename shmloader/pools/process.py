@@ -55,6 +55,8 @@ class ProcessPool(SlotReader):
         self._workers = workers
         self.readings = workers.readings
         self._sender = Sender(workers, self.arena)
+        # The worker count that was reported in this epoch; None if none was.
+        self._told_count: int | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -84,6 +86,7 @@ class ProcessPool(SlotReader):
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
+        self._told_count = None  # workers that were leaving stay when an epoch is left
         self._workers.send(worker_id, pack(StartEpoch(epoch)))
 
     def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
@@ -109,7 +112,16 @@ class ProcessPool(SlotReader):
                 events.lost(worker_id, self._workers.death(worker_id), self.was_at(worker_id))
             else:
                 self._take(worker_id, data, events)
-        return bool(happened)
+        return self._tell_count(events) or bool(happened)
+
+    def _tell_count(self, events: Events) -> bool:
+        """Report how many workers the ranks of the host want, if that has changed."""
+        count = self._workers.wanted_count
+        if count is None or count == self._told_count:
+            return False
+        self._told_count = count
+        events.workers_wanted(count)
+        return True
 
     def enable_wake(self) -> None:
         """Enable the three methods below."""

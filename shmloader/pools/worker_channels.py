@@ -44,7 +44,10 @@ class WorkerChannels(Generic[_Channel]):
         is_inherited: Whether this is a forked child of the process that uses the workers.
         is_waiting: Whether ``wait`` waits, or was left by an exception while it waited: no message
             has been taken from a worker that was not returned.
+        wanted_count: How many workers there should be, if that is decided for all ranks of a host.
     """
+
+    wanted_count: int | None = None
 
     def __init__(self) -> None:
         self._pid = os.getpid()

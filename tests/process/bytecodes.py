@@ -15,6 +15,7 @@ import gc
 import signal
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,7 @@ _CLOSERS = frozenset(
 )
 
 
+_FINALIZE = weakref.finalize.__call__.__code__
 _ADD_DONE_CALLBACK = concurrent.futures.Future.add_done_callback.__code__
 
 
@@ -133,10 +135,15 @@ def _is_spared(frame: Any) -> bool:
     if frame.f_back.f_code is _ADD_DONE_CALLBACK:
         return True
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
+        if frame.f_code.co_name == "__del__" or _is_of_garbage(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_of_garbage(frame: Any) -> bool:
+    """Whether a ``weakref.finalize`` runs since its object is garbage, not since it was called."""
+    return frame.f_code is _FINALIZE and frame.f_locals["_"] is not None
 
 
 def _handle(signum: int, frame: object, kind: type[BaseException]) -> None:

@@ -46,8 +46,8 @@ class Rank:
         channel.send(result)
         channel.recv()  # lives until it is let go
 
-    def result(self) -> Any:
-        assert self._ours.poll(LONG_S), "the rank has not answered"
+    def result(self, timeout_s: float = LONG_S) -> Any:
+        assert self._ours.poll(timeout_s), "the rank has not answered"
         return self._ours.recv()
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import shmloader.loader.dataloader as dataloader_module
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.engine import adapting
+from shmloader.pools import adapting
 from tests.process.support import Calls, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,30 +14,22 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
-from shmloader import LoaderTimeoutError, ShardedDataLoader, WorkerDiedError
+from shmloader import LoaderTimeoutError, WorkerDiedError
 from shmloader.pools import host_workers
+from tests.process.host_loaders import (
+    COUNT,
+    WORKERS,
+    Samples,
+    contents,
+    expected,
+    has_ended,
+    loader,
+    owner_of,
+    pids,
+)
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
-
-COUNT, BATCH, WORKERS = 45, 4, 2
-
-
-class Samples:
-    """Samples that tell which process made them; some do what a test wants first."""
-
-    def __init__(self, count: int = COUNT, at: dict[int, Any] | None = None) -> None:
-        self.count = count
-        self.at = at or {}
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, int]:
-        if index in self.at:
-            self.at[index]()
-        return index, torch.rand(2), os.getpid()
 
 
 class KillOnce:
@@ -72,44 +64,6 @@ class Waiting:
 
     def __call__(self) -> None:
         wait_until(self.path.exists, LONG_S)
-
-
-def loader(dataset: Any = None, **options: Any) -> ShardedDataLoader[Any]:
-    return ShardedDataLoader(
-        Samples() if dataset is None else dataset,
-        BATCH,
-        True,
-        **{"num_workers": WORKERS, "worker_scope": "host", "last_batch": "keep", **options},
-    )
-
-
-def contents(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
-    return [(indices.tolist(), drawn.tolist()) for indices, drawn, _ in batches]
-
-
-def pids(batches: Any) -> set[int]:
-    return {pid for _, _, makers in batches for pid in makers.tolist()}
-
-
-def expected(rank: int, ranks: int = 2, epochs: int = 1, **options: Any) -> list[Any]:
-    """What a rank gets without workers."""
-    with loader(
-        num_workers=0, worker_scope="rank", rank=rank, world_size=ranks, **options
-    ) as alone:
-        return [contents(alone) for _ in range(epochs)]
-
-
-def owner_of(one: ShardedDataLoader[Any]) -> int:
-    pool = one._parts.host_pool
-    assert pool is not None
-    return pool.owner_pid
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
@@ -407,7 +361,6 @@ def test_a_child_that_a_rank_forks_does_not_keep_the_workers_alive(run):
         ({"worker_scope": "node"}, "worker_scope should be 'rank' or 'host'"),
         ({"num_workers": 0}, "needs worker processes"),
         ({"thread_pool": True}, "needs worker processes"),
-        ({"num_workers": "auto"}, "cannot be 'auto' with worker_scope"),
         ({"multiprocessing_context": "fork"}, "cannot be combined with worker_scope='host'"),
     ],
 )

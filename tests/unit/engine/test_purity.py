@@ -38,6 +38,7 @@ def path_of(module: str) -> Path:
         "shmloader.engine.slots",
         "shmloader.engine.workers",
         "shmloader.engine.routing",
+        "shmloader.pools.adapting",
         "shmloader.messages",
     ],
 )

@@ -1102,6 +1102,17 @@ def test_a_worker_that_is_wanted_is_started_and_asks_for_its_share_of_tickets():
     assert subject.take_wanted_tickets() == 2
 
 
+def test_an_engine_that_shares_workers_asks_for_tickets_for_its_share_of_them():
+    subject = Scheduler(6, 4, 2, in_order=True, is_dynamic=True, present=1, sharers=3)
+    offered(subject, 2)  # two for each worker of its own
+    asked = []
+    for count in range(2, 7):
+        subject.workers_wanted(count)
+        subject.worker_started(subject.workers.next_start().worker_id)
+        asked.append(subject.take_wanted_tickets())
+    assert asked == [0, 0, 2, 0, 0]
+
+
 def test_a_worker_that_is_not_wanted_stops_when_it_has_answered():
     subject = with_workers(2)
     offered(subject, 3)

@@ -105,3 +105,20 @@ def test_a_worker_that_stays_is_what_it_was(answer_ns, state):
     table.let_all_stay()
     assert table[0].state is state
     assert table.wanted_count == 1
+
+
+def test_which_workers_are_wanted_depends_on_their_number_alone():
+    """So that tables of several ranks agree, whatever has happened in each."""
+    table = WorkerTable(4, 3)
+    table.move(2, LOST)
+    table.wanted_count = 2
+    table.balance()
+    assert [worker.state for worker in table] == [STARTING, STARTING, LOST, GONE]
+    assert table.next_start() is None
+    table.move(2, STARTING)
+    table.balance()
+    assert [worker.state for worker in table] == [STARTING, STARTING, LEAVING, GONE]
+    table.wanted_count = 4
+    table.balance()
+    assert table[2].state is STARTING
+    assert table.next_start() is table[3]

@@ -1,18 +1,22 @@
 """Decides how many workers there should be (``num_workers="auto"``). Pure.
 
 In each period it may try one worker more or one fewer. An additional worker stays if batches come
-faster; a removed one stays away if the consumer does not wait. After a trial that did not help,
-it pauses for twice as many periods as after the previous failed trial.
+faster; a removed one stays away if no consumer waits. After a trial that did not help, it pauses
+for twice as many periods as after the previous failed trial.
+
+The workers of a loader have one consumer, and those of a host one for each iterator of each rank.
+The one that waits most decides: ranks that train together all go at the pace of the slowest.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 # A period has at least this length, and this many batches for each worker.
 PERIOD_NS = 500_000_000
 _BATCHES_EACH = 4
-# If the consumer waits for more than this share of its time, another worker may help.
+# If a consumer waits for more than this share of its time, another worker may help.
 _WAITS = 0.1
-# If it waits for less than this share, a worker can go if the others can do its work.
+# If none waits for more than this share, a worker can go if the others can do its work.
 _NEVER_WAITS = 0.02
 # The largest share of their time that the others may be busy with it.
 _BUSY = 0.7
@@ -35,7 +39,7 @@ class _Trial:
 
 
 class Adapter:
-    """Chooses the worker count from the times that the consumer sees, and on its thread.
+    """Chooses the worker count from the times that the consumers see. One thread uses it.
 
     Attributes:
         count: How many workers there should be.
@@ -58,15 +62,26 @@ class Adapter:
         """Begin an epoch. Its first period, in which workers start, does not count."""
         self._is_settling = True
         self._start_ns: int | None = None
-        self._batches = self._wait_ns = self._busy_ns = 0
+        self._batches = self._busy_ns = 0
+        self._wait_ns: dict[Hashable, int] = {}
 
-    def note(self, now_ns: int, wait_ns: int, busy_ns: int) -> int:
-        """Note that the consumer took a batch.
+    def note(
+        self,
+        now_ns: int,
+        wait_ns: int,
+        busy_ns: int,
+        *,
+        batches: int = 1,
+        consumer: Hashable = None,
+    ) -> int:
+        """Note that a consumer took batches.
 
         Args:
             now_ns: The time.
-            wait_ns: How long the consumer waited for it.
-            busy_ns: How long its worker was busy with it.
+            wait_ns: How long the consumer waited for them.
+            busy_ns: How long workers were busy with them.
+            batches: The number of batches.
+            consumer: Tells several consumers apart.
 
         Returns:
             How many workers there should be from now on.
@@ -74,8 +89,8 @@ class Adapter:
         if self._start_ns is None:
             self._start_ns = now_ns
             return self.count
-        self._batches += 1
-        self._wait_ns += wait_ns
+        self._batches += batches
+        self._wait_ns[consumer] = self._wait_ns.get(consumer, 0) + wait_ns
         self._busy_ns += busy_ns
         elapsed_ns = now_ns - self._start_ns
         if elapsed_ns >= PERIOD_NS and self._batches >= _BATCHES_EACH * self.count:
@@ -84,12 +99,13 @@ class Adapter:
             else:
                 self._decide(elapsed_ns)
             self._start_ns = now_ns
-            self._batches = self._wait_ns = self._busy_ns = 0
+            self._batches = self._busy_ns = 0
+            self._wait_ns.clear()
         return self.count
 
     def _decide(self, elapsed_ns: int) -> None:
         rate = self._batches / elapsed_ns
-        wait_share = self._wait_ns / elapsed_ns
+        wait_share = max(self._wait_ns.values(), default=0) / elapsed_ns
         trial, self._trial = self._trial, None
         if trial is not None and not self._has_helped(trial, rate, wait_share):
             self._pause, self._next_pause = (

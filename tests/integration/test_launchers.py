@@ -1,0 +1,133 @@
+"""``worker_scope="host"`` under what starts the ranks: torch's spawn, and Slurm.
+
+torchrun has a file of its own, and Lightning and accelerate are among the frameworks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_torchrun import LIMIT_S, Run
+from tests.process.one_pool import check
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+#: What says to a process that it is a rank, which the launchers below set or do not.
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch) -> None:
+    for name in [*VARIABLES, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(folder: Path, text: str, *arguments: str) -> None:
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(text))
+    with Run([sys.executable, str(program), *arguments], folder) as run:
+        done = run.finish()
+    assert done.returncode == 0, done.stderr
+
+
+SPAWNED = """
+    import os, sys
+    from pathlib import Path
+
+    import torch.distributed as dist
+    import torch.multiprocessing
+
+    from tests.process.one_pool import run_rank
+
+
+    def main(rank, ranks, by_variables):
+        if by_variables:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+        else:
+            store = f"file://{Path().absolute()}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        run_rank(Path(), rank, ranks)
+        if not by_variables:
+            dist.destroy_process_group()
+
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(main, (2, sys.argv[1] == "variables"), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("how", ["group", "variables"])
+def test_ranks_that_torch_spawns(tmp_path, how) -> None:
+    """They have nothing in common but the process that started them."""
+    run(tmp_path, SPAWNED, how)
+    check(tmp_path, 2)
+
+
+SRUN = """
+    import os, subprocess, sys
+    from pathlib import Path
+
+    RANK = '''
+    import os, sys
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from tests.process.one_pool import run_rank
+
+    if __name__ == "__main__":
+        rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        if sys.argv[1:]:  # --cpu-bind=cores
+            os.sched_setaffinity(0, {int(sys.argv[1 + rank])})
+        store = f"file://{Path().absolute()}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        run_rank(Path(), rank, ranks)
+        dist.destroy_process_group()
+    '''
+
+    if __name__ == "__main__":
+        import textwrap
+
+        Path("rank.py").write_text(textwrap.dedent(RANK))
+        # Each task has a parent of its own, as under slurmstepd.
+        tasks = [
+            subprocess.Popen(
+                ["sh", "-c", f"{sys.executable} rank.py {' '.join(sys.argv[1:])}; exit $?"],
+                env={
+                    **os.environ,
+                    "SLURM_JOB_ID": str(os.getpid()),
+                    "SLURM_STEP_ID": "0",
+                    "SLURM_PROCID": str(rank),
+                    "SLURM_LOCALID": str(rank),
+                    "SLURM_NTASKS": "2",
+                    "SLURM_NODEID": "0",
+                    "SLURM_STEP_TASKS_PER_NODE": "2",
+                },
+            )
+            for rank in range(2)
+        ]
+        sys.exit(max([task.wait() for task in tasks]))
+"""
+
+
+def test_tasks_of_a_step_of_slurm(tmp_path) -> None:
+    run(tmp_path, SRUN)
+    check(tmp_path, 2)
+
+
+def test_the_workers_run_on_the_cores_of_all_ranks(tmp_path) -> None:
+    """Slurm may bind each rank to cores of its own, and a process inherits those it may run on."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    run(tmp_path, SRUN, *map(str, cores))
+    for rank in check(tmp_path, 2):
+        assert rank["cores"] == [cores] * 2
