@@ -100,7 +100,7 @@ class EngineIterator(CountingIterator):
             # must not hold the sampler, which may hold the loader and this iterator. An engine
             # without a thread of its own holds the sampler.
             self._source: EngineBase | StagedEngine = self._engine
-            if stage is None and self._engine.is_dynamic:
+            if stage is None and self._needs_thread:
                 stage = PassThroughStage()
             if stage is None:
                 end = self._ender()
@@ -163,6 +163,12 @@ class EngineIterator(CountingIterator):
     @abc.abstractmethod
     def _open(self, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
+
+    @property
+    def _needs_thread(self) -> bool:
+        """Whether a thread looks after the workers while the user's thread is elsewhere."""
+        engine = self._engine
+        return engine.needs_thread or (engine.is_dynamic and self._adapter is not None)
 
     def _ender(self) -> Callable[[], object]:
         """Return what ends the workers when the iterator is garbage; must not hold the sampler."""
