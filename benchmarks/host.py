@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 import uuid
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 from _fresh import in_turn, run_anew
 from _machine import describe_machine
+from _spread import with_spread_if_any
 from _usage import pss_bytes
 from memory import Texts, make_texts
 from torch.utils.data import DataLoader as TorchLoader
@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="of each rank")
     parser.add_argument("--method", choices=("fork", "spawn", "forkserver"), default="fork")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which, separated by commas")
     parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
     parser.add_argument("--run", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -135,7 +136,7 @@ def main() -> int:
     print(describe_machine())
     print(f"{options.texts:,} texts, {options.ranks} ranks of {options.workers} workers, "
           f"{options.method}, {options.rounds} rounds\n")  # fmt: skip
-    kinds = ("plain", "share_on_host") if options.smallest else KINDS
+    kinds = ("plain", "share_on_host") if options.smallest else options.kinds.split(",")
     figures: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for round_ in range(options.rounds):
         for kind in in_turn(kinds, round_):
@@ -156,12 +157,16 @@ def main() -> int:
     print("| loader | total PSS, MB | of data, MB | to the list | start and two epochs, s |")
     print("|---|---|---|---|---|")
     for kind, runs in figures.items():
-        total, of_data, elapsed_s = (
-            statistics.median(one[key] for one in runs)
-            for key in ("nbytes", "of_data", "elapsed_s")
-        )
-        print(f"| {kind} | {total / 1e6:,.0f} | {of_data / 1e6:,.0f} | {of_data / once:.2f} "
-              f"| {elapsed_s:.1f} |")  # fmt: skip
+        cells = [
+            with_spread_if_any([one[key] / unit for one in runs], spec)
+            for key, unit, spec in (
+                ("nbytes", 1e6, ",.0f"),
+                ("of_data", 1e6, ",.0f"),
+                ("of_data", once, ".2f"),
+                ("elapsed_s", 1, ".1f"),
+            )
+        ]
+        print(f"| {kind} | " + " | ".join(cells) + " |")
     return 0
 
 

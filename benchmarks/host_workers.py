@@ -7,11 +7,17 @@ machine's cores do not decide, except in the rows on memory and on the main proc
 
 =========  =======================================================================================
 even       4 ranks, 4 workers in all, samples of 2 ms: samples a second of all ranks
-uneven     the same, but the samples of rank 0 take 5 times as long: seconds until all ranks end
+uneven     half as many, but those of rank 0 take 5 times as long: seconds until all ranks end
 memory     4 ranks with 4 workers each, which share 4 in the pool: worker processes, and their PSS
-main       one rank, small batches, 2 workers: CPU time of the rank's process for a batch
+main2      2 ranks, 2 workers in all, one int a batch: CPU time of a rank's process for a batch
+main4      the same with 4 ranks and 4 workers
 many       8 ranks, 64 workers in all, samples of 20 ms: samples a second, to the ideal
+most       8 ranks, 512 workers in all, samples of 80 ms: the same
 =========  =======================================================================================
+
+The rows on the main process are measured as row A of ``peers.py`` is, whose loader has no seed and
+so neither streams of random numbers for each sample nor dynamic dispatch: ``unseeded`` is
+``DataLoader`` as it is there, with a rank's share of the workers.
 
 Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 """
@@ -26,23 +32,39 @@ import statistics
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 from _fresh import in_turn, run_anew
 from _machine import describe_machine
+from _spread import with_spread_if_any
+from _workloads import WORKLOADS, touch
+from _workloads import Samples as Tiny
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
-from shmloader import ShardedDataLoader
+from shmloader import DataLoader, ShardedDataLoader
 
 _RUN_LIMIT_S = 600.0
 KINDS = ("torch", "own", "host")
+UNSEEDED = "unseeded"
 
 
 class Case(NamedTuple):
-    """What is run. ``workers`` are those of the host, ``own`` those of a rank if not its share."""
+    """What is run.
+
+    Attributes:
+        ranks: How many there are.
+        workers: The workers of the host.
+        batches: Of each rank, in each of two epochs.
+        batch_size: Samples in a batch.
+        sample_s: How long a sample sleeps.
+        slower: How many times as long for rank 0.
+        own: Workers of each rank that has workers of its own, if not its share.
+        is_tiny: Whether a batch is one int, from a plain order.
+    """
 
     ranks: int
     workers: int
@@ -51,14 +73,21 @@ class Case(NamedTuple):
     sample_s: float = 0.0
     slower: int = 1
     own: int | None = None
+    is_tiny: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (*KINDS, UNSEEDED) if self.is_tiny else KINDS
 
 
 CASES = {
     "even": Case(4, 4, 60, 16, 0.002),
-    "uneven": Case(4, 4, 60, 16, 0.002, slower=5),
+    "uneven": Case(4, 4, 30, 16, 0.002, slower=5),
     "memory": Case(4, 4, 60, 16, 0.0, own=4),
-    "main": Case(1, 2, 4000, 4),
-    "many": Case(8, 64, 24, 16, 0.02),
+    "main2": Case(2, 2, 5000, 1, is_tiny=True),
+    "main4": Case(4, 4, 2500, 1, is_tiny=True),
+    "many": Case(8, 64, 48, 16, 0.02),
+    "most": Case(8, 512, 256, 16, 0.08),
 }
 
 
@@ -116,7 +145,7 @@ def run(case: Case, kind: str) -> dict[str, float]:
     workers = {pid: nbytes for one in found for pid, nbytes in one["workers"].items()}
     return {
         "elapsed_s": max(one["ended_s"] for one in found) - min(one["began_s"] for one in found),
-        "main_us": max(one["main_us"] for one in found),
+        "main_us": statistics.mean(one["main_us"] for one in found),
         "processes": len(workers),
         "worker_bytes": sum(workers.values()),
     }
@@ -131,26 +160,15 @@ def _rank(case: Case, kind: str, rank: int, run_id: str, begins: Any, queue: Any
         "LOCAL_WORLD_SIZE": str(case.ranks),
     }
     torch.set_num_threads(1)
-    share = case.batches * case.batch_size
-    dataset = Samples(share * case.ranks, case.sample_s, range(share), case.slower)
-    own = case.own or max(1, case.workers // case.ranks)
-    loader: Any
-    if kind == "torch":
-        sampler = _Own(Blocks(case), rank, case.ranks)
-        loader = TorchLoader(
-            dataset, batch_sampler=sampler, num_workers=own, persistent_workers=True
-        )
-    else:
-        scope: dict[str, Any] = {"num_workers": own, "persistent_workers": True}
-        if kind == "host":
-            scope |= {"num_workers": case.workers, "worker_scope": "host"}
-        loader = ShardedDataLoader(dataset, batch_sampler=Blocks(case), **scope)
-    for _ in loader:
-        pass
+    loader = _make(case, kind, rank)
+    for batch in loader:
+        if case.is_tiny:
+            touch(batch)
     begins.wait(_RUN_LIMIT_S)
     began_s, before_s = time.monotonic(), time.process_time()
-    for _ in loader:
-        pass
+    for batch in loader:
+        if case.is_tiny:
+            touch(batch)
     used_s, ended_s = time.process_time() - before_s, time.monotonic()
     workers = _workers(run_id)
     begins.wait(_RUN_LIMIT_S)
@@ -162,6 +180,28 @@ def _rank(case: Case, kind: str, rank: int, run_id: str, begins: Any, queue: Any
             "workers": workers,
         }
     )
+
+
+def _make(case: Case, kind: str, rank: int) -> Any:
+    """Return a rank's loader."""
+    own = case.own or max(1, case.workers // case.ranks)
+    options: dict[str, Any] = {"num_workers": own, "persistent_workers": True}
+    if kind == "host":
+        options |= {"num_workers": case.workers, "worker_scope": "host"}
+    share = case.batches * case.batch_size
+    if case.is_tiny:
+        tiny = Tiny(WORKLOADS["e"])
+        if kind == UNSEEDED:
+            return DataLoader(tiny.first(share), **options)
+        dataset = tiny.first(share * case.ranks)
+        if kind == "torch":
+            order = DistributedSampler(dataset, case.ranks, rank, shuffle=False)
+            return TorchLoader(dataset, sampler=order, **options)
+        return ShardedDataLoader(dataset, **options)
+    samples = Samples(share * case.ranks, case.sample_s, range(share), case.slower)
+    if kind == "torch":
+        return TorchLoader(samples, batch_sampler=_Own(Blocks(case), rank, case.ranks), **options)
+    return ShardedDataLoader(samples, batch_sampler=Blocks(case), **options)
 
 
 class _Own:
@@ -200,53 +240,63 @@ def _is_below_rank(worker: psutil.Process) -> bool:
     return worker.ppid() == os.getpid()
 
 
-def _figure(name: str, case: Case, found: dict[str, float]) -> str:
+def _figures(name: str, case: Case, runs: list[dict[str, float]]) -> str:
+    """What a row tells of some runs."""
+
+    def told(values: Iterable[float], spec: str) -> str:
+        return with_spread_if_any(list(values), spec)
+
     samples = case.ranks * case.batches * case.batch_size
     if name == "uneven":
-        return f"{found['elapsed_s']:.2f} s"
+        return told((run["elapsed_s"] for run in runs), ".2f") + " s"
     if name == "memory":
-        return f"{found['processes']:.0f} processes, {found['worker_bytes'] / 1e6:,.0f} MB"
-    if name == "main":
-        return f"{found['main_us']:.0f} µs"
-    if name == "many":
-        ideal_s = case.batches * case.ranks * case.batch_size * case.sample_s / case.workers
-        return f"{ideal_s / found['elapsed_s']:.2f} of the ideal"
-    return f"{samples / found['elapsed_s']:,.0f} samples/s"
+        counts = told((run["processes"] for run in runs), ".0f")
+        nbytes = told((run["worker_bytes"] / 1e6 for run in runs), ",.0f")
+        return f"{counts} processes, {nbytes} MB"
+    if case.is_tiny:
+        return told((run["main_us"] for run in runs), ".0f") + " µs"
+    if name in {"many", "most"}:
+        ideal_s = samples * case.sample_s / case.workers
+        return told((ideal_s / run["elapsed_s"] for run in runs), ".3f") + " of the ideal"
+    return told((samples / run["elapsed_s"] for run in runs), ",.0f") + " samples/s"
 
 
 def main() -> int:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
+    parser.add_argument("--kinds", default=",".join((*KINDS, UNSEEDED)), help="which, by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
     parser.add_argument("--run", nargs=2, metavar=("CASE", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cases = dict(CASES)
+    cases, names = CASES, options.cases.split(",")
     if options.smallest:
-        cases = {"even": Case(2, 2, 4, 4, 0.001)}
+        cases = {
+            "even": Case(2, 2, 4, 4, 0.001),
+            "main2": Case(2, 2, 8, 1, is_tiny=True),
+        }
+        names, options.rounds = list(cases), 1
     if options.run:
         name, kind = options.run
         print(json.dumps(run(cases[name], kind)))
         return 0
     print(describe_machine())
     print(f"{options.rounds} rounds\n")
-    print("| case | " + " | ".join(KINDS) + " |\n|---|" + "---|" * len(KINDS))
-    for name in cases if options.smallest else options.cases.split(","):
-        figures: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-        for round_ in range(1 if options.smallest else options.rounds):
-            for kind in in_turn(KINDS, round_):
+    kinds = options.kinds.split(",")
+    print("| case | " + " | ".join(kinds) + " |\n|---|" + "---|" * len(kinds))
+    for name in names:
+        case = cases[name]
+        figures: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+        for round_ in range(options.rounds):
+            for kind in in_turn([kind for kind in kinds if kind in case.kinds], round_):
                 arguments = [*(["--smallest"] if options.smallest else []), "--run", name, kind]
                 found = run_anew(__file__, arguments, _RUN_LIMIT_S)
                 figures[kind].append(found)
-                print(f"round {round_ + 1} {name} {kind}: {_figure(name, cases[name], found)}",
+                print(f"round {round_ + 1} {name} {kind}: {_figures(name, case, [found])}",
                       file=sys.stderr)  # fmt: skip
-        medians = [
-            {key: statistics.median(one[key] for one in runs) for key in runs[0]}
-            for runs in figures.values()
-        ]
-        cells = (_figure(name, cases[name], median) for median in medians)
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        cells = (_figures(name, case, runs) if runs else "" for runs in figures.values())
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     return 0
 
 

@@ -12,9 +12,10 @@ Only the user's thread draws the sampler, one ticket for each batch that is take
 process's random generators are used as torch uses them. It also starts the worker that replaces a
 dead one: a fork copies the forking thread, and the user's thread is the one that forked the others.
 
-An engine whose tickets wait for any idle worker has such a thread, too, with a stage that passes
-batches through. So workers get further tasks while the user's thread is elsewhere. There the thread
-stays in ``next_batch`` while its batches are not taken, and does not wait outside.
+An engine with more tickets than workers, which wait for any idle worker, has such a thread, too,
+with a stage that passes batches through (``needs_thread``). So workers get further tasks while the
+user's thread is elsewhere. There the thread stays in ``next_batch`` while its batches are not
+taken, and does not wait outside.
 """
 
 import functools

@@ -63,8 +63,9 @@ class EngineBase(abc.ABC):
         draw_ns: How long the last call of :meth:`start`, :meth:`restart` or :meth:`next_batch` was
             in the sampler. Stays 0 while the engine belongs to a thread of its own, since the
             user's thread draws then.
-        is_dynamic: Whether tickets wait in the engine until a worker has room for them. A thread
-            then has to be inside ``next_batch`` all the time, or workers stay idle.
+        is_dynamic: Whether tickets wait in the engine until a worker has room for them.
+        needs_thread: Whether a thread has to be inside ``next_batch`` all the time, or workers stay
+            idle while there are tickets for them.
 
     Args:
         window: The most tickets in flight; 0 draws nothing ahead.
@@ -73,6 +74,7 @@ class EngineBase(abc.ABC):
     """
 
     is_dynamic = False
+    needs_thread = False
 
     def __init__(self, *, window: int, timeout_s: float, watch: FailureWatch | None = None) -> None:
         self._window = window

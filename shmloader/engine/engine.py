@@ -24,7 +24,7 @@ from shmloader.engine.hang_watch import HangWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.lateness import late_batch, late_start
-from shmloader.engine.scheduler import Scheduler, Ticket
+from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.slot_batches import SlotBatches
 from shmloader.engine.streams import StreamBook
 from shmloader.engine.wording import (
@@ -127,6 +127,11 @@ class Engine(EngineBase):
             self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
         self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
+        # Where there is a worker for each ticket, none waits to be sent. But workers that other
+        # ranks use as well should not wait for a rank's next call to be freed of a hung sample.
+        self.needs_thread = is_dynamic and (
+            window > (worker_count if present is None else present) or sample_timeout_s is not None
+        )
         self._scheduler = Scheduler(
             worker_count,
             window,
@@ -266,7 +271,8 @@ class Engine(EngineBase):
                 self.take_tickets()
             has_place = self._may_deliver is None or self._may_deliver()
             if has_place:
-                has_taken = not self.is_dynamic and self._take_awaited()
+                is_alone = self._inbox is None or not self.is_dynamic
+                has_taken = is_alone and self._take_awaited()
                 self.in_transit = True
                 ticket = scheduler.take_next()
                 if ticket is not None:
@@ -346,8 +352,12 @@ class Engine(EngineBase):
         awaited = self._scheduler.awaited()
         if awaited is None or awaited.answer is not None:
             return False
+        if self.is_dynamic and awaited.worker_id == UNASSIGNED:
+            return False
         self.in_transit = True
         has_taken = self._pool.poll(None if self._has_queue else awaited.worker_id, self)
+        if has_taken and self.is_dynamic:
+            self._send_tasks(time.monotonic_ns())
         self.in_transit = False
         return has_taken
 

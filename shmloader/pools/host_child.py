@@ -4,7 +4,7 @@ It has the dataset once, and for each rank a channel with slots, functions and a
 own. It reads all channels before each batch, and makes the batch that its rank has waited for
 longest: the one that is furthest behind the newest that the rank has asked any worker for. A rank
 whose batches take long, and which therefore waits, so gets more of the workers than one that is
-well supplied.
+well supplied. Ranks that are equally far behind take turns.
 
 It ends when the process that started it closes the channel to it, and at once when that process
 dies. A rank that closes its channel, or dies, costs the others nothing.
@@ -83,6 +83,7 @@ class _HostWorker:
         self._error: RemoteError | None = None
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}
+        self._served_count = 0
 
     def run(self, payload: ReceivedPayload) -> None:
         """Get ready, then serve until the channel ends."""
@@ -149,9 +150,13 @@ class _HostWorker:
     def _most_urgent(self) -> "_Rank | None":
         """Return the rank whose next message comes first; None if there is no message."""
         waiting = [rank for rank in self._ranks.values() if rank.messages]
-        return max(waiting, key=_Rank.urgency) if waiting else None
+        if not waiting:
+            return None
+        return max(waiting, key=lambda rank: (rank.urgency(), -rank.served_at))
 
     def _serve(self, rank: "_Rank") -> None:
+        self._served_count += 1
+        rank.served_at = self._served_count
         self._line.note(Phase.LOADING)
         try:
             rank.serve()
@@ -177,10 +182,12 @@ class _Rank:
         channel: The socket to the rank.
         messages: Messages that were received and not followed yet, each with its ancillary data
             and flags.
+        served_at: How many messages of all ranks had been followed when one of this rank was last.
     """
 
     def __init__(self, channel: socket.socket, worker_id: int) -> None:
         self.channel = channel
+        self.served_at = 0
         channel.setblocking(True)
         self.messages: collections.deque[tuple[object, list[Any], int]] = collections.deque()
         self._worker_id = worker_id

@@ -80,6 +80,16 @@ def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent
     assert len(set.union(*(makers for _, makers in found))) <= WORKERS
 
 
+def test_a_rank_has_no_thread_where_each_of_its_batches_has_a_worker(run):
+    def threads() -> list[str]:
+        with loader() as one:
+            next(iter(one))
+            names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if name.startswith("shmloader")]
+
+    assert run.results(threads, 2) == [[], []]
+
+
 def test_nothing_is_left_when_the_last_rank_has_closed_its_loader(run):
     def one_epoch() -> Any:
         one = loader()

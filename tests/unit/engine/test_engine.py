@@ -80,6 +80,42 @@ def test_with_dynamic_dispatch_a_slow_worker_holds_up_its_own_batch_alone():
     assert all_of(engine) == [0, 1, 2, 3, 4, 5]
 
 
+class AnswersWhenAsked(ScriptedPool):
+    """Each worker answers when the engine looks for its answer."""
+
+    def poll(self, worker_id, events):
+        assert worker_id is not None
+        if not self.sent[worker_id]:
+            return False
+        self.answer(worker_id)
+        return self.wait(0, events)
+
+
+def test_with_dynamic_dispatch_an_answer_that_was_looked_for_makes_room_for_what_waits():
+    pool = AnswersWhenAsked(2, nothing)
+    engine = Engine(
+        pool, worker_count=2, window=3, lend_limit=1, in_order=True, timeout_s=0, is_dynamic=True
+    )
+    engine.start(iter(range(3)))
+    assert pool.sent == {0: {0: 0}, 1: {1: 1}}
+    assert all_of(engine) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "needs_thread"),
+    [
+        ({"window": 2}, False),
+        ({"window": 3}, True),
+        ({"window": 2, "present": 1}, True),
+        ({"window": 2, "sample_timeout_s": 1.0}, True),
+        ({"window": 3, "is_dynamic": False}, False),
+    ],
+)
+def test_a_thread_is_needed_where_a_ticket_may_wait_for_a_worker(options, needs_thread):
+    engine, _ = engine_of(**{"is_dynamic": True, **options})
+    assert engine.needs_thread == needs_thread
+
+
 # Restarts ----------------------------------------------------------------------------------
 
 
