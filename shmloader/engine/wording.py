@@ -215,6 +215,7 @@ def _user_frames(at_work: AtWork) -> list[str]:
 
 # The modules from which a worker calls the user's code.
 _CALLERS = (
+    "/shmloader/pools/batch_server.py",
     "/shmloader/pools/task_server.py",
     "/shmloader/pools/worker_dataset.py",
     "/shmloader/pools/thread_task.py",

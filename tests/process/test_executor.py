@@ -36,7 +36,7 @@ from shmloader import (
     sample_rng,
 )
 from shmloader.batch.portable import PortablePayload
-from shmloader.pools.executor_task import Task, make_batch
+from shmloader.pools.executor_task import Own, make_batch
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
 
@@ -440,9 +440,9 @@ class _Losing(Pool):
         super().__init__(*args)
         self.seen: set[int] = set()
 
-    def submit(self, function: Any, version: str, packed: bytes, contents: Any) -> Any:
-        future = super().submit(function, version, packed, contents)
-        seq = pickle.loads(packed)[Task._fields.index("seq")]
+    def submit(self, function: Any, version: str, shared: bytes, own: bytes, *others: Any) -> Any:
+        future = super().submit(function, version, shared, own, *others)
+        seq = Own.loads(own).seq
         if seq in self.seen or seq not in self.lost:
             return future
         self.seen.add(seq)
@@ -533,7 +533,7 @@ class _Far(Pool):
 
     def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
         if function is make_batch:
-            self.carried += args[2] is not None
+            self.carried += args[4] is not None
         return super().submit(function, *args, **named)
 
 
