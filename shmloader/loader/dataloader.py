@@ -189,12 +189,14 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``num_workers=0``, where nothing could be replaced. Does not count for
             ``worker_restarts``, but a new worker's random generators start anew as there.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
-            were loading are loaded again, in order. With ``executor``, how many batches that the
-            executor has lost are made again. With 0, a death raises ``WorkerDiedError``, as
-            does a second death over the same batch. The random generators of a new worker start
-            anew (with ``seed``, those of each sample are the same as before). An iterable dataset
-            resumes from its last state, see ``snapshot_every_n_steps``; without one it is iterated
-            anew, past the samples that were already delivered.
+            were loading are loaded again, in order. With 0, a death raises ``WorkerDiedError``, as
+            does a second death over the same batch. With ``executor``, how many batches that it
+            has lost are submitted again in an epoch, counting each time for a batch that is lost
+            more than once; what the executor makes again by itself does not count. The random
+            generators of a new worker start anew (with ``seed``, those of each sample are the same
+            as before). An iterable dataset resumes from its last state, see
+            ``snapshot_every_n_steps``; without one it is iterated anew, past the samples that were
+            already delivered.
         on_error: What happens to a sample for which a map-style dataset raises an ``Exception``.
             "raise": the batch raises it. "skip": the batch is delivered without the sample, or not
             at all if no sample is left. A function ``(index, exception) -> sample``, called in the

@@ -263,7 +263,7 @@ class ExecutorPool(SlotReader):
         put = self._post.put
         try:
             future = self._executor.submit(
-                f"{self._name}-{attempt}",
+                self._name_of(attempt),
                 make_batch, self._version, self._shared, own, attempt, contents,
             )  # fmt: skip
         except BaseException as error:
@@ -365,7 +365,9 @@ class ExecutorPool(SlotReader):
             self._numbers.note(result.number)
         self._numbers.take_back(sent.number)
         if result is None or result.refusal:
-            _report_loss(sent, reason if result is None else result.refusal, events)
+            reason = reason if result is None else result.refusal
+            is_final = result is not None or sent.future is None
+            _report_loss(sent, reason, events, is_final=is_final)
             return True
         if not result.message:
             sent.number = self._numbers.offer()
@@ -460,16 +462,28 @@ class ExecutorPool(SlotReader):
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return which task a place has."""
+        sent = self._at_work(worker_id)
+        return AtWork(Phase.IDLE, 0, 0, 0.0) if sent is None else _describe(sent)
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return which task a place has, and on which node that is, if the executor knows.
+
+        The executor's processes show no stack.
+        """
+        sent = self._at_work(worker_id)
+        if sent is None:
+            return AtWork(Phase.IDLE, 0, 0, 0.0)
+        return _describe(sent, self._executor.place_of(self._name_of(sent.attempt)))
+
+    def _at_work(self, worker_id: int) -> _Sent | None:
         for sent in self._tasks.copy().values():
             is_done = sent.future is None or sent.future.done()
             if sent.worker_id == worker_id and not is_done:
-                elapsed_s = time.monotonic() - sent.began_s
-                return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
-        return AtWork(Phase.IDLE, 0, 0, 0.0)
+                return sent
+        return None
 
-    def ask(self, worker_id: int) -> AtWork:
-        """Return which task a place has; the executor's processes show no stack."""
-        return self.was_at(worker_id)
+    def _name_of(self, attempt: int) -> str:
+        return f"{self._name}-{attempt}"
 
     def kill(self, worker_id: int, seq: int) -> bool:
         """Leave a task behind that takes too long."""
@@ -517,10 +531,16 @@ def _report_dropped(sent: _Sent, events: Events) -> None:
     events.answered(sent.seq, sent.epoch, sent.worker_id, Empty(None))
 
 
-def _report_loss(sent: _Sent, reason: str, events: Events) -> None:
+def _describe(sent: _Sent, place: str = "") -> AtWork:
+    """Say what a task that was sent is about."""
+    elapsed_s = time.monotonic() - sent.began_s
+    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, place=place)
+
+
+def _report_loss(sent: _Sent, reason: str, events: Events, *, is_final: bool = False) -> None:
     """Report that the executor lost a ticket's task: the loss of its worker, at work on it."""
-    at_work = AtWork(Phase.LOADING, sent.epoch, sent.seq, time.monotonic() - sent.began_s)
-    events.lost(sent.worker_id, Death(UNKNOWN_PID, None, reason=reason), at_work)
+    death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
+    events.lost(sent.worker_id, death, _describe(sent))
 
 
 def _read(sent: _Sent) -> tuple[Result | None, str]:
