@@ -370,9 +370,7 @@ class ExecutorPool(SlotReader):
             _report_loss(sent, reason, events, is_final=is_final)
             return True
         if not result.message:
-            sent.number = self._numbers.offer()
-            self._submit(sent, self._contents())
-            return False
+            return self._send_with_payload(sent, events)
         process = self._processes.get(result.process)
         if process is None:
             process = ProcessName(*pickle.loads(result.process))
@@ -392,6 +390,21 @@ class ExecutorPool(SlotReader):
             message = self._by_our_clock(message, process, done_ns - result.ended_ns)
         self._take_message(sent.worker_id, message, events)
         return True
+
+    def _send_with_payload(self, sent: _Sent, events: Events) -> bool:
+        """Send a task again, with the payload; return whether that was reported as a loss."""
+        try:
+            contents = self._contents()
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            # The store is full, for instance.
+            reason = f"the executor does not take the dataset ({_text_of(error)})"
+            _report_loss(sent, reason, events, is_final=True)
+            return True
+        sent.number = self._numbers.offer()
+        self._submit(sent, contents)
+        return False
 
     def _write(self, slot_id: int, contents: Any) -> None:
         """Copy a batch into its slot: the only copy on this machine."""
@@ -554,7 +567,13 @@ def _read(sent: _Sent) -> tuple[Result | None, str]:
         if error is None:
             return Result(*future.result()), ""
     what = "refuses tasks" if future is None else "has not finished its task"
+    return None, f"the executor {what} ({_text_of(error)})"
+
+
+def _text_of(error: BaseException | None) -> str:
+    """Return an error's class and text in one line, without the middle of a long one."""
     text = " ".join(str(error).split()) or "no further text"
     if len(text) > _REASON_CHARACTERS:
-        text = f"{text[:_REASON_CHARACTERS]}…"
-    return None, f"the executor {what} ({type(error).__name__}: {text.rstrip('.')})"
+        # A traceback within the text ends with the error itself.
+        text = f"{text[: _REASON_CHARACTERS // 3]} … {text[-2 * _REASON_CHARACTERS // 3 :]}"
+    return f"{type(error).__name__}: {text.rstrip('.')}"

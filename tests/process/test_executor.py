@@ -572,6 +572,19 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
     end(executor)
 
 
+def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
+    class Full(_Far):
+        def share(self, contents: Any) -> Any:
+            raise MemoryError(f"{len(contents)} bytes do not fit. " + "By far. " * 100 + "Full.")
+
+    executor = Full()
+    loader = DataLoader(Mixed(), 2, num_workers=3, seed=3, executor=executor)
+    with pytest.raises(WorkerDiedError, match=r"not take the dataset \(MemoryError: .*Full\)"):
+        next(iter(loader))
+    assert executor.submit(abs, -3).result() == 3
+    end(executor)
+
+
 @pytest.mark.slow
 def test_what_a_program_defines_that_is_no_file_travels_by_value() -> None:
     program = """
