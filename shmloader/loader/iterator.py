@@ -337,26 +337,72 @@ class EngineIterator(CountingIterator):
         self.close()
 
 
-class WorkerIterator(EngineIterator):
-    """Delivers batches of worker processes through shared memory.
+class SlotIterator(EngineIterator):
+    """Delivers batches that lie in slots of this process.
 
     At its end it frees its memory, except what lies under batches that the user holds.
     """
 
-    def _open(self, locker: PageLocker | None) -> None:
-        config = self._config
-        lent, slot_bytes = config.lend_limit, config.slot_bytes
-        root = Path(config.root)
-        memory = MemoryConfig(
-            config.num_workers,
+    def _memory_config(self, writer_count: int, window: int | None) -> MemoryConfig:
+        """Return how much memory the slots may come to need.
+
+        Args:
+            writer_count: How many processes write to the slots.
+            window: Batches in flight; None for ``prefetch_factor`` for each of these.
+        """
+        config, root = self._config, Path(self._config.root)
+        has_share = config.slot_bytes is not None
+        return MemoryConfig(
+            writer_count,
             config.prefetch_factor,
             config.loop_holds,
             self._plan.order.count_batches(),
             free_memory(root, control_groups(root)),
             config.root,
-            config.fixed_window,
-            share_count=None if slot_bytes is None else config.most_window + lent,
+            window,
+            share_count=config.most_window + config.lend_limit if has_share else None,
         )
+
+    def _make_engine(
+        self,
+        pool: Pool,
+        worker_count: int,
+        *,
+        is_dynamic: bool = False,
+        present: int | None = None,
+        first_worker: int = 0,
+    ) -> Engine:
+        """Return the engine of a pool with slots. See :class:`Engine` for the arguments."""
+        config = self._config
+        engine = Engine(
+            pool,
+            worker_count=worker_count,
+            window=config.most_window,
+            lend_limit=config.lend_limit,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            sample_timeout_s=config.fetch.sample_timeout_s,
+            worker_restarts=config.worker_restarts,
+            streams=None if self._streams is None else self._streams.copy(),
+            is_iterable=config.fetch.is_iterable,
+            is_dynamic=is_dynamic,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts.failures),
+            present=present,
+            first_worker=first_worker,
+        )
+        if config.slot_bytes is not None:
+            engine.counts.share_bytes = config.slot_bytes
+        return engine
+
+
+class WorkerIterator(SlotIterator):
+    """Delivers batches of worker processes."""
+
+    def _open(self, locker: PageLocker | None) -> None:
+        config = self._config
+        lent, slot_bytes = config.lend_limit, config.slot_bytes
+        memory = self._memory_config(config.num_workers, config.fixed_window)
         warn_of_many_objects(config, self._parts)
         self._wanted = config.num_workers
         workers = self._join(memory) if config.worker_scope == "host" else self._start(memory)
@@ -371,25 +417,13 @@ class WorkerIterator(EngineIterator):
         except BaseException:
             workers.close()  # after a Ctrl-C no other code closes them
             raise
-        self._engine = Engine(
+        self._engine = self._make_engine(
             self._pool,
-            worker_count=config.most_workers,
-            window=config.most_window,
-            lend_limit=lent,
-            in_order=config.in_order,
-            timeout_s=config.timeout_s,
-            sample_timeout_s=config.fetch.sample_timeout_s,
-            worker_restarts=config.worker_restarts,
-            streams=None if self._streams is None else self._streams.copy(),
-            is_iterable=config.fetch.is_iterable,
+            config.most_workers,
             is_dynamic=config.is_dynamic,
-            is_seeded=config.fetch.seed is not None,
-            watch=config.watch_failures(self._parts.failures),
             present=config.num_workers,
             first_worker=config.first_worker,
         )
-        if slot_bytes is not None:
-            self._engine.counts.share_bytes = slot_bytes
         self._engine.resume()
 
     def _start(self, memory: MemoryConfig) -> WorkerChannels[Any]:
