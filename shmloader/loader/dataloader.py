@@ -146,8 +146,10 @@ class DataLoader(MeasuredLoader[_T_co]):
             flight there (times ``prefetch_factor``, which is 1 if None). The dataset is sent once
             to each process and kept there, and ``worker_init_fn`` is called once in it, whatever
             ``persistent_workers`` says. A process makes one batch at a time. Any process makes the
-            next batch, so give ``seed``. The executor is never shut down. Cannot be combined with
-            ``thread_pool``, ``multiprocessing_context`` or ``sample_timeout``.
+            next batch, so give ``seed``; in Dask's workers, whose own threads draw from Python's
+            ``random``, samples repeat only if they draw from :func:`shmloader.sample_rng`, numpy or
+            torch. The executor is never shut down. Cannot be combined with ``thread_pool``,
+            ``multiprocessing_context`` or ``sample_timeout``.
         fetch_concurrency: How many samples of a batch of a map-style dataset each worker (or this
             process, with ``num_workers=0``) loads at once. If ``__getitem__`` is an ``async def``,
             they are coroutines on an event loop that a worker keeps for its life; otherwise
