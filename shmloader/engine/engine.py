@@ -698,6 +698,8 @@ class Engine(EngineBase):
             death,
             was_at.seq if is_ours else None,
             was_elsewhere=death.was_elsewhere,
+            may_restart=not death.is_final,
+            is_blameless=bool(death.reason),
         )
         if self._streams is not None:
             self._streams.lost(worker_id)

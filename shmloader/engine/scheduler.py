@@ -410,6 +410,8 @@ class Scheduler:
         at_work: int | None = None,
         *,
         was_elsewhere: bool = False,
+        may_restart: bool = True,
+        is_blameless: bool = False,
     ) -> None:
         """Note that a worker is dead and reaped.
 
@@ -423,6 +425,9 @@ class Scheduler:
             death: The answer to all its present and future tickets if it is not restarted.
             at_work: Number of the ticket of this epoch that it was loading; None if there is none.
             was_elsewhere: Whether it was loading a batch of another rank.
+            may_restart: Whether a restart can help.
+            is_blameless: Whether its ticket is known not to have killed it, as where an executor
+                has lost a node. The ticket may then be lost more than once.
         """
         worker = self.workers[worker_id]
         worker.death = death
@@ -436,7 +441,8 @@ class Scheduler:
         )
         culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
         is_free = bool(worker.hang) or was_elsewhere
-        if not is_free and not self._may_restart(culprit):
+        blamed = None if is_blameless else culprit
+        if not is_free and not (may_restart and self._may_restart(blamed)):
             self.workers.move(worker_id, DEAD)
             worker.is_death_untold = all(ticket.is_dropped for ticket in unanswered)
             for ticket in unanswered:

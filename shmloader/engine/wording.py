@@ -68,11 +68,25 @@ def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
         return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
     text += _describe_oom(death)
+    if death.reason:
+        return text + _describe_lost_task(death)
     if not death.restart_limit:
         return text
     if ticket is not None and ticket.kill_count > 1:
         return f"{text} This batch has killed a worker before, and is not loaded a third time."
     return f"{text} No restart is left in this epoch (worker_restarts={death.restart_limit})."
+
+
+def _describe_lost_task(death: Death) -> str:
+    """Say why a task that the executor has lost was not submitted again."""
+    if death.is_final:
+        return ""
+    if not death.restart_limit:
+        return " worker_restarts=n would have up to n lost batches of an epoch made again."
+    return (
+        " As many lost batches were made again in this epoch as worker_restarts="
+        f"{death.restart_limit} allows."
+    )
 
 
 def _describe_oom(death: Death) -> str:
@@ -197,6 +211,8 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
         Phase.LEAVING_EPOCH: "has been finishing the previous epoch (iter(dataset))",
     }[at_work.phase]
     text += f" for {at_work.elapsed_s:.1f} s"
+    if at_work.place:
+        text += f", {at_work.place}"
     if at_work.is_stopped:
         return f"{text}; the process is stopped (SIGSTOP)."
     frames = _user_frames(at_work)
@@ -215,6 +231,7 @@ def _user_frames(at_work: AtWork) -> list[str]:
 
 # The modules from which a worker calls the user's code.
 _CALLERS = (
+    "/shmloader/pools/batch_server.py",
     "/shmloader/pools/task_server.py",
     "/shmloader/pools/worker_dataset.py",
     "/shmloader/pools/thread_task.py",
@@ -250,7 +267,7 @@ def describe_timeout(
     Args:
         timeout_s: The timeout in seconds.
         waiting: Tickets, each with the number of its worker (None if no worker has it) and that
-            worker's process id (None for a thread).
+            worker's process id (None for a thread, UNKNOWN_PID for a task of an executor).
         work: What each worker is doing, from :func:`describe_work`.
     """
     parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
@@ -260,9 +277,15 @@ def describe_timeout(
             where = f"is with {describe_worker(worker_id, pid)}"
         parts.append(f"B{describe_ticket(ticket)[1:]} {where}.")
     parts.append(
-        "No batch is lost. A for loop ends here; call next() on the same iterator to go on "
-        "waiting, or give sample_timeout= to replace a worker whose sample hangs."
+        "No batch is lost. A for loop ends here; call next() on the same iterator to go on waiting"
     )
+    if any(pid == UNKNOWN_PID for _, _, pid in waiting):
+        parts[-1] += (
+            ". Nothing can end a task of an executor from here: raise timeout=, or have the "
+            "dataset limit its own waits."
+        )
+    else:
+        parts[-1] += ", or give sample_timeout= to replace a worker whose sample hangs."
     head = " ".join(parts)
     return "\n".join([head, *work])
 

@@ -145,8 +145,10 @@ class DataLoader(MeasuredLoader[_T_co]):
             flight there (times ``prefetch_factor``, which is 1 if None). The dataset is sent once
             to each process and kept there, and ``worker_init_fn`` is called once in it, whatever
             ``persistent_workers`` says. A process makes one batch at a time. Any process makes the
-            next batch, so give ``seed``. The executor is never shut down. Cannot be combined with
-            ``thread_pool``, ``multiprocessing_context`` or ``sample_timeout``.
+            next batch, so give ``seed``; in Dask's workers, whose own threads draw from Python's
+            ``random``, samples repeat only if they draw from :func:`shmloader.sample_rng`, numpy or
+            torch. The executor is never shut down. Cannot be combined with ``thread_pool``,
+            ``multiprocessing_context`` or ``sample_timeout``.
         fetch_concurrency: How many samples of a batch of a map-style dataset each worker (or this
             process, with ``num_workers=0``) loads at once. If ``__getitem__`` is an ``async def``,
             they are coroutines on an event loop that a worker keeps for its life; otherwise
@@ -188,12 +190,14 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``num_workers=0``, where nothing could be replaced. Does not count for
             ``worker_restarts``, but a new worker's random generators start anew as there.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
-            were loading are loaded again, in order. With ``executor``, how many batches that the
-            executor has lost are made again. With 0, a death raises ``WorkerDiedError``, as
-            does a second death over the same batch. The random generators of a new worker start
-            anew (with ``seed``, those of each sample are the same as before). An iterable dataset
-            resumes from its last state, see ``snapshot_every_n_steps``; without one it is iterated
-            anew, past the samples that were already delivered.
+            were loading are loaded again, in order. With 0, a death raises ``WorkerDiedError``, as
+            does a second death over the same batch. With ``executor``, how many batches that it
+            has lost are submitted again in an epoch, counting each time for a batch that is lost
+            more than once; what the executor makes again by itself does not count. The random
+            generators of a new worker start anew (with ``seed``, those of each sample are the same
+            as before). An iterable dataset resumes from its last state, see
+            ``snapshot_every_n_steps``; without one it is iterated anew, past the samples that were
+            already delivered.
         on_error: What happens to a sample for which a map-style dataset raises an ``Exception``.
             "raise": the batch raises it. "skip": the batch is delivered without the sample, or not
             at all if no sample is left. A function ``(index, exception) -> sample``, called in the

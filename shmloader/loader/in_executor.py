@@ -1,15 +1,11 @@
 """The iterator of a loader whose batches are made by an executor (``executor=``)."""
 
-from pathlib import Path
-
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.unpicklable import explain, find_unpicklable
-from shmloader.engine.engine import Engine
 from shmloader.interruptions import is_interruption
 from shmloader.loader.config import LoaderConfig
-from shmloader.loader.iterator import EngineIterator
-from shmloader.memory.admission import MemoryAdmission, MemoryConfig
-from shmloader.memory.limits import control_groups, free_memory
+from shmloader.loader.iterator import SlotIterator
+from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.executor import ExecutorPool, ProcessNumbers
@@ -17,30 +13,20 @@ from shmloader.pools.executor import ExecutorPool, ProcessNumbers
 _NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 
 
-class ExecutorIterator(EngineIterator):
+class ExecutorIterator(SlotIterator):
     """Delivers batches that tasks of the user's executor make, through slots of this process."""
 
     _pool: ExecutorPool
 
     def _open(self, locker: PageLocker | None) -> None:
-        config, lent = self._config, self._config.lend_limit
-        slot_bytes = config.slot_bytes
+        config, slot_bytes = self._config, self._config.slot_bytes
         most_bytes = uncapped_slot_bytes() if slot_bytes is None else slot_bytes
-        root = Path(config.root)
-        memory = MemoryConfig(
-            1,  # this process alone writes to the slots
-            config.prefetch_factor,
-            config.loop_holds,
-            self._plan.order.count_batches(),
-            free_memory(root, control_groups(root)),
-            config.root,
-            config.window,
-            share_count=None if slot_bytes is None else config.window + lent,
-        )
         assert config.executor is not None
         parts = self._parts
         if parts.process_numbers is None:
             parts.process_numbers = ProcessNumbers()
+        # This process alone writes to the slots.
+        memory = self._memory_config(1, config.most_window)
         self._pool = ExecutorPool(
             config.executor,
             _make_payload(config, most_bytes),
@@ -48,23 +34,12 @@ class ExecutorIterator(EngineIterator):
             numbers=parts.process_numbers,
             base_seed=int(self._base_seed),
             slot_bytes=most_bytes,
-            slot_count=config.window + lent,
+            slot_count=config.most_window + config.lend_limit,
             locker=locker,
             admission=MemoryAdmission(memory),
         )
-        self._engine = Engine(
-            self._pool,
-            worker_count=config.window,  # one for each batch in flight
-            window=config.window,
-            lend_limit=lent,
-            in_order=config.in_order,
-            timeout_s=config.timeout_s,
-            worker_restarts=config.worker_restarts,
-            is_seeded=config.fetch.seed is not None,
-            watch=config.watch_failures(parts.failures),
-        )
-        if slot_bytes is not None:
-            self._engine.counts.share_bytes = slot_bytes
+        # A worker for each batch in flight.
+        self._engine = self._make_engine(self._pool, config.most_window)
 
 
 def _make_payload(config: LoaderConfig, slot_bytes: int) -> PortablePayload:

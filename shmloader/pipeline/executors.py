@@ -204,6 +204,10 @@ class FuturesExecutor:
 
     All results of a generator function for an item come together.
 
+    An executor that breaks or cancels its tasks may call the callbacks of their futures while it
+    holds the lock that ``submit`` takes: that of threads whose ``initializer`` raises, and from
+    Python 3.12 on that of processes of which one died. A thread of its own goes on from there.
+
     Args:
         executor: The user's executor.
     """
@@ -253,7 +257,14 @@ class FuturesExecutor:
         adding_on: int | None = threading.get_ident()
 
         def done(future: "concurrent.futures.Future[object]") -> None:
-            if adding_on != threading.get_ident():
+            if adding_on == threading.get_ident():
+                return
+            if _may_hold_locks(future):
+                threading.Thread(
+                    target=self._finish, args=(future,), name="shmloader_broken_executor",
+                    daemon=True,
+                ).start()  # fmt: skip
+            else:
                 self._finish(future)
 
         if not future.done():
@@ -301,3 +312,8 @@ class FuturesExecutor:
 
     def join(self, deadline: float) -> None:
         """Do nothing: the user's threads or processes are not waited for."""
+
+
+def _may_hold_locks(done: "concurrent.futures.Future[object]") -> bool:
+    """Whether the executor may hold its own lock while it calls this future's callbacks."""
+    return done.cancelled() or isinstance(done.exception(), concurrent.futures.BrokenExecutor)

@@ -163,6 +163,7 @@ class Death:
         was_elsewhere: Whether it was loading a batch of another rank, with whom this one shares it.
         because: Why all workers are gone, if that is known; else empty.
         reason: What the executor said of its lost task; "" if the worker is a process of ours.
+        is_final: Whether a restart would not help: the executor takes no tasks, or cannot.
     """
 
     pid: int
@@ -172,6 +173,7 @@ class Death:
     was_elsewhere: bool = False
     because: str = ""
     reason: str = ""
+    is_final: bool = False
 
 
 Reader = FlatReader | PickledReader

@@ -141,8 +141,8 @@ class Arena:
         """Return how many bytes from a slot's start have pages."""
         return self._touched.get(slot_id, 0)
 
-    def grow(self, slot_id: int, end: int) -> None:
-        """Prepare a slot that this process is about to write to, up to ``end``.
+    def grow(self, slot_id: int, end: int) -> Slot:
+        """Prepare a slot that this process is about to write to, up to ``end``, and return it.
 
         Raises:
             SharedMemoryError: If there is not enough memory.
@@ -150,6 +150,7 @@ class Arena:
         slot, touched = self.up_to(slot_id, end), self.touched_bytes(slot_id)
         if end > touched and self._admission is not None:
             self._admission.grow(slot, touched, end)
+        return slot
 
     def poison(self, slot_id: int) -> None:
         """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.utils.data._utils import signal_handling
-from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.failures import RemoteError, note_sample
 from shmloader.batch.payload import receive_payload
@@ -31,7 +30,7 @@ from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSem
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
 from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskConfig, TaskServer
 from shmloader.pools.waker import receive_soon
-from shmloader.pools.worker_dataset import call_init
+from shmloader.pools.worker_dataset import introduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +190,3 @@ def load(payload: Any) -> Any:
                 "guard, or in a module of its own.",
             )
         raise
-
-
-def introduce(
-    worker_id: int,
-    worker_count: int,
-    seed: int,
-    dataset: Any,
-    init_fn: Callable[[int], Any] | None,
-) -> None:
-    """Set what ``get_worker_info()`` returns, and call ``worker_init_fn``."""
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
-    )
-    if init_fn is not None:
-        call_init(init_fn, worker_id)

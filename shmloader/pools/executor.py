@@ -33,9 +33,11 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import heapq
 import math
 import os
 import pickle
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -52,10 +54,12 @@ from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, FromWorker, T
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import UNKNOWN_PID, Death, Empty, Failure
 from shmloader.pools.arena import PageLocker
+from shmloader.pools.executor_kinds import open_executor
 from shmloader.pools.executor_task import (
+    Own,
     ProcessName,
     Result,
-    Task,
+    Shared,
     make_batch,
     this_process,
     this_version,
@@ -70,6 +74,9 @@ Future = concurrent.futures.Future[Any]
 # How often an executor that has a ``check()`` is asked whether it is there, in seconds.
 _CHECK_S = 2.0
 
+# From this size on, bytes are copied while other threads run, such as the executor's own.
+_FREE_BYTES = 1 << 18
+
 # How much of what an executor raises is shown.
 _REASON_CHARACTERS = 600
 
@@ -81,26 +88,31 @@ class ProcessNumbers:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
         self._taken: set[int] = set()
-        self._offered: set[int] = set()
+        # Below ``_next``: numbers that no task in flight offers, the smallest first. Among them may
+        # be some that a process has taken since.
+        self._free: list[int] = []
+        self._next = 0
 
     def offer(self) -> int:
         """Return the smallest number that no process has, and that no task in flight offers."""
-        number = 0
-        while number in self._taken or number in self._offered:
-            number += 1
-        self._offered.add(number)
-        return number
+        while self._free:
+            number = heapq.heappop(self._free)
+            if number not in self._taken:
+                return number
+        while self._next in self._taken:
+            self._next += 1
+        self._next += 1
+        return self._next - 1
 
-    def note(self, process: ProcessName, number: int) -> None:
+    def note(self, number: int) -> None:
         """Note that a process has a number."""
-        self._numbers[process.token] = number
         self._taken.add(number)
 
     def take_back(self, number: int) -> None:
         """Note that the task that offered a number is over."""
-        self._offered.discard(number)
+        if number not in self._taken:
+            heapq.heappush(self._free, number)
 
 
 class _Post:
@@ -130,6 +142,7 @@ class _Sent:
     Attributes:
         seq: Number of the ticket.
         epoch: Number of its epoch.
+        attempt: Number of the call that was submitted last.
         worker_id: The place that it has.
         slot_id: The slot of its batch.
         indices: Its pickled indices.
@@ -140,7 +153,8 @@ class _Sent:
     """
 
     __slots__ = (
-        "began_s", "epoch", "error", "future", "indices", "number", "seq", "slot_id", "worker_id",
+        "attempt", "began_s", "epoch", "error", "future", "indices", "number", "seq", "slot_id",
+        "worker_id",
     )  # fmt: skip
 
     def __init__(self, ticket: SentTicket, epoch: int, indices: bytes, number: int) -> None:
@@ -148,6 +162,7 @@ class _Sent:
         self.worker_id, self.slot_id = ticket.worker_id, ticket.slot_id
         self.indices = indices
         self.number = number
+        self.attempt = 0
         self.began_s = time.monotonic()
         self.future: Future | None = None
         self.error: BaseException | None = None
@@ -188,13 +203,16 @@ class ExecutorPool(SlotReader):
         )
         self.readings = Readings()
         self.is_waiting = False
-        self._executor = executor
+        self._executor = open_executor(executor)
         self._payload = payload
-        self._loader = loader
         self._numbers = numbers
-        self._base_seed = base_seed
         self._owner_pid = os.getpid()
         self._home = this_process()
+        # The first two arguments of all tasks.
+        self._version = this_version()
+        self._shared = Shared(loader, payload.handle, self._home, base_seed).dumps()
+        # Begins the names of this pool's tasks.
+        self._name = f"make_batch-{secrets.token_hex(16)}"
         self._post = _Post()
         # Tasks that were sent and not answered, by the number of the attempt.
         self._tasks: dict[int, _Sent] = {}
@@ -203,8 +221,9 @@ class ExecutorPool(SlotReader):
         self._reports: collections.deque[Callable[[Events], None]] = collections.deque()
         # What is sent with each task from now on, where the executor has a store of objects.
         self._reference: Any = None
-        # Fails the futures of an executor that is gone, where nothing else would.
-        self._check: Callable[[], None] | None = getattr(executor, "check", None)
+        self._check = self._executor.check
+        # The processes that have answered, by their pickled names.
+        self._processes: dict[bytes, ProcessName] = {}
         self._pids: dict[int, int] = {}
         # By process, how far its clock is behind ours, in ns: at most, by the answers so far.
         self._clocks: dict[bytes, int] = {}
@@ -237,17 +256,16 @@ class ExecutorPool(SlotReader):
             contents: The payload, or a reference to it; None if the task goes without.
         """
         self._attempts += 1
-        attempt = self._attempts
-        task = Task(
-            self._loader, self._payload.handle, self._home, sent.number,
-            self._base_seed, sent.seq, sent.epoch, sent.slot_id, sent.indices, attempt,
-        )  # fmt: skip
-        plain = (task[0], tuple(task[1]), tuple(task[2]), *task[3:])
-        packed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
+        attempt = sent.attempt = self._attempts
+        own = Own(sent.number, sent.seq, sent.epoch, sent.slot_id, sent.indices).dumps()
         self._tasks[attempt] = sent
+        self._pids.pop(sent.worker_id, None)  # any process may take it
         put = self._post.put
         try:
-            future = self._executor.submit(make_batch, this_version(), packed, contents)
+            future = self._executor.submit(
+                self._name_of(attempt),
+                make_batch, self._version, self._shared, own, attempt, contents,
+            )  # fmt: skip
         except BaseException as error:
             if is_interruption(error):
                 raise
@@ -307,7 +325,6 @@ class ExecutorPool(SlotReader):
             attempt, done_ns = done.popleft()
             sent = self._tasks.pop(attempt, None)
             if sent is not None:
-                self._numbers.take_back(sent.number)
                 has_any = self._take(sent, done_ns, events) or has_any
         return has_any
 
@@ -344,37 +361,59 @@ class ExecutorPool(SlotReader):
     def _take(self, sent: _Sent, done_ns: int, events: Events) -> bool:
         """Report what came of a task; return False if it had to be sent again."""
         result, reason = _read(sent)
+        if result is not None and result.number >= 0:
+            self._numbers.note(result.number)
+        self._numbers.take_back(sent.number)
         if result is None or result.refusal:
-            _report_loss(sent, reason if result is None else result.refusal, events)
+            reason = reason if result is None else result.refusal
+            is_final = result is not None or sent.future is None
+            _report_loss(sent, reason, events, is_final=is_final)
             return True
-        process = result.process
         if not result.message:
-            sent.number = self._numbers.offer()
-            self._submit(sent, self._contents())
-            return False
-        if result.number >= 0:
-            self._numbers.note(process, result.number)
+            return self._send_with_payload(sent, events)
+        process = self._processes.get(result.process)
+        if process is None:
+            process = ProcessName(*pickle.loads(result.process))
+            self._processes[result.process] = process
         self._pids[sent.worker_id] = process.pid
         message = unpack(result.message)
-        contents = result.contents
+        if result.contents is not None:
+            try:
+                self._write(sent.slot_id, result.contents)
+            except (SharedMemoryError, OSError) as error:
+                if is_interruption(error):
+                    raise
+                failure = Failure(RemoteError.caught("while taking a batch from the executor"))
+                events.answered(sent.seq, sent.epoch, sent.worker_id, failure)
+                return True
+        if process.clock != self._home.clock:
+            message = self._by_our_clock(message, process, done_ns - result.ended_ns)
+        self._take_message(sent.worker_id, message, events)
+        return True
+
+    def _send_with_payload(self, sent: _Sent, events: Events) -> bool:
+        """Send a task again, with the payload; return whether that was reported as a loss."""
         try:
-            if contents is not None:
-                self._write(sent.slot_id, contents)
-        except (SharedMemoryError, OSError) as error:
+            contents = self._contents()
+        except Exception as error:
             if is_interruption(error):
                 raise
-            failure = Failure(RemoteError.caught("while taking a batch from the executor"))
-            events.answered(sent.seq, sent.epoch, sent.worker_id, failure)
+            # The store is full, for instance.
+            reason = f"the executor does not take the dataset ({_text_of(error)})"
+            _report_loss(sent, reason, events, is_final=True)
             return True
-        self._take_message(sent.worker_id, self._by_our_clock(message, result, done_ns), events)
-        return True
+        sent.number = self._numbers.offer()
+        self._submit(sent, contents)
+        return False
 
     def _write(self, slot_id: int, contents: Any) -> None:
         """Copy a batch into its slot: the only copy on this machine."""
         nbytes = contents.nbytes
-        self.arena.grow(slot_id, nbytes)
-        slot = self.arena.up_to(slot_id, nbytes)
-        ctypes.memmove(slot.address, contents.ctypes.data, nbytes)
+        slot = self.arena.grow(slot_id, nbytes)
+        if nbytes < _FREE_BYTES:
+            slot.mapping[:nbytes] = contents
+        else:
+            ctypes.memmove(slot.address, contents.ctypes.data, nbytes)
 
     def _take_message(
         self, worker_id: int, message: "FromWorker | ToWorker", events: Events
@@ -389,24 +428,23 @@ class ExecutorPool(SlotReader):
             raise InternalError(f"a process of the executor sent {message!r}")
 
     def _by_our_clock(
-        self, message: "FromWorker | ToWorker", result: Result, done_ns: int
+        self, message: "FromWorker | ToWorker", process: ProcessName, behind_ns: int
     ) -> "FromWorker | ToWorker":
         """Return the message with times by this machine's clock.
 
         Two machines' clocks have nothing in common. The fastest answer of a process so far is taken
         to have travelled in no time.
+
+        Args:
+            message: The message.
+            process: The process that sent it.
+            behind_ns: How far its clock is behind ours, if this answer travelled in no time.
         """
-        process = result.process
-        if (
-            type(message) is not BatchDone
-            or message.times is None
-            or process.clock == self._home.clock
-        ):
-            return message
-        behind_ns = done_ns - result.span_ns[1]
         known = self._clocks.get(process.token)
         if known is None or behind_ns < known:
             self._clocks[process.token] = known = behind_ns
+        if type(message) is not BatchDone or message.times is None:
+            return message
         began_ns, *others = message.times
         return message._replace(times=(began_ns + known, *others))
 
@@ -415,11 +453,8 @@ class ExecutorPool(SlotReader):
         if self._reference is not None:
             return self._reference
         contents = self._payload.contents()
-        share = _sharer_of(self._executor)
-        if share is None:
-            return contents
-        self._reference = share(contents)
-        return self._reference
+        self._reference = self._executor.share(contents)
+        return contents if self._reference is None else self._reference
 
     # Memory ------------------------------------------------------------------------------
 
@@ -440,16 +475,28 @@ class ExecutorPool(SlotReader):
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return which task a place has."""
+        sent = self._at_work(worker_id)
+        return AtWork(Phase.IDLE, 0, 0, 0.0) if sent is None else _describe(sent)
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return which task a place has, and on which node that is, if the executor knows.
+
+        The executor's processes show no stack.
+        """
+        sent = self._at_work(worker_id)
+        if sent is None:
+            return AtWork(Phase.IDLE, 0, 0, 0.0)
+        return _describe(sent, self._executor.place_of(self._name_of(sent.attempt)))
+
+    def _at_work(self, worker_id: int) -> _Sent | None:
         for sent in self._tasks.copy().values():
             is_done = sent.future is None or sent.future.done()
             if sent.worker_id == worker_id and not is_done:
-                elapsed_s = time.monotonic() - sent.began_s
-                return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
-        return AtWork(Phase.IDLE, 0, 0, 0.0)
+                return sent
+        return None
 
-    def ask(self, worker_id: int) -> AtWork:
-        """Return which task a place has; the executor's processes show no stack."""
-        return self.was_at(worker_id)
+    def _name_of(self, attempt: int) -> str:
+        return f"{self._name}-{attempt}"
 
     def kill(self, worker_id: int, seq: int) -> bool:
         """Leave a task behind that takes too long."""
@@ -497,10 +544,16 @@ def _report_dropped(sent: _Sent, events: Events) -> None:
     events.answered(sent.seq, sent.epoch, sent.worker_id, Empty(None))
 
 
-def _report_loss(sent: _Sent, reason: str, events: Events) -> None:
+def _describe(sent: _Sent, place: str = "") -> AtWork:
+    """Say what a task that was sent is about."""
+    elapsed_s = time.monotonic() - sent.began_s
+    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, place=place)
+
+
+def _report_loss(sent: _Sent, reason: str, events: Events, *, is_final: bool = False) -> None:
     """Report that the executor lost a ticket's task: the loss of its worker, at work on it."""
-    at_work = AtWork(Phase.LOADING, sent.epoch, sent.seq, time.monotonic() - sent.began_s)
-    events.lost(sent.worker_id, Death(UNKNOWN_PID, None, reason=reason), at_work)
+    death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
+    events.lost(sent.worker_id, death, _describe(sent))
 
 
 def _read(sent: _Sent) -> tuple[Result | None, str]:
@@ -511,23 +564,16 @@ def _read(sent: _Sent) -> tuple[Result | None, str]:
         if future.cancelled():
             return None, "the executor has cancelled its task"
         error = future.exception()
-    if error is None:
-        assert future is not None
-        process, *others = future.result()
-        return Result(ProcessName(*process), *others), ""
+        if error is None:
+            return Result(*future.result()), ""
     what = "refuses tasks" if future is None else "has not finished its task"
+    return None, f"the executor {what} ({_text_of(error)})"
+
+
+def _text_of(error: BaseException | None) -> str:
+    """Return an error's class and text in one line, without the middle of a long one."""
     text = " ".join(str(error).split()) or "no further text"
     if len(text) > _REASON_CHARACTERS:
-        text = f"{text[:_REASON_CHARACTERS]}…"
-    return None, f"the executor {what} ({type(error).__name__}: {text.rstrip('.')})"
-
-
-def _sharer_of(executor: Any) -> Callable[[Any], Any] | None:
-    """Return what puts an object into the executor's store, and returns a reference; or None."""
-    share: Callable[[Any], Any] | None = getattr(executor, "share", None)  # RayExecutor's
-    if share is not None:
-        return share
-    client = getattr(executor, "_client", None)
-    if type(executor).__module__.partition(".")[0] == "distributed" and client is not None:
-        return lambda contents: client.scatter(contents, broadcast=True, hash=False)
-    return None
+        # A traceback within the text ends with the error itself.
+        text = f"{text[: _REASON_CHARACTERS // 3]} … {text[-2 * _REASON_CHARACTERS // 3 :]}"
+    return f"{type(error).__name__}: {text.rstrip('.')}"

@@ -25,10 +25,11 @@ from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES, Task, unpack
-from shmloader.pools.child import enter_worker, introduce, load, run_until_closed
+from shmloader.pools.child import enter_worker, load, run_until_closed
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import Line, Phase, StatusPage
 from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskServer
+from shmloader.pools.worker_dataset import introduce
 
 
 @dataclass(frozen=True, slots=True)

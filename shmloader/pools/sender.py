@@ -126,8 +126,7 @@ class Sender:
                 f"the indices of batch {ticket.seq} take {len(body)} bytes, and a slot may have "
                 f"{slot.most_bytes}: {describe_most(slot.most_bytes)}; or lower batch_size."
             )
-        self._arena.grow(ticket.slot_id, len(body))
-        slot = self._arena.up_to(ticket.slot_id, len(body))  # it may have been mapped anew
+        slot = self._arena.grow(ticket.slot_id, len(body))  # perhaps mapped anew
         slot.mapping[: len(body)] = body
         self._arena.note_use(ticket.slot_id, len(body))
         return Spilled(0, len(body))

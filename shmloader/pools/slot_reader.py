@@ -53,6 +53,8 @@ class SlotReader:
         self.arena = Arena(slot_bytes, locker, admission)
         self.arena.counts = self.counts
         self.ended_leases: Sized = self.arena.leases.dead
+        # The layout that was read last, as it was sent, and its reader.
+        self._last_layout: tuple[bytes, Reader | UnreadableLayout | None] = (b"", None)
         # A state that did not fit is reported once.
         self._has_lost_state = False
 
@@ -66,7 +68,9 @@ class SlotReader:
         self.arena.note_use(slot_id, used_bytes)
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(slot_id, layout)
-            events.layout_sent(worker_id, read_layout(data, events.last_layouts()))
+            if data != self._last_layout[0]:
+                self._last_layout = data, read_layout(data, events.last_layouts())
+            events.layout_sent(worker_id, self._last_layout[1])
         reader = events.last_layout(worker_id)
         if isinstance(reader, UnreadableLayout):
             failure = Failure(reader.error, is_kept=is_kept, report=report)

@@ -4,47 +4,35 @@ A worker of one process has one channel. A worker that the ranks of a host share
 rank, and an object of this class for each. All of it runs in the worker, on its main thread.
 """
 
-import ctypes
 import errno
-import pickle
 import socket
 import struct
 from dataclasses import dataclass
 from typing import Any
 
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig
-from shmloader.batch.timer import Timer
+from shmloader.batch.fetch import FetchConfig
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.collate import install
-from shmloader.memory.lease import checksum
 from shmloader.memory.slot import FIRST_BYTES, Slot
-from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
     INLINE_BYTES,
     Attached,
-    BatchDone,
-    BatchEmpty,
-    BatchFailed,
     DropSlot,
     EpochStarted,
-    FromWorker,
     NewSlot,
     ResumeStream,
     SampleHung,
-    Spilled,
     StartEpoch,
     StatePart,
     StreamEnded,
     Task,
-    TooLong,
     pack,
 )
-from shmloader.pools.answer_writer import AnswerWriter
+from shmloader.pools.batch_server import BatchServer
 from shmloader.pools.status_page import Line, Phase
-from shmloader.pools.worker_dataset import WorkerDataset
 
 # A state that has no slot is sent in pieces of this length.
 _PART_BYTES = INLINE_BYTES // 2
@@ -82,38 +70,32 @@ class TaskServer:
         self, channel: socket.socket, worker_id: int, config: TaskConfig, line: Line
     ) -> None:
         self._channel = channel
-        self._config = config.config
-        self._is_debugging = config.is_debugging
         self._line = line
         self.where = f"in DataLoader worker process {worker_id}"
         self._slots: dict[int, Slot] = {}
-        self._admission = None if config.memory is None else MemoryAdmission(config.memory)
-        self._writer = SlotWriter(self._admission, self._slots.values)
-        self._answers = AnswerWriter(self._writer)
-        self._timer = Timer()
-        self._dataset = WorkerDataset(
+        self._server = BatchServer(
             config.config,
             worker_id,
             self.where,
-            self._writer,
-            self._timer,
+            self._slots.values,
             line.note_sample,
+            admission=None if config.memory is None else MemoryAdmission(config.memory),
+            is_debugging=config.is_debugging,
         )
         # Samples of the next task that hung.
         self._hung: dict[int, str] = {}
 
     def install(self) -> None:
         """Have collate functions write into the slots of this channel from now on."""
-        install(self._writer)
+        install(self._server.writer)
 
     def open(self, dataset: Any, collate_fn: Any, on_error: Any, *, by_value: bool) -> None:
         """Take the dataset and the functions; see :meth:`WorkerDataset.open`."""
-        self._answers.by_value = by_value
-        self._dataset.open(dataset, collate_fn, on_error, by_value=by_value)
+        self._server.open(dataset, collate_fn, on_error, by_value=by_value)
 
     def fail(self, error: RemoteError) -> None:
         """Answer every task with an error."""
-        self._dataset.fail(error)
+        self._server.dataset.fail(error)
 
     def close(self) -> None:
         """Unmap the slots of this channel."""
@@ -131,9 +113,9 @@ class TaskServer:
         if type(message) is not Task:
             self._follow(message, ancillary, flags)
             return
-        if not self._dataset.is_ready:
+        if not self._server.dataset.is_ready:
             self._line.note(Phase.GETTING_READY)
-            self._dataset.get_ready()
+            self._server.dataset.get_ready()
         self._line.note(Phase.LOADING, message.epoch, message.seq)
         if FAULTS is not None:
             FAULTS.reach("worker.task")
@@ -152,9 +134,9 @@ class TaskServer:
             self._hung[message.number] = message.text
         elif type(message) is StartEpoch:
             self._line.note(Phase.LEAVING_EPOCH)
-            self._answer_start(message.epoch, self._dataset.start_epoch())
+            self._answer_start(message.epoch, self._server.dataset.start_epoch())
         elif type(message) is ResumeStream:
-            self._dataset.resume(_read_attached(message.checkpoint, ancillary, flags))
+            self._server.dataset.resume(_read_attached(message.checkpoint, ancillary, flags))
         else:
             raise InternalError(f"a worker does not take {message!r}")
 
@@ -175,98 +157,13 @@ class TaskServer:
 
     def _serve(self, task: Task) -> bytes:
         """Make a task's batch. Returns the packed answer."""
-        seq, epoch, slot_id, indices, touched_bytes = task
-        dataset = self._dataset
+        dataset = self._server.dataset
         if dataset.has_ended:
-            return pack(StreamEnded(seq, epoch, slot_id, kept=False))
-        slot = self._slots[slot_id]
-        self._timer.begin()
-        self._writer.open(
-            slot,
-            is_offered=self._answers.offers and not self._config.auto_collation,
-            touched_bytes=touched_bytes,
-        )
-        dataset.snapshot = None
+            return pack(StreamEnded(task.seq, task.epoch, task.slot_id, kept=False))
         dataset.hung, self._hung = self._hung, {}
-        error = dataset.error
-        layout: bytes | Spilled | None = None
-        is_empty = False
-        if error is None:
-            try:
-                layout = self._load(slot, indices)
-            except EmptyBatchError:
-                is_empty = True
-            except StopIteration:
-                if self._config.is_iterable:
-                    dataset.has_ended = True
-                else:
-                    error = RemoteError.caught(self.where)
-            except BaseException:  # noqa: BLE001 - it is the answer
-                error = RemoteError.caught(self.where)
-        is_kept = self._answers.is_kept()
-        if dataset.has_ended:
-            answer = self._end(task, is_kept=is_kept)
-        elif error is not None:
-            answer = self._fail(task, error, is_kept=is_kept)
-        elif is_empty:
-            answer = BatchEmpty(seq, epoch, slot_id, is_kept, *self._put_notes())
-        else:
-            answer = self._finish(task, slot, layout, is_kept=is_kept)
-        self._writer.close()
+        answer = self._server.serve(task, self._slots[task.slot_id])
+        self._server.writer.close()
         return pack(answer)
-
-    def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
-        """Make a batch and write it to the slot. Returns its layout, if that is a new one."""
-        if not isinstance(indices, bytes):
-            end = indices.offset + indices.nbytes
-            slot.reach(end, others=self._slots.values())
-            indices = slot.mapping[indices.offset : end]
-        return self._answers.put_batch(
-            self._dataset.load(pickle.loads(indices)), may_shard=self._config.may_shard
-        )
-
-    def _finish(
-        self, task: Task, slot: Slot, layout: bytes | Spilled | None, *, is_kept: bool
-    ) -> FromWorker:
-        report, snapshot = self._put_notes()
-        used_bytes = self._writer.used_bytes
-        if self._admission is not None:
-            self._admission.note_batch(used_bytes)
-            if self._admission.is_tight:
-                _give_freed_memory_back()
-        check = checksum(slot, used_bytes) if self._is_debugging else None
-        times = self._timer.read()
-        return BatchDone(
-            task.seq, task.epoch, task.slot_id, layout, used_bytes, is_kept, check, report,
-            snapshot, times, self._dataset.fingerprint,
-        )  # fmt: skip
-
-    def _put_notes(self) -> tuple[bytes | Spilled | None, bytes | Spilled | TooLong | None]:
-        """Write what goes with a batch: the report on its samples, and the dataset's state."""
-        maker = self._dataset.maker
-        report = self._answers.put_report(None if maker is None else maker.take_report())
-        return report, self._answers.put_state(self._dataset.snapshot)
-
-    def _fail(self, task: Task, error: RemoteError, *, is_kept: bool) -> FromWorker:
-        sent = self._answers.put_error(error, is_kept=is_kept)
-        report, snapshot = self._put_notes()
-        dataset = self._dataset
-        return BatchFailed(
-            task.seq, task.epoch, task.slot_id, sent, is_kept, self._writer.touched_bytes, report,
-            snapshot, dataset.fingerprint, dataset.is_lost,
-        )  # fmt: skip
-
-    def _end(self, task: Task, *, is_kept: bool) -> FromWorker:
-        seq, epoch, slot_id = task.seq, task.epoch, task.slot_id
-        is_persistent = self._config.is_persistent
-        try:
-            beginning = self._dataset.next_beginning() if is_persistent else None
-        except BaseException:  # noqa: BLE001 - it is the answer
-            # The error answers this task, and the end answers the next one.
-            error = self._answers.put_error(RemoteError.caught(self.where), is_kept=is_kept)
-            return BatchFailed(seq, epoch, slot_id, error, is_kept, self._writer.touched_bytes)
-        sent = self._answers.put_state(beginning)
-        return StreamEnded(seq, epoch, slot_id, is_kept, self._writer.touched_bytes, sent)
 
     def _drop_slot(self, slot_id: int) -> None:
         slot = self._slots.pop(slot_id, None)
@@ -305,10 +202,3 @@ def _read_attached(data: bytes | Attached, ancillary: list[Any], flags: int) -> 
         return slot.mapping[:]
     finally:
         slot.close()
-
-
-def _give_freed_memory_back() -> None:
-    """Make glibc's ``malloc`` return free memory to the kernel. Does nothing with another libc."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)

@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from torch.utils.data._utils import worker as torch_worker
+
 from shmloader.batch.arrays import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import RemoteError, note_sample
@@ -342,3 +344,18 @@ def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
     except Exception as error:
         note_sample(error, f"It was raised by worker_init_fn({worker_id}).")
         raise
+
+
+def introduce(
+    worker_id: int,
+    worker_count: int,
+    seed: int,
+    dataset: Any,
+    init_fn: Callable[[int], Any] | None,
+) -> None:
+    """Set what ``get_worker_info()`` returns, and call ``worker_init_fn``."""
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
+    )
+    if init_fn is not None:
+        call_init(init_fn, worker_id)

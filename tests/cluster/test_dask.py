@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from shmloader import DataLoader, ShardedDataLoader, WorkerDiedError
+from shmloader import DataLoader, LoaderTimeoutError, ShardedDataLoader, WorkerDiedError
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Mixed, Pids
 from tests.parity.compare import assert_same
@@ -111,6 +111,13 @@ def _make_far() -> None:
             return pickle.loads(data)
 
     portable.pickle = Far  # type: ignore[attr-defined]
+
+
+def test_a_late_batch_names_the_worker_that_has_it(client) -> None:
+    executor = client.get_executor()
+    loader = DataLoader(Pids(2, 20.0), None, num_workers=1, executor=executor, timeout=2)
+    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 .*\n.* with Dask's worker at tcp://"):
+        next(iter(loader))
 
 
 def test_a_killed_worker_s_batches_are_made_again(cluster, client) -> None:

@@ -36,7 +36,7 @@ from shmloader import (
     sample_rng,
 )
 from shmloader.batch.portable import PortablePayload
-from shmloader.pools.executor_task import Task, make_batch
+from shmloader.pools.executor_task import Own, make_batch
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
 
@@ -302,7 +302,10 @@ def test_a_late_batch_is_named_and_not_lost(pool) -> None:
     iterator = iter(loader)
     with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(index 0\)") as caught:
         next(iterator)
-    assert "worker 0 (of the executor)" in str(caught.value).lower()
+    assert "is with worker 0 (of the executor)" in str(caught.value)
+    assert "Worker 2 (of the executor) has been loading batch 2 (index 2) for" in str(caught.value)
+    assert "raise timeout=" in str(caught.value)
+    assert "sample_timeout" not in str(caught.value), "it is refused with executor="
     gate.open(3)
     while True:
         try:
@@ -421,7 +424,7 @@ def test_a_killed_process_is_one_clear_error(pool) -> None:
         next(iterator)
 
 
-def test_a_broken_executor_ends_the_epoch_in_spite_of_restarts(pool) -> None:
+def test_a_broken_executor_ends_the_epoch_in_spite_of_restarts(pool, caplog) -> None:
     def make(index: int) -> int:
         if index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -429,6 +432,7 @@ def test_a_broken_executor_ends_the_epoch_in_spite_of_restarts(pool) -> None:
 
     with pytest.raises(WorkerDiedError, match="BrokenProcessPool"):
         list(numbers(pool, make, worker_restarts=1000))
+    assert len(caplog.records) <= 3, "it is not submitted a thousand times"
 
 
 class _Losing(Pool):
@@ -438,14 +442,14 @@ class _Losing(Pool):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.seen: set[int] = set()
+        self.seen: list[int] = []
 
-    def submit(self, function: Any, version: str, packed: bytes, contents: Any) -> Any:
-        future = super().submit(function, version, packed, contents)
-        seq = pickle.loads(packed)[Task._fields.index("seq")]
-        if seq in self.seen or seq not in self.lost:
+    def submit(self, function: Any, version: str, shared: bytes, own: bytes, *others: Any) -> Any:
+        future = super().submit(function, version, shared, own, *others)
+        seq = Own.loads(own).seq
+        if self.seen.count(seq) == self.lost.count(seq):
             return future
-        self.seen.add(seq)
+        self.seen.append(seq)
         outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.add_done_callback(lambda _: outer.set_exception(ConnectionError("node 7 is gone")))
         return outer
@@ -458,6 +462,18 @@ def test_lost_tasks_are_made_again_in_order(caplog) -> None:
     assert_same(list(loader), list(DataLoader(Mixed(), 2, num_workers=2, seed=3)))
     assert caplog.text.count("ConnectionError: node 7 is gone") == 3
     assert "Batches are made again: 3." in caplog.text
+    end(executor)
+
+
+def test_a_batch_that_is_lost_twice_is_made_again_while_restarts_are_left() -> None:
+    executor = _Losing(2, multiprocessing.get_context("fork"))
+    executor.lost = (4, 4, 4, 7)
+    assert list(numbers(executor, worker_restarts=4)) == list(range(24))
+    executor.seen.clear()
+    iterator = iter(numbers(executor, worker_restarts=2))
+    assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(WorkerDiedError, match=r"batch 4 .* as worker_restarts=2 allows"):
+        next(iterator)
     end(executor)
 
 
@@ -533,7 +549,7 @@ class _Far(Pool):
 
     def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
         if function is make_batch:
-            self.carried += args[2] is not None
+            self.carried += args[4] is not None
         return super().submit(function, *args, **named)
 
 
@@ -553,6 +569,19 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
     for _ in range(2):
         assert_same(list(loader), list(local))
         assert 1 <= executor.carried <= 2 * 3
+    end(executor)
+
+
+def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
+    class Full(_Far):
+        def share(self, contents: Any) -> Any:
+            raise MemoryError(f"{len(contents)} bytes do not fit. " + "By far. " * 100 + "Full.")
+
+    executor = Full()
+    loader = DataLoader(Mixed(), 2, num_workers=3, seed=3, executor=executor)
+    with pytest.raises(WorkerDiedError, match=r"not take the dataset \(MemoryError: .*Full\)"):
+        next(iter(loader))
+    assert executor.submit(abs, -3).result() == 3
     end(executor)
 
 

@@ -139,6 +139,48 @@ def test_an_executor_of_the_users_runs_functions_and_generators():
         assert all(name.startswith("theirs") for name in names)
 
 
+class _Breaking(concurrent.futures.Executor):
+    """Fails its futures under the lock that submit() takes, as CPython's executors do.
+
+    That of threads does so if its initializer raises, that of processes from Python 3.12 on.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._futures = []
+        self._is_broken = False
+        self.is_busy = threading.Event()
+
+    def submit(self, fn, /, *args, **kwargs):
+        with self._lock:
+            if self._is_broken:
+                raise concurrent.futures.BrokenExecutor("broken")
+            self._futures.append(concurrent.futures.Future())
+            if len(self._futures) == 4:
+                self.is_busy.set()
+            return self._futures[-1]
+
+    def fail(self):
+        self.is_busy.wait(SOON_S)
+        with self._lock:
+            self._is_broken = True
+            for future in self._futures:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(concurrent.futures.BrokenExecutor("broken"))
+
+
+def test_an_executor_that_breaks_with_its_lock_held_ends_the_epoch():
+    pool = _Breaking()
+    builder = PipelineBuilder().add_source(range(30))
+    builder.pipe(double, executor=pool, concurrency=4, max_failures=1000)
+    thread = threading.Thread(target=pool.fail)
+    thread.start()
+    with pytest.raises(concurrent.futures.BrokenExecutor):
+        list(builder.add_sink(2).build(timeout=SOON_S))
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
 class AtOnce(concurrent.futures.Executor):
     """Runs what is submitted at once."""
 

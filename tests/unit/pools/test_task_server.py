@@ -57,9 +57,9 @@ class Bench:
         config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
         self.worker = TaskServer(None, 3, TaskConfig(config), Page())
         self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
-        maker = BatchMaker(config, [], list, where="here", timer=self.worker._timer)
+        maker = BatchMaker(config, [], list, where="here", timer=self.worker._server._timer)
         self.fetcher = maker.fetcher = Fetcher()
-        self.worker._dataset.maker = maker
+        self.worker._server.dataset.maker = maker
         self.seq = -1
 
     def serve(self, *results, indices=()):
@@ -184,7 +184,7 @@ def test_a_failure_takes_the_place_of_what_the_batch_had_written(make_bench):
     bench = make_bench(slot_bytes=2 * MIB)
 
     def fill_and_fail():
-        bench.worker._writer.allocate(2 * MIB - 64)
+        bench.worker._server.writer.allocate(2 * MIB - 64)
         raise ValueError("x" * MIB)
 
     assert "x" * MIB in str(bench.error_of(bench.serve(fill_and_fail)))
@@ -212,7 +212,7 @@ def test_an_answer_reports_memory_of_the_slot_that_the_user_keeps(make_bench):
     kept = []
 
     def collate():
-        kept.append(bench.worker._writer.empty((10,), torch.float32))
+        kept.append(bench.worker._server.writer.empty((10,), torch.float32))
         return [kept[-1]]
 
     assert bench.serve(collate).kept
@@ -222,7 +222,9 @@ def test_an_answer_reports_memory_of_the_slot_that_the_user_keeps(make_bench):
 
 def test_a_batch_that_is_not_kept_leaves_its_slot_clean(make_bench):
     bench = make_bench()
-    answer = bench.serve(lambda: {"x": bench.worker._writer.empty((10,), torch.float32), "n": "a"})
+    answer = bench.serve(
+        lambda: {"x": bench.worker._server.writer.empty((10,), torch.float32), "n": "a"}
+    )
     assert not answer.kept
 
 
@@ -231,7 +233,7 @@ def test_a_failure_reports_memory_of_the_slot_that_is_kept(make_bench):
     kept = []
 
     def collate():
-        kept.append(bench.worker._writer.empty((10,), torch.float32))
+        kept.append(bench.worker._server.writer.empty((10,), torch.float32))
         raise ValueError("after the fact")
 
     answer = bench.serve(collate)
@@ -243,7 +245,7 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
     bench = make_bench()
 
     def fill_and_fail():
-        bench.worker._writer.allocate(100_000)
+        bench.worker._server.writer.allocate(100_000)
         raise ValueError("x" * 50_000)
 
     assert bench.serve(fill_and_fail).touched_bytes == 100_032
@@ -253,7 +255,7 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
 def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
     bench = make_bench()
     assert bench.serve([torch.arange(3)]).checksum is None
-    bench.worker._is_debugging = True
+    bench.worker._server._is_debugging = True
     answer = bench.serve([torch.arange(3)])
     assert answer.checksum == zlib.crc32(bench.slot.mapping[: answer.used_bytes])
     assert answer.used_bytes == 64
@@ -278,8 +280,8 @@ def report_of(bench: Bench, answer: BatchDone | BatchFailed | BatchEmpty) -> Sam
 
 
 def tolerate(bench: Bench, dataset: object, collate_fn=list) -> None:
-    fetcher = TolerantFetcher(bench.worker._config, dataset, collate_fn, "skip", "here")
-    bench.worker._dataset.maker.fetcher = fetcher
+    fetcher = TolerantFetcher(bench.worker._server._config, dataset, collate_fn, "skip", "here")
+    bench.worker._server.dataset.maker.fetcher = fetcher
 
 
 def test_an_answer_reports_on_its_own_samples_only(make_bench):

@@ -1,0 +1,183 @@
+"""Makes the batch of one task in a slot, and the message that answers the task.
+
+All of it runs where batches are made, on the thread that makes them: in a worker process, once for
+each of its channels, or in a process of an executor.
+"""
+
+import ctypes
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig
+from shmloader.batch.timer import Timer
+from shmloader.memory.admission import MemoryAdmission
+from shmloader.memory.lease import checksum
+from shmloader.memory.slot import Slot
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.messages import (
+    BatchDone,
+    BatchEmpty,
+    BatchFailed,
+    Spilled,
+    StreamEnded,
+    Task,
+    TooLong,
+)
+from shmloader.pools.answer_writer import AnswerWriter
+from shmloader.pools.worker_dataset import WorkerDataset
+
+#: What answers a task.
+TaskAnswer = BatchDone | BatchFailed | BatchEmpty | StreamEnded
+
+
+class BatchServer:
+    """Makes batches of one dataset.
+
+    Attributes:
+        dataset: The dataset, which is opened, resumed and begun there.
+        writer: Writes the task's slot.
+        answers: Writes the answer.
+
+    Args:
+        config: How batches are made.
+        worker_id: Number of the worker.
+        where: Where this runs, for the texts of errors.
+        slots: Returns all slots that this process has mapped.
+        publish: Shows the main process which sample is in work; see ``SampleWatch``.
+        admission: Admits the first touch of a slot's memory; None if memory is not checked.
+        is_debugging: Whether answers carry a checksum.
+    """
+
+    def __init__(
+        self,
+        config: FetchConfig,
+        worker_id: int,
+        where: str,
+        slots: Callable[[], Iterable[Slot]],
+        publish: Callable[[int, int], None],
+        *,
+        admission: MemoryAdmission | None = None,
+        is_debugging: bool = False,
+    ) -> None:
+        self._config = config
+        self._where = where
+        self._slots = slots
+        self._admission = admission
+        self._is_debugging = is_debugging
+        self._timer = Timer()
+        self.writer = SlotWriter(admission, slots)
+        self.answers = AnswerWriter(self.writer)
+        self.dataset = WorkerDataset(config, worker_id, where, self.writer, self._timer, publish)
+
+    def open(self, dataset: Any, collate_fn: Any, on_error: Any, *, by_value: bool) -> None:
+        """Take the dataset and the functions; see :meth:`WorkerDataset.open`."""
+        self.answers.by_value = by_value
+        self.dataset.open(dataset, collate_fn, on_error, by_value=by_value)
+
+    def serve(self, task: Task, slot: Slot) -> TaskAnswer:
+        """Make a task's batch. The caller closes the writer, after it has read the slot.
+
+        Args:
+            task: The task.
+            slot: The task's slot.
+
+        Returns:
+            The message. What the user's code raises is in it.
+        """
+        dataset = self.dataset
+        self._timer.begin()
+        self.writer.open(
+            slot,
+            is_offered=self.answers.offers and not self._config.auto_collation,
+            touched_bytes=task.touched_bytes,
+        )
+        dataset.snapshot = None
+        error = dataset.error
+        layout: bytes | Spilled | None = None
+        is_empty = False
+        if error is None:
+            try:
+                layout = self._load(slot, task.indices)
+            except EmptyBatchError:
+                is_empty = True
+            except StopIteration:
+                if self._config.is_iterable:
+                    dataset.has_ended = True
+                else:
+                    error = RemoteError.caught(self._where)
+            except BaseException:  # noqa: BLE001 - it is the answer
+                error = RemoteError.caught(self._where)
+        is_kept = self.answers.is_kept()
+        if dataset.has_ended:
+            return self._end(task, is_kept=is_kept)
+        if error is not None:
+            return self._fail(task, error, is_kept=is_kept)
+        if is_empty:
+            return BatchEmpty(*_of(task), is_kept, *self._put_notes())
+        return self._finish(task, slot, layout, is_kept=is_kept)
+
+    def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
+        """Make a batch and write it to the slot. Returns its layout, if that is a new one."""
+        if not isinstance(indices, bytes):
+            end = indices.offset + indices.nbytes
+            slot.reach(end, others=self._slots())
+            indices = slot.mapping[indices.offset : end]
+        return self.answers.put_batch(
+            self.dataset.load(pickle.loads(indices)), may_shard=self._config.may_shard
+        )
+
+    def _finish(
+        self, task: Task, slot: Slot, layout: bytes | Spilled | None, *, is_kept: bool
+    ) -> BatchDone:
+        report, snapshot = self._put_notes()
+        used_bytes = self.writer.used_bytes
+        if self._admission is not None:
+            self._admission.note_batch(used_bytes)
+            if self._admission.is_tight:
+                _give_freed_memory_back()
+        check = checksum(slot, used_bytes) if self._is_debugging else None
+        times = tuple(self._timer.read())  # plain: it pickles faster
+        return BatchDone(
+            *_of(task), layout, used_bytes, is_kept, check, report, snapshot, times,
+            self.dataset.fingerprint,
+        )  # fmt: skip
+
+    def _put_notes(self) -> tuple[bytes | Spilled | None, bytes | Spilled | TooLong | None]:
+        """Write what goes with a batch: the report on its samples, and the dataset's state."""
+        maker = self.dataset.maker
+        report = self.answers.put_report(None if maker is None else maker.take_report())
+        return report, self.answers.put_state(self.dataset.snapshot)
+
+    def _fail(self, task: Task, error: RemoteError, *, is_kept: bool) -> BatchFailed:
+        sent = self.answers.put_error(error, is_kept=is_kept)
+        report, snapshot = self._put_notes()
+        dataset = self.dataset
+        return BatchFailed(
+            *_of(task), sent, is_kept, self.writer.touched_bytes, report, snapshot,
+            dataset.fingerprint, dataset.is_lost,
+        )  # fmt: skip
+
+    def _end(self, task: Task, *, is_kept: bool) -> StreamEnded | BatchFailed:
+        is_persistent = self._config.is_persistent
+        try:
+            beginning = self.dataset.next_beginning() if is_persistent else None
+        except BaseException:  # noqa: BLE001 - it is the answer
+            # The error answers this task, and the end answers the next one.
+            error = self.answers.put_error(RemoteError.caught(self._where), is_kept=is_kept)
+            return BatchFailed(*_of(task), error, is_kept, self.writer.touched_bytes)
+        sent = self.answers.put_state(beginning)
+        return StreamEnded(*_of(task), is_kept, self.writer.touched_bytes, sent)
+
+
+def _of(task: Task) -> tuple[int, int, int]:
+    """Return what an answer says of its task."""
+    return task.seq, task.epoch, task.slot_id
+
+
+def _give_freed_memory_back() -> None:
+    """Make glibc's ``malloc`` return free memory to the kernel. Does nothing with another libc."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
