@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.batch.fetch import FetchConfig, OnError
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.device.backend import parse_device
-from shmloader.engine.adapting import Adapter
+from shmloader.engine.adapting import Adapter, AutoCount
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
@@ -285,7 +285,11 @@ class DataLoader(MeasuredLoader[_T_co]):
         )
         if type(self) is DataLoader:  # a subclass of the user's may load from anything
             check_dataset(dataset)
-        if num_workers == "auto":
+        if isinstance(num_workers, AutoCount) and (
+            thread_pool or executor is not None or not is_map_style(dataset)
+        ):
+            num_workers = int(num_workers)  # the number of another loader, which this cannot adapt
+        if num_workers == "auto" or isinstance(num_workers, AutoCount):
             is_seeded = seed is not None or self._may_shard
             has_executor = executor is not None
             check_auto(
@@ -293,7 +297,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             )
             cores = usable_cores(Path("/"))
             self._adapter = Adapter(max(1, cores // 2), 2 * cores)
-            num_workers = self._adapter.count
+            num_workers = AutoCount(self._adapter.count)
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
         self._sample_seed = check_seed(seed, dataset, has_generator=generator is not None)

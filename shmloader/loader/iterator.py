@@ -16,6 +16,7 @@ from shmloader.device.device import Destination, DevicesStage, DeviceStage
 from shmloader.device.pin import PinStage
 from shmloader.device.stage import PassThroughStage, Stage
 from shmloader.device.staged_engine import StagedEngine
+from shmloader.engine.adapting import AutoCount
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
@@ -428,7 +429,8 @@ class WorkerIterator(EngineIterator):
             self._engine.want_workers(wanted)
         loader, present = self._loader(), self._engine.present_workers
         if loader is not None and loader.num_workers != present:
-            loader.num_workers = self._record.worker_count = present
+            self._record.worker_count = present
+            loader.num_workers = AutoCount(present)
 
     @property
     def _workers(self) -> list[Any]:
