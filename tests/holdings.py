@@ -116,8 +116,8 @@ def _is_of_strangers(path: Path) -> bool:
     owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
     if owner:
         return _is_a_stranger(int(owner[1] or owner[2]))
-    # Of multiprocessing.shared_memory, whose names tell no owner.
-    return path.name.startswith("psm_") and _is_mapped_by_strangers(path)
+    # Of multiprocessing.shared_memory, and of Open MPI: their names tell no owner.
+    return path.name.startswith(("psm_", "sm_segment.")) and _is_mapped_by_strangers(path)
 
 
 def _is_mapped_by_strangers(path: Path) -> bool:

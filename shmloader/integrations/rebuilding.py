@@ -47,8 +47,6 @@ def rebuild(loader: DataLoader[Any], dataset: Any, **order: Any) -> DataLoader[A
         for name in sorted(names - {"self", "dataset", "args", "kwargs", *_OF_ORDER})
         if hasattr(loader, name)
     }
-    if loader._adapter is not None:
-        arguments["num_workers"] = "auto"
     if not arguments["num_workers"]:
         arguments["prefetch_factor"] = arguments["multiprocessing_context"] = None
     if isinstance(dataset, IterableDataset):

@@ -54,7 +54,7 @@ from shmloader.loader.measured import MeasuredLoader
 from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.slot import is_supported
-from shmloader.pools.adapting import Adapter
+from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names
@@ -288,7 +288,11 @@ class DataLoader(MeasuredLoader[_T_co]):
         )
         if type(self) is DataLoader:  # a subclass of the user's may load from anything
             check_dataset(dataset)
-        if num_workers == "auto":
+        if isinstance(num_workers, AutoCount) and (
+            thread_pool or executor is not None or not is_map_style(dataset)
+        ):
+            num_workers = int(num_workers)  # the number of another loader, which this cannot adapt
+        if num_workers == "auto" or isinstance(num_workers, AutoCount):
             is_seeded = seed is not None or self._may_shard
             has_executor = executor is not None
             check_auto(
@@ -296,7 +300,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             )
             cores = usable_cores(Path("/"))
             self._adapter = Adapter(max(1, cores // 2), 2 * cores)
-            num_workers = self._adapter.count
+            num_workers = AutoCount(self._adapter.count)
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
         self._sample_seed = check_seed(seed, dataset, has_generator=generator is not None)

@@ -1,14 +1,18 @@
-"""What frameworks make of the attributes of our loaders: a warning, and a correction.
+"""What frameworks make of our loaders: warnings, and a correction.
 
 Some frameworks read the arguments of a loader and make another one of torch's class with them. That
 one runs without shmloader, and without the arguments that torch does not have. All that can be seen
 of it is the reading: of ``worker_init_fn``, which nothing else in these modules reads.
+
+Lightning saves the state of a loader, and begins its epochs, as only the callback for it can make
+right. Whether a call comes from Lightning is seen by the module of its caller.
 """
 
 import sys
 import warnings
 from typing import Any
 
+from shmloader.probing import probe
 from shmloader.sampling.seeded_samplers import SeededShardSampler
 
 # The modules that read, with the framework's name and its adapter.
@@ -63,18 +67,99 @@ class ReadByFrameworks:
             )
 
 
+# Both packages of Lightning, and where they combine the loaders of a Trainer.
+_PACKAGES = ("lightning", "pytorch_lightning")
+_COMBINING = (
+    "lightning.pytorch.utilities.combined_loader",
+    "pytorch_lightning.utilities.combined_loader",
+)
+# An overriding method of the user's may stand between Lightning's call and ours.
+_MOST_FRAMES = 4
+
+_CALLBACK = "shmloader.integrations.lightning.LoaderCallback()"
+
+
+def note_callback(loader: Any) -> None:
+    """Note that the callback for Lightning takes care of a loader."""
+    vars(loader)["_has_lightning_callback"] = True
+
+
+def warn_of_lightning_states(loader: Any) -> None:
+    """Warn, once for each loader, if Lightning saves its state and the callback is missing.
+
+    Called by the loader's ``state_dict``.
+    """
+    if _is_called_by_lightning(loader):
+        _warn_once(
+            loader,
+            "_has_warned_of_states",
+            f"Lightning saves the state of this {type(loader).__name__}, but where it resumes from "
+            "a checkpoint that was made at an epoch's end, it skips the next epoch or repeats an "
+            f"order: add {_CALLBACK} to the callbacks of the Trainer, also of the one that resumes",
+        )
+
+
+def warn_of_lightning_epochs(loader: Any) -> None:
+    """Warn, once for each loader that rolls over, if Lightning would cut its epochs.
+
+    Called where the loader begins an epoch.
+    """
+    if vars(loader).get("_is_begun_by_lightning"):
+        if _is_called_by_lightning(loader):
+            _warn_once(
+                loader,
+                "_has_warned_of_epochs",
+                "Lightning ends each epoch after as many batches as the first one has, but with "
+                "last_batch='rollover' later ones may have more, which are left out: add "
+                f"{_CALLBACK} to the callbacks of the Trainer for the loader that it trains with, "
+                "and set last_batch='keep' or 'discard' for others",
+            )
+    elif _is_called_by_lightning(loader):
+        vars(loader)["_is_begun_by_lightning"] = True
+
+
+def _is_called_by_lightning(loader: Any) -> bool:
+    """Whether Lightning has called the function that called this module's, without the callback."""
+    if vars(loader).get("_has_lightning_callback"):
+        return False
+    frame = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") in _COMBINING:
+            return True
+    return False
+
+
+def _warn_once(loader: Any, flag: str, text: str) -> None:
+    if not vars(loader).get(flag):
+        vars(loader)[flag] = True
+        warnings.warn(text, stacklevel=4)
+
+
 def leave_out_repeats(batch_sampler: Any) -> None:
     """Make a sharded loader by which Lightning predicts deliver each sample once.
 
     To train, ranks need as many batches as the others, and the order of a sharded loader is padded.
-    To predict, Lightning makes a loader with a batch sampler of its own over that order, which
-    would have a prediction for each of the samples that were added.
+    To predict, Lightning makes a loader with an object of a class of its own, which has the
+    attributes of a batch sampler over that order, and that batch sampler. It would have a
+    prediction for each of the samples that were added.
 
     Args:
         batch_sampler: The batch sampler of a loader, or None.
     """
-    if type(batch_sampler).__name__ != "_IndexBatchSamplerWrapper":
+    if type(batch_sampler).__module__.partition(".")[0] not in _PACKAGES:
         return
-    batches = batch_sampler._batch_sampler
-    if isinstance(batches.sampler, SeededShardSampler):
-        batches.sampler = batch_sampler.sampler = batches.sampler.without_repeats()
+    for batches in vars(batch_sampler).values():
+        order = probe(batches, "sampler")
+        if isinstance(order, SeededShardSampler):
+            batches.sampler = batch_sampler.sampler = order.without_repeats()
+            return
+    if isinstance(probe(batch_sampler, "sampler"), SeededShardSampler):
+        warnings.warn(
+            "this release of Lightning is not known to shmloader: where it predicts with a "
+            "ShardedDataLoader, there may be two predictions for samples that fill up the last "
+            "batches, or none for samples that are discarded: predict with a DataLoader",
+            stacklevel=3,
+        )

@@ -18,6 +18,7 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
+from shmloader.loader.rebuilt import warn_of_lightning_epochs, warn_of_lightning_states
 from shmloader.loader.states import BatchArgument, check_state, sealed
 from shmloader.memory.slot import is_supported
 from shmloader.pools.adapting import Adapter
@@ -225,6 +226,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return super().__len__()
 
     def _begin_epoch(self) -> None:
+        if self.last_batch == "rollover":
+            warn_of_lightning_epochs(self)
         plan = self._present_plan
         if plan.resumed is not None:
             self._resume_streams(plan.resumed)
@@ -282,6 +285,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 processes of shmloader cannot be had.
         """
         self._check_has_state()
+        warn_of_lightning_states(self)
         plan = self._present_plan
         if plan.resumed is not None:
             return copy.deepcopy(plan.resumed)

@@ -20,10 +20,15 @@ are too slow to be on by default:
 import collections
 import ctypes
 import functools
+import gc
 import os
+import threading
 import weakref
 import zlib
 from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from shmloader.memory.slot import Slot
 from shmloader.process_state import PROCESS
@@ -49,7 +54,43 @@ def hold(storage: Any, memory: object) -> None:
         storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.
         memory: The lease, or the private memory that the batch was copied to.
     """
+    _free_shared_storages_at_collections()
     storage._shmloader_memory = memory
+
+
+@functools.cache
+def _free_shared_storages_at_collections() -> None:
+    """Where torch needs it, make the garbage collector free storages that were sent elsewhere.
+
+    torch's cache of storages that were sent to other processes refers to them weakly. In
+    torch 2.6, for one, a storage's Python object, and so what it holds, outlives the storage for as
+    long as there is such a reference, and torch drops dead ones only if there are over a hundred.
+    """
+    if _outlives_its_storage():
+        gc.callbacks.append(_free_shared_storages)
+
+
+def _outlives_its_storage() -> bool:
+    """Whether a weak reference to a tensor's storage keeps the storage's Python object alive."""
+    tensor = torch.empty(1)
+    held = threading.Event()  # any object that can be referred to weakly
+    present = weakref.ref(held)
+    tensor.untyped_storage()._shmloader_memory = held  # type: ignore[attr-defined]
+    reference = StorageWeakRef(tensor.untyped_storage())
+    del tensor, held
+    found = present() is not None
+    del reference
+    return found
+
+
+def _free_shared_storages(phase: str, _: dict[str, int]) -> None:
+    """Called by the collector on any thread, which may hold the lock of the cache already."""
+    cache = shared_cache
+    if phase == "stop" and cache and cache.lock.acquire(blocking=False):
+        try:
+            cache.free_dead_references()
+        finally:
+            cache.lock.release()
 
 
 class LeaseBook:

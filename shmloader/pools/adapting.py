@@ -38,6 +38,14 @@ class _Trial:
     rate: float
 
 
+class AutoCount(int):
+    """The present number of workers of a loader with ``num_workers="auto"``.
+
+    Frameworks make a loader anew from the attributes of another one. With this number as its
+    ``num_workers``, it is "auto" as well.
+    """
+
+
 class Adapter:
     """Chooses the worker count from the times that the consumers see. One thread uses it.
 

@@ -234,12 +234,14 @@ def skorch(cls: Any, workers: int, _: Path) -> Seen:
         iterator_train=cls,
         iterator_train__num_workers=workers,
         iterator_train__shuffle=True,
+        iterator_valid=cls,
         train_split=None,
         batch_size=8,
         max_epochs=2,
         verbose=0,
     )
     net.fit(Rows(), y=None)
+    net.predict(Rows())
     return net.module_.seen
 
 
@@ -317,7 +319,12 @@ class Scenario:
 SCENARIOS = {
     one.run.__name__: one
     for one in (
-        Scenario(lightning, "Lightning", adapter="`lightning.LoaderCallback`"),
+        Scenario(
+            lightning,
+            "Lightning",
+            adapter="`lightning.LoaderCallback`",
+            why='checkpoints at an epoch\'s end, and `last_batch="rollover"`, need the callback',
+        ),
         Scenario(fabric, "Lightning Fabric"),
         Scenario(
             accelerate,
@@ -368,7 +375,11 @@ SCENARIOS = {
             takes_class=False,
             why="it calls torch's iterators itself; give `DataLoaders` loaders of ours",
         ),
-        Scenario(skorch, "skorch", why="the class is `iterator_train=`"),
+        Scenario(
+            skorch,
+            "skorch",
+            why="the classes are `iterator_train=` and, to predict, `iterator_valid=`",
+        ),
         Scenario(ignite, "Ignite"),
         Scenario(torchvision, "torchvision"),
         Scenario(albumentations, "Albumentations"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 
 import shmloader
+from shmloader.integrations import lightning as adapter
 from shmloader.integrations.lightning import LoaderCallback
 from tests.frameworks.support import Linear, Rows, assert_equal
 
@@ -125,11 +128,139 @@ def test_a_second_run_of_the_same_loader_begins_with_the_trainers_epoch(tmp_path
     assert_equal(fit(tmp_path), first)
 
 
-def test_that_lightning_cuts_epochs_that_roll_over_is_told(tmp_path):
-    with pytest.warns(UserWarning, match="last_batch='keep' or 'discard'"):
-        seen = fit(tmp_path, order={"last_batch": "rollover"})
+ROLLS_OVER = [{"last_batch": "rollover"}, {"last_batch": "rollover", "shuffle": True, "seed": 7}]
+
+
+def by_hand(order: dict[str, Any], epochs: int = 3) -> list[torch.Tensor]:
+    """The inputs of a plain loop's batches, without their random numbers."""
+    loader = shmloader.DataLoader(Rows(), 8, num_workers=1, **order)
+    return [batch[0][:, 0] for _ in range(epochs) for batch in loader]
+
+
+def first_column(seen: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [batch[:, 0] for batch in seen]
+
+
+@pytest.mark.parametrize("order", ROLLS_OVER, ids=["in order", "seeded"])
+def test_an_epoch_that_rolls_over_has_all_its_batches(order, tmp_path):
     # The second of three epochs has three batches: 4 samples of the first one, and 20.
+    expected = by_hand(order)
+    assert len(expected) == 2 + 3 + 2
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, **EACH_STEP)
+    counting = CountsValidations()
+    assert_equal(
+        first_column(fit(tmp_path, saving, counting, order=order, validates=True)), expected
+    )
+    assert counting.steps == [2, 5, 7]
+    for done in (2, 4, 5):
+        resumed = fit(tmp_path, order=order, checkpoint=tmp_path / f"step={done}.ckpt")
+        assert_equal(first_column(resumed), expected[done:])
+
+
+def test_a_limited_epoch_that_rolls_over_is_limited(tmp_path):
+    seen = fit(tmp_path, order=ROLLS_OVER[0], limit_train_batches=2)
     assert len(seen) == 3 * 2
+
+
+class CountsValidations(lightning.Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_epoch_start(self, trainer: Any, _: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def fit_without_callback(folder: Path, loader: Any, **options: Any) -> list[str]:
+    """Train for three epochs; return what was warned of."""
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Module(), loader)
+    told = [str(warning.message) for warning in caught]
+    return [text for text in told if "LoaderCallback" in text or "set_epoch" in text]
+
+
+@pytest.mark.parametrize("kind", [shmloader.DataLoader, shmloader.ShardedDataLoader])
+def test_that_the_callback_is_missing_is_told_once(kind, tmp_path):
+    (told,) = fit_without_callback(tmp_path, kind(Rows(), 8))
+    assert "skips the next epoch or repeats an order: add shmloader.integrations" in told
+
+
+def test_that_epochs_that_roll_over_are_cut_without_the_callback_is_told_once(tmp_path):
+    loader = shmloader.DataLoader(Rows(), 8, last_batch="rollover")
+    (told,) = fit_without_callback(tmp_path, loader, enable_checkpointing=False)
+    assert "set last_batch='keep' or 'discard' for others" in told
+
+
+@pytest.mark.parametrize("order", [{}, {"last_batch": "rollover"}], ids=["usual", "rollover"])
+def test_nothing_is_told_with_the_callback(order, tmp_path):
+    loader = shmloader.DataLoader(Rows(), 8, **order)
+    assert fit_without_callback(tmp_path, loader, callbacks=[LoaderCallback()]) == []
+
+
+def test_nothing_is_told_of_a_state_that_the_user_saves():
+    loader = shmloader.DataLoader(Rows(), 8, last_batch="rollover")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            list(loader)
+            loader.state_dict()
+
+
+def test_a_lightning_that_the_callback_does_not_know_is_refused(tmp_path, monkeypatch):
+    names = ("_data_fetcher", "renamed", "epoch_loop.renamed")
+    monkeypatch.setattr(adapter, "_NEEDED", names)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[LoaderCallback()], max_epochs=1
+    )
+    with pytest.raises(
+        RuntimeError, match=r"has no renamed, epoch_loop\.renamed: install Lightning"
+    ):
+        trainer.fit(Module(), shmloader.DataLoader(Rows(), 8))
+
+
+def test_the_callback_serves_the_package_pytorch_lightning_too(tmp_path):
+    package = importlib.import_module("pytorch_lightning")
+
+    class Own(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Linear()
+
+        training_step = Module.training_step
+        configure_optimizers = Module.configure_optimizers
+
+    def fit_it(*callbacks: Any) -> tuple[int, list[str]]:
+        module = Own()
+        trainer = package.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=3,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[*callbacks],
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, shmloader.DataLoader(Rows(), 8, **ROLLS_OVER[1]))
+        told = [str(warning.message) for warning in caught]
+        return len(module.model.seen), [text for text in told if "LoaderCallback" in text]
+
+    assert fit_it(LoaderCallback()) == (7, [])
+    count, told = fit_it()
+    assert (count, len(told)) == (6, 2)
 
 
 @pytest.mark.parametrize("last_batch", ["pad", "discard", "keep", "rollover"])

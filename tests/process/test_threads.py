@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -291,16 +292,25 @@ def test_a_batch_is_the_user_s_alone() -> None:
     class Thing:
         """Something that is seen to go."""
 
+    # Without the GIL, CPython leaves it to the thread that made an object to free it, which that
+    # thread does when it runs next.
+    is_freed_by_its_maker = not getattr(sys, "_is_gil_enabled", lambda: True)()
     loader = make(Calls(lambda index: Thing(), 9), num_workers=1, persistent_workers=True)
     batches = iter(loader)
+    things: list[weakref.ref[Thing]] = []
     gc.disable()
     try:
-        for _ in range(9):
-            thing = weakref.ref(next(batches))
-            wait_until(lambda thing=thing: thing() is None)
+        for number in range(9):
+            things.append(weakref.ref(next(batches)))
+            if not is_freed_by_its_maker:
+                wait_until(lambda: things[-1]() is None)
+            elif 0 < number < 7:  # next() has sent the thread another ticket
+                wait_until(lambda: things[-2]() is None)
+        loader.close()
+        assert [thing() for thing in things] == [None] * 9
     finally:
         gc.enable()
-    loader.close()
+        loader.close()
 
 
 # Order, and what is in flight --------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -191,6 +192,34 @@ def test_a_loader_made_anew_from_its_attributes_delivers_the_same(kind, name) ->
     assert type(remade) is kind
     for _ in range(2):
         assert read(remade) == read(expected)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind) -> None:
+    seed = {"seed": 1} if kind is DataLoader else {}
+    loader = kind(torch.arange(LENGTH), 4, num_workers="auto", **seed)
+    sampler = DistributedSampler(range(LENGTH), 2, 0)
+    ignites = from_attributes(loader, Reproducible(loader.batch_sampler))
+    again = from_attributes(ignites, Reproducible(loader.batch_sampler))
+    for remade in (ignites, again):
+        assert f"num_workers='auto' ({loader.num_workers} now)" in repr(remade)
+    if kind is DataLoader:
+        assert "num_workers='auto'" in repr(distributed(loader, sampler))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DataLoader, {"thread_pool": True}),
+        (DataLoader, {"executor": ProcessPoolExecutor(1)}),
+        (ShardedDataLoader, {"worker_scope": "host"}),
+    ],
+)
+def test_where_auto_is_not_possible_the_number_of_an_auto_loader_is_a_number(kind, options) -> None:
+    number = DataLoader(torch.arange(LENGTH), 4, num_workers="auto", seed=1).num_workers
+    loader = kind(torch.arange(LENGTH), 4, num_workers=number, **options)
+    assert loader.num_workers == number
+    assert "auto" not in repr(loader)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import os
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
-from shmloader.memory.lease import POISON, LeaseBook, checksum, is_debugging, poison
+from shmloader.memory.lease import POISON, LeaseBook, checksum, hold, is_debugging, poison
 from shmloader.memory.slot import Slot
 
 MIB = 1 << 20
@@ -154,6 +155,26 @@ def test_a_forked_child_goes_on_seeing_what_was_lent(book, slot):
     if pid == 0:
         os._exit(0 if bool((tensor == 1).all()) else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_storage_that_was_sent_elsewhere_returns_its_slot_at_the_next_collection(book, slot):
+    lease = book.open(SLOT_ID, slot)
+    tensor = torch.frombuffer(lease, dtype=torch.float32, count=1000)
+    hold(tensor.untyped_storage(), lease)
+    del lease
+    # What torch does where it pickles a tensor for another process.
+    shared_cache["a test"] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[assignment]
+    gc.collect()
+    assert book.collect() == []
+    del tensor
+    gc.collect()
+    assert book.collect() == [(SLOT_ID, True)]
+    shared_cache.pop("a test", None)
+
+
+def test_a_collection_inside_of_the_cache_of_torch_does_not_wait_for_it(book):
+    with shared_cache.lock:
+        gc.collect()
 
 
 def test_a_book_may_die_before_its_leases(slot):
