@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster check docs bench bench-peers gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster check docs bench bench-peers bench-cluster gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -35,12 +35,13 @@ help:
 	@echo "make test-full  run all other tests but the integration tests (20 minutes)"
 	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
 	@echo "make test-frameworks  test under Lightning, accelerate, Hugging Face and others (downloads 2 GB; 15 minutes)"
-	@echo "make test-cluster  test executor= on clusters of Dask and Ray on this machine (4 minutes)"
+	@echo "make test-cluster  test executor= on clusters of Dask and Ray on this machine (10 minutes)"
 	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
 	@echo "make docs    build the documentation into build/docs, without network"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make bench-peers  compare with other loaders; ROWS=AB selects workloads (benchmarks/peers.py)"
+	@echo "make bench-cluster  compare batches made on Dask and Ray with local ones (benchmarks/cluster.py)"
 	@echo "make gpu     probe, test and measure on this machine's GPU, with PYTHON as it is (25 minutes)"
 	@echo "make sample  inject a sample of the faults that covers their kinds pairwise (3 minutes, in CI)"
 	@echo "make faults  inject every fault at every point (tests/faults; hours; ARGS=--help)"
@@ -93,6 +94,9 @@ bench: $(STAMP)-test
 bench-peers: $(PEERS)/.installed
 	@$(PEERS)/bin/python benchmarks/peers.py $(if $(ROWS),--rows=$(ROWS)) $(ARGS)
 	@$(PEERS)/bin/python benchmarks/chart.py
+
+bench-cluster: $(CLUSTER)/.installed
+	@$(CLUSTER)/bin/python benchmarks/cluster.py $(ARGS)
 
 # For machines with a GPU and no network: installs nothing; PYTHON must have the packages.
 # Without setuptools or a C compiler, torch copies large batches instead of our C function.

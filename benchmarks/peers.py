@@ -30,6 +30,7 @@ from _peers import PEERS
 from _record import Record, Run
 from _report import BARE, OURS, ROWS, contents, draw, report, table
 from _rows import CASES, Case, Settings, names_of
+from _sections import find_sections
 
 _HERE = Path(__file__).parent
 _PARTIAL = _HERE.parent / "build" / "peers"  # what is not all of the comparison goes there
@@ -180,7 +181,8 @@ def write(
             draw(letter, runs, of_cases, picture)
             pictures[letter] = str(picture.relative_to(path.parent))
     notes = {name: PEERS[name].note for name in options.peers}
-    path.write_text(report(runs, of_cases, machine, reasons, notes, pictures))
+    sections = find_sections(path)
+    path.write_text(report(runs, of_cases, machine, reasons, notes, pictures) + sections)
     print(f"{path}: {len(runs)} runs", file=sys.stderr)
 
 

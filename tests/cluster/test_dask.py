@@ -12,9 +12,10 @@ import pytest
 from shmloader import DataLoader, LoaderTimeoutError, ShardedDataLoader, WorkerDiedError
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Mixed, Pids
+from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
 
-distributed = pytest.importorskip("distributed")
+distributed = needed("distributed")
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -13,10 +13,11 @@ from shmloader import DataLoader, WorkerDiedError
 from shmloader.cluster import RayExecutor
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Mixed, Pids
+from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
 
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray = needed("ray")
+cluster_utils = needed("ray.cluster_utils")
 
 pytestmark = [
     pytest.mark.timeout(180),

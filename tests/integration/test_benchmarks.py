@@ -219,10 +219,14 @@ PEERS = {
 @pytest.mark.timeout(600)  # with all of them there, of which some take long to start
 def test_the_comparison_with_other_loaders_measures_who_is_there_and_names_who_is_not(tmp_path):
     results = tmp_path / "RESULTS.md"
+    section = "<!-- begin another.py -->\nof another benchmark\n<!-- end another.py -->\n"
+    results.write_text(f"# Old\n\n{section}")
     arguments = ("--smallest", "--rows=E", f"--record={tmp_path / 'runs.jsonl'}")
     done = run("peers.py", *arguments, f"--results={results}", deadline_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
     text = results.read_text()
+    assert "# Old" not in text
+    assert text.endswith(f"\n\n{section}")
     for peer, module in PEERS.items():
         is_there = importlib.util.find_spec(module) is not None
         told = r"[\d.]+ \| [\d.]+ \| " if is_there else "absent: ModuleNotFoundError: "

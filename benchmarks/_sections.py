@@ -1,0 +1,34 @@
+"""The sections of RESULTS.md, each of which another benchmark writes and replaces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_SECTION = re.compile(r"<!-- begin (\S+) -->\n.*?<!-- end \1 -->\n", re.DOTALL)
+
+
+def put_section(path: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace a section of a page, or append it.
+
+    Args:
+        path: The page, which need not exist.
+        name: Names the section: the program that writes it.
+        lines: What it says.
+    """
+    text = path.read_text() if path.exists() else ""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = "\n".join([f"<!-- begin {name} -->", *lines, f"<!-- end {name} -->", ""])
+    for found in _SECTION.finditer(text):
+        if found[1] == name:
+            path.write_text(text[: found.start()] + new + text[found.end() :])
+            return
+    path.write_text(text + ("\n" if text else "") + new)
+
+
+def find_sections(path: Path) -> str:
+    """Return all sections of a page as they stand, for a program that writes the rest anew."""
+    if not path.exists():
+        return ""
+    return "".join("\n" + found[0] for found in _SECTION.finditer(path.read_text()))

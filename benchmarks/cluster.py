@@ -1,0 +1,536 @@
+"""What do batches cost that are made by a cluster (``executor=``), on Dask and on Ray?
+
+The clusters are started on this machine, anew for each run; kinds take turns.
+
+=====  =============================================================================================
+jpeg   JPEG files decoded by Pillow, batch 32, two processes: samples a second on Dask and on Ray,
+       beside two workers of our own, all with four batches in flight. On Dask with its defaults,
+       and with the two settings of docs/howto/cluster.md
+bytes  batches of 3 MB and 38 MB without work on Ray: GB/s, beside Ray Data's
+       ``iter_torch_batches`` on the same cluster, in turns. It makes the same batches by
+       ``map_batches``; or it has them in its store already (``materialize``), where nothing is
+       made and nothing is copied within the cluster
+waits  samples that wait 50 ms, 64 of them at once: four nodes (Ray's ``cluster_utils.Cluster``,
+       Dask's ``LocalCluster``) of one process with ``fetch_concurrency=16``, two batches of 16 for
+       each node in flight: share of the ideal
+main   batches of four tiny samples, four in flight: CPU time of the main process, all its threads,
+       for a batch, beside a bare loop that submits calls with arguments of the same size and takes
+       results of the same size; both in turns on the same executor. Dask's scheduler is a process
+       of its own here, as on a real cluster
+=====  =============================================================================================
+
+Every run is recorded at once, and a campaign that was interrupted goes on where it was. A full run
+replaces its section of ``RESULTS.md``.
+
+Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import gc
+import importlib.metadata
+import json
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask
+import distributed
+import ray
+import ray.data
+import torch
+from _cluster_work import Tiny, Waiting, answer, pack_bare, take
+from _fresh import in_turn, try_anew
+from _machine import describe_machine, find_commit
+from _measure import WARMUP_BATCHES, consume
+from _record import Record, Run, select
+from _rows import Settings, _photographs
+from _sections import put_section
+from _spread import with_spread
+from _workloads import WORKLOADS, Samples, smallest, touch
+from ray.cluster_utils import Cluster
+
+from shmloader import DataLoader
+from shmloader.cluster import RayExecutor
+
+_HERE = Path(__file__).parent
+_PARTIAL = _HERE.parent / "build" / "cluster"  # what is not all of it goes there
+_RUN_LIMIT_S = 170.0
+_FULL_ROUNDS = 5
+_STORE_BYTES = 1 << 30
+
+Cells = list[tuple[str, str, dict[str, float]]]
+
+
+class Size(NamedTuple):
+    """How long runs are."""
+
+    seconds: float = 3.0  # of a timed stretch
+    wait_batches: int = 400
+    waiting_s: float = 0.05
+    main_batches: int = 1000
+    main_turns: int = 3
+    is_smallest: bool = False
+
+
+SMALLEST = Size(0.1, 8, 0.001, 20, 1, is_smallest=True)
+
+
+# ---------------------------------------------------------------- clusters
+
+
+@contextlib.contextmanager
+def on_dask(
+    nodes: int, *, is_apart: bool = False, is_tuned: bool = False
+) -> Iterator[concurrent.futures.Executor]:
+    """Start a cluster of Dask's, of processes with a thread each.
+
+    Args:
+        nodes: How many.
+        is_apart: Whether the scheduler is a process of its own; else it is in this one.
+        is_tuned: Whether it is set up as docs/howto/cluster.md advises.
+    """
+    environ = "distributed.nanny.pre-spawn-environ"
+    tuned = {
+        f"{environ}.MALLOC_TRIM_THRESHOLD_": 1 << 28,
+        f"{environ}.MALLOC_MMAP_THRESHOLD_": 1 << 25,
+    }
+    make = distributed.SubprocessCluster if is_apart else distributed.LocalCluster
+    with (
+        dask.config.set(tuned if is_tuned else {}),
+        make(n_workers=nodes, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster, direct_to_workers=is_tuned or None) as client,
+    ):
+        client.wait_for_workers(nodes)
+        yield client.get_executor()
+
+
+@contextlib.contextmanager
+def on_ray(nodes: int) -> Iterator[concurrent.futures.Executor]:
+    """Start a cluster of Ray's: one node for two processes, and else nodes of one process."""
+    options = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    with contextlib.ExitStack() as stack:
+        if nodes <= 2:
+            ray.init(num_cpus=nodes, log_to_driver=False, **options)
+        else:
+            one = {"num_cpus": 1, **options}
+            cluster = Cluster(initialize_head=True, head_node_args=one)
+            stack.callback(cluster.shutdown)
+            for _ in range(nodes - 1):
+                cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+            ray.init(address=cluster.address, log_to_driver=False)
+            cluster.wait_for_nodes()
+        stack.callback(ray.shutdown)
+        yield RayExecutor()
+
+
+@contextlib.contextmanager
+def on_pool(nodes: int) -> Iterator[concurrent.futures.Executor]:
+    """Start processes of the standard library's."""
+    with concurrent.futures.ProcessPoolExecutor(nodes) as executor:
+        yield executor
+
+
+CLUSTERS: dict[str, Callable[..., Any]] = {
+    "Dask": on_dask,
+    "Dask, tuned": partial(on_dask, is_tuned=True),
+    "Ray": on_ray,
+    "ProcessPoolExecutor": on_pool,
+}
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_jpeg(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - one kind a process
+    """Decode on one kind of processes."""
+    seconds = size.seconds * (1 if size.is_smallest else 1.5)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        settings = Settings(2, seconds, size.is_smallest)
+        task = _photographs(settings, folder).task
+        options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+        if kind != "our own":
+            executor = stack.enter_context(CLUSTERS[kind](2))
+            options = {"num_workers": 4, "executor": executor}
+        loader = DataLoader(task.dataset, task.batch_size, seed=0, **options)
+        batches = iter(loader)
+        consume(batches, seconds / 3, WARMUP_BATCHES, 1)
+        count, elapsed_s = consume(batches, seconds, 1, 1)
+        batches = None
+        loader.close()
+    return [("jpeg", kind, {"figure": count * task.batch_size / elapsed_s})]
+
+
+def run_bytes(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on Ray only
+    """Take batches of two sizes from Ray, and from Ray Data on the same cluster."""
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    cells: Cells = []
+    with on_ray(2) as executor:
+        for key, name in (("c", "3 MB"), ("a", "38 MB")):
+            work = smallest(WORKLOADS[key]) if size.is_smallest else WORKLOADS[key]
+            # More than is taken in the time, and what fits the store.
+            streamed = work.batch_size * (2_000 if size.is_smallest else 20_000)
+            stored = work.batch_size * (8 if size.is_smallest else {"c": 100, "a": 10}[key])
+            sources: dict[str, Callable[[], Iterator[Any]]] = {
+                "shmloader": lambda work=work: _loaded(Samples(work), work.batch_size, executor),
+                "Ray Data": partial(_streamed, key, work.batch_size, streamed, size),
+                "Ray Data, in the store": partial(_stored, key, work.batch_size, stored, size),
+            }
+            for peer in in_turn(tuple(sources), round_):
+                batches = sources[peer]()
+                first = next(batches)
+                nbytes = first.numel() * first.element_size()
+                assert first.shape[0] == work.batch_size, first.shape
+                del first
+                consume(batches, size.seconds / 3, WARMUP_BATCHES if peer == "shmloader" else 4, 1)
+                count, elapsed_s = consume(batches, size.seconds, 1, 1)
+                batches.close()  # type: ignore[attr-defined]
+                del batches
+                gc.collect()
+                cells.append((name, peer, {"figure": count * nbytes / 1e9 / elapsed_s}))
+    return cells
+
+
+def _loaded(dataset: Any, batch_size: int, executor: Any) -> Iterator[Any]:
+    loader = DataLoader(dataset, batch_size, num_workers=4, seed=0, executor=executor)
+    try:
+        yield from loader
+    finally:
+        loader.close()
+
+
+def _ray_dataset(key: str, batch_size: int, length: int, size: Size) -> Any:
+    made = partial(take, key=key, is_smallest=size.is_smallest)
+    blocks = max(2, length // batch_size // 8)
+    return ray.data.range(length, override_num_blocks=blocks).map_batches(
+        made, batch_size=batch_size
+    )
+
+
+def _iterate(dataset: Any, batch_size: int) -> Iterator[Any]:
+    found = dataset.iter_torch_batches(batch_size=batch_size, prefetch_batches=4, drop_last=True)
+    for batch in found:
+        yield batch["image"]
+
+
+def _streamed(key: str, batch_size: int, length: int, size: Size) -> Iterator[Any]:
+    yield from _iterate(_ray_dataset(key, batch_size, length, size), batch_size)
+
+
+def _stored(key: str, batch_size: int, length: int, size: Size) -> Iterator[Any]:
+    dataset = _ray_dataset(key, batch_size, length, size).materialize()
+    while True:
+        yield from _iterate(dataset, batch_size)
+
+
+def run_waits(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - one kind a process
+    """Load an epoch of samples that wait, after some batches with which all nodes start up."""
+    nodes, at_once = 4, 16
+    length = size.wait_batches * at_once
+    with CLUSTERS[kind](nodes) as executor:
+        loader = DataLoader(
+            Waiting(length, size.waiting_s), at_once, num_workers=2 * nodes, executor=executor,
+            seed=0, fetch_concurrency=at_once,
+        )  # fmt: skip
+        for _ in range(1 if size.is_smallest else 3):
+            batches = iter(loader)
+            for _ in range(min(32, size.wait_batches)):
+                next(batches)
+            del batches
+        began_s = time.perf_counter()
+        count = sum(1 for _ in loader)
+        elapsed_s = time.perf_counter() - began_s
+        assert count == size.wait_batches
+        loader.close()
+    ideal_s = length * size.waiting_s / (nodes * at_once)
+    return [("waits", kind, {"figure": ideal_s / elapsed_s})]
+
+
+class _Watched(concurrent.futures.Executor):
+    """Passes calls on to an executor, and keeps what the last one got and gave."""
+
+    def __init__(self, inner: concurrent.futures.Executor) -> None:
+        self.inner = inner
+        self.arguments: tuple[Any, ...] = ()
+        self.future: Any = None
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.arguments, self.future = args, self.inner.submit(fn, *args, **kwargs)
+        return self.future
+
+
+def run_main(kind: str, round_: int, size: Size) -> Cells:
+    """Measure the CPU time of this process, with our loader and with a bare loop, in turns."""
+    in_flight, count = 4, size.main_batches
+    start = partial(on_dask, is_apart=True) if kind == "Dask" else CLUSTERS[kind]
+    with start(2) as executor:
+        watched = _Watched(executor)
+        loader = DataLoader(Tiny(80), 4, num_workers=in_flight, executor=watched, seed=0)
+        collections.deque(loader, 0)
+        version, packed, _ = watched.arguments
+        _, _, _, message, contents, _ = watched.future.result(60)
+        bare = pack_bare(len(packed), len(message), 0 if contents is None else contents.nbytes)
+        loader.close()
+        loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)
+        turns: dict[str, Callable[[], None]] = {
+            "bare": partial(_take_bare, executor, version, bare, in_flight, count),
+            "shmloader": lambda: collections.deque(map(touch, loader), 0) and None,
+        }
+        for turn in turns.values():
+            turn()
+        spent: dict[str, list[float]] = {name: [] for name in turns}
+        for turn_number in range(size.main_turns):
+            for name in in_turn(tuple(turns), round_ + turn_number):
+                before_s = time.process_time()
+                turns[name]()
+                spent[name].append((time.process_time() - before_s) / count * 1e6)
+        loader.close()
+    beyond = [ours - bare for ours, bare in zip(spent["shmloader"], spent["bare"], strict=True)]
+    figures = {
+        "figure": statistics.median(beyond),
+        "bare_us": statistics.median(spent["bare"]),
+        "ours_us": statistics.median(spent["shmloader"]),
+        "argument_bytes": len(packed),
+        "result_bytes": len(pickle.dumps(watched.future.result())),
+    }
+    return [("main", kind, figures)]
+
+
+def _take_bare(executor: Any, version: str, packed: bytes, in_flight: int, count: int) -> None:
+    """Keep so many calls in flight, and take their results in order."""
+    futures: collections.deque[Any] = collections.deque()
+    number = len(packed) - 4
+    for attempt in range(count):
+        # No two calls are alike.
+        futures.append(
+            executor.submit(answer, version, packed[:number] + attempt.to_bytes(4, "little"), None)
+        )
+        if len(futures) == in_flight:
+            futures.popleft().result()
+    while futures:
+        futures.popleft().result()
+
+
+# ---------------------------------------------------------------- the campaign
+
+
+class Case(NamedTuple):
+    """What is run: each kind in a process of its own.
+
+    Attributes:
+        run: Does one run.
+        kinds: Its kinds.
+    """
+
+    run: Callable[[str, int, Size], Cells]
+    kinds: tuple[str, ...]
+
+
+CASES = {
+    "jpeg": Case(run_jpeg, ("our own", "Dask", "Dask, tuned", "Ray")),
+    "bytes": Case(run_bytes, ("Ray",)),
+    "waits": Case(run_waits, ("Dask", "Ray")),
+    "main": Case(run_main, ("ProcessPoolExecutor", "Dask", "Ray")),
+}
+
+
+class Goal(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        case: The case of the record.
+        peer: Who is measured.
+        other: Who it is compared with; None if the figure stands alone.
+        title: What a table calls it.
+        spec: How the figure is written, with its unit.
+        wanted: What the ratio, or the figure, should be; None if nothing was asked.
+        is_most: Whether that is the most; else it is the least.
+    """
+
+    case: str
+    peer: str
+    other: str | None
+    title: str
+    spec: str
+    wanted: float | None
+    is_most: bool = False
+
+
+GOALS = (
+    Goal("jpeg", "Dask", "our own", "JPEG files on Dask, to our own processes", ",.0f", 0.85),
+    Goal("jpeg", "Dask, tuned", "our own",
+        "the same with Dask set up as the page on clusters advises", ",.0f", 0.85),
+    Goal("jpeg", "Ray", "our own", "JPEG files on Ray, to our own processes", ",.0f", 0.85),
+    Goal("3 MB", "shmloader", "Ray Data", "3 MB on Ray, to Ray Data", ".2f", 2),
+    Goal("38 MB", "shmloader", "Ray Data", "38 MB on Ray, to Ray Data", ".2f", 2),
+    Goal("3 MB", "shmloader", "Ray Data, in the store",
+        "3 MB on Ray, to Ray Data that has them in its store", ".2f", None),
+    Goal("38 MB", "shmloader", "Ray Data, in the store",
+        "38 MB on Ray, to Ray Data that has them in its store", ".2f", None),
+    Goal("waits", "Dask", None, "samples that wait, on Dask: share of the ideal", ".3f", 0.9),
+    Goal("waits", "Ray", None, "samples that wait, on Ray: share of the ideal", ".3f", 0.9),
+    Goal("main", "Dask", None, "main process beyond submit, Dask: µs a batch", ".0f", 60, True),
+    Goal("main", "Ray", None, "main process beyond submit, Ray: µs a batch", ".0f", 60, True),
+    Goal("main", "ProcessPoolExecutor", None,
+        "main process beyond submit, ProcessPoolExecutor: µs a batch", ".0f", 60, True),
+)  # fmt: skip
+
+_UNITS = {"jpeg": "samples/s", "3 MB": "GB/s", "38 MB": "GB/s"}
+
+
+def _by_round(runs: Sequence[Run], case: str, peer: str, key: str = "figure") -> dict[int, float]:
+    return {run.round: run.figures[key] for run in select(runs, case, peer) if run.figures}
+
+
+def _row(runs: Sequence[Run], goal: Goal) -> list[str]:
+    """A row of the table: figure, what it is compared with, the ratio, the goal, the verdict."""
+    ours = _by_round(runs, goal.case, goal.peer)
+    if not ours:
+        errors = [run.error for run in select(runs, goal.case, goal.peer) if run.error]
+        return [goal.title, errors[0] if errors else "not run", "", "", "", ""]
+    unit = _UNITS.get(goal.case, "")
+    cells = [goal.title, f"{with_spread(list(ours.values()), goal.spec)} {unit}".strip()]
+    judged = list(ours.values())
+    if goal.other is not None:
+        others = _by_round(runs, goal.case, goal.other)
+        judged = [ours[round_] / others[round_] for round_ in ours if round_ in others]
+        if not judged:
+            return [*cells, "not run", "", "", ""]
+        cells += [with_spread(list(others.values()), goal.spec), with_spread(judged, ".2f")]
+    elif goal.case == "main":
+        bare = _by_round(runs, goal.case, goal.peer, "bare_us")
+        cells += [f"submit alone: {with_spread(list(bare.values()), ',.0f')}", ""]
+    else:
+        cells += ["", ""]
+    if goal.wanted is None:
+        return [*cells, "", ""]
+    wanted = f"{'≤' if goal.is_most else '≥'} {goal.wanted:g}"
+    met = [(one <= goal.wanted) if goal.is_most else (one >= goal.wanted) for one in judged]
+    middle = statistics.median(judged)
+    is_met = middle <= goal.wanted if goal.is_most else middle >= goal.wanted
+    verdict = "reached" if is_met else "**falls short**"
+    if any(one != is_met for one in met):
+        verdict += f" ({sum(met)} of {len(met)} rounds reach it)"
+    return [*cells, wanted, verdict]
+
+
+def report(runs: Sequence[Run], machine: dict[str, str]) -> list[str]:
+    """The section of RESULTS.md."""
+    rows = [_row(runs, goal) for goal in GOALS]
+    short = [row[0] for row in rows if row[-1].startswith("**")]
+    heading = ["what", "shmloader", "beside", "ratio of rounds", "goal", ""]
+    table = [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]
+    lines = ["## On clusters of Dask and Ray", ""]
+    lines += [
+        "Made by `make bench-cluster` (`benchmarks/cluster.py`, whose head says what each row is).",
+        "",
+    ]
+    lines += [f"- {name}: {value}" for name, value in machine.items()]
+    lines += ["", *table, ""]
+    told = "; ".join(short) if short else "none"
+    return [*lines, f"Rows that fall short: {told}."]
+
+
+def measure_all(options: argparse.Namespace, record: Record) -> bool:
+    """Do what is not recorded yet; returns whether all runs were whole."""
+    is_whole = True
+    for round_ in range(options.rounds):
+        for name in options.cases:
+            case = CASES[name]
+            for kind in in_turn(case.kinds, round_):
+                marker = f"{name}, {kind}"  # of the run; its figures may be several cells
+                if record.has(round_, name, marker) or record.is_hopeless(name, marker):
+                    continue
+                size = ["--smallest"] if options.smallest else []
+                arguments = [*size, "--run", name, kind, str(round_)]
+                found = try_anew(__file__, arguments, _RUN_LIMIT_S)
+                if isinstance(found, str):
+                    is_whole = False
+                    record.add(Run(name, marker, round_, None, found))
+                    print(f"round {round_ + 1} {marker}: {found}", file=sys.stderr, flush=True)
+                    continue
+                for cell, peer, figures in found["cells"]:
+                    record.add(Run(cell, peer, round_, figures))
+                    told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                    print(f"round {round_ + 1} {cell}, {peer}: {told}", file=sys.stderr, flush=True)
+                record.add(Run(name, marker, round_, {}))
+    return is_whole
+
+
+def main() -> int:
+    """Compare, or do one run for a comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
+    parser.add_argument("--rounds", type=int, default=_FULL_ROUNDS)
+    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--anew", action="store_true", help="forget what is recorded")
+    parser.add_argument(
+        "--record", type=Path, help="where runs are recorded; default: build/cluster"
+    )
+    parser.add_argument("--results", type=Path,
+        help="the page with the section; default: benchmarks/RESULTS.md if all is there, else "
+        "build/cluster/RESULTS.md")  # fmt: skip
+    parser.add_argument("--run", nargs=3, metavar=("CASE", "KIND", "ROUND"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    # The clusters' processes import what is beside this file, and ours.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    size = SMALLEST if options.smallest else Size()
+    if options.run:
+        name, kind, round_ = options.run
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        print("\n" + json.dumps({"cells": CASES[name].run(kind, int(round_), size)}))
+        return 0
+    options.rounds = 1 if options.smallest else options.rounds
+    options.cases = [name for name in options.cases.split(",") if name]
+    machine = describe_machine() | {"commit": find_commit()}
+    for distribution in ("distributed", "ray", "pyarrow", "pillow"):
+        machine[distribution] = importlib.metadata.version(distribution)
+    machine["options"] = f"2 processes (waits: 4), {options.rounds} rounds of fresh processes"
+    about = {
+        key: value
+        for key, value in machine.items()
+        if key not in ("date", "load before", "options")
+    } | {"smallest": options.smallest}
+    kind = "smallest" if options.smallest else "full"
+    record_path = options.record or _PARTIAL / f"{kind}-{machine['commit']}.jsonl"
+    if options.anew:
+        record_path.unlink(missing_ok=True)
+    record = Record(record_path, about)
+    try:
+        is_whole = measure_all(options, record)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on from {record_path}", file=sys.stderr)
+        return 130
+    has_all = not options.smallest and all(
+        record.has(round_, name, f"{name}, {kind}")
+        for round_ in range(_FULL_ROUNDS)
+        for name, case in CASES.items()
+        for kind in case.kinds
+    )
+    results = options.results or (_HERE if has_all else _PARTIAL) / "RESULTS.md"
+    lines = report(record.runs, machine)
+    put_section(results, "cluster.py", lines)
+    print("\n".join(lines))
+    print(f"\n{results}", file=sys.stderr)
+    return 0 if is_whole else 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
