@@ -17,7 +17,6 @@ from shmloader.device.device import Destination, DevicesStage, DeviceStage
 from shmloader.device.pin import PinStage
 from shmloader.device.stage import PassThroughStage, Stage
 from shmloader.device.staged_engine import StagedEngine
-from shmloader.engine.adapting import AutoCount
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from shmloader.batch.fetch import OnError
-from shmloader.engine.adapting import AutoCount
 from shmloader.host.meeting import ranks_of_host
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
@@ -207,8 +206,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and device is not None:
             raise ValueError("devices is mutually exclusive with device")
-        if worker_scope == "host" and isinstance(num_workers, AutoCount):
-            num_workers = int(num_workers)  # the number of another loader, which this cannot adapt
         _check_prefetch(prefetch, num_workers, prefetch_factor)
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)

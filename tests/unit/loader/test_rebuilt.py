@@ -194,10 +194,16 @@ def test_a_loader_made_anew_from_its_attributes_delivers_the_same(kind, name) ->
         assert read(remade) == read(expected)
 
 
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind) -> None:
-    seed = {"seed": 1} if kind is DataLoader else {}
-    loader = kind(torch.arange(LENGTH), 4, num_workers="auto", **seed)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DataLoader, {"seed": 1}),
+        (ShardedDataLoader, {}),
+        (ShardedDataLoader, {"worker_scope": "host"}),
+    ],
+)
+def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind, options) -> None:
+    loader = kind(torch.arange(LENGTH), 4, num_workers="auto", **options)
     sampler = DistributedSampler(range(LENGTH), 2, 0)
     ignites = from_attributes(loader, Reproducible(loader.batch_sampler))
     again = from_attributes(ignites, Reproducible(loader.batch_sampler))
@@ -212,7 +218,6 @@ def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind) -> No
     [
         (DataLoader, {"thread_pool": True}),
         (DataLoader, {"executor": ProcessPoolExecutor(1)}),
-        (ShardedDataLoader, {"worker_scope": "host"}),
     ],
 )
 def test_where_auto_is_not_possible_the_number_of_an_auto_loader_is_a_number(kind, options) -> None:
