@@ -158,7 +158,8 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
                     os.dup2(file, number)
                 for file in fds:
                     os.close(file)
-                return json.loads(data)
+                request: dict[str, Any] = json.loads(data)
+                return request
             for file in fds[:3]:
                 os.close(file)
             channels[pid] = socket.socket(fileno=fds[3])
