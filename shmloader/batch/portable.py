@@ -178,15 +178,20 @@ def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
     outside: BufferTable = pickle.loads(whole[outside_at:body_at])
     try:
         return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        explain_missing(error)
+        raise
+
+
+def explain_missing(error: FileNotFoundError | ModuleNotFoundError) -> None:
+    """Add a note that files and modules have to exist where an executor's processes run."""
+    if isinstance(error, FileNotFoundError):
         error.add_note(
             "The dataset opens this file where it is loaded: with executor=, it has to exist on "
             "each machine that makes batches."
         )
-        raise
-    except ModuleNotFoundError as error:
+    else:
         error.add_note(
             f"The dataset needs this module where it is loaded ({sys.executable}): with executor=, "
             "it has to be installed there, too."
         )
-        raise

@@ -33,11 +33,16 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.portable import MissingPayloadError, PayloadHandle, load_portable
+from shmloader.batch.portable import (
+    MissingPayloadError,
+    PayloadHandle,
+    explain_missing,
+    load_portable,
+)
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.memory.collate import install
 from shmloader.memory.slot import FIRST_BYTES, Slot
-from shmloader.messages import BatchFailed, Task, pack
+from shmloader.messages import BatchFailed, Spilled, Task, pack
 from shmloader.pools.batch_server import BatchServer
 from shmloader.pools.worker_dataset import introduce
 from shmloader.sampling.rng import GlobalState
@@ -256,6 +261,17 @@ def _one_thread() -> Iterator[None]:
             torch.set_num_threads(count)
 
 
+class _BatchServer(BatchServer):
+    """Makes batches where files and modules of the main process may be missing."""
+
+    def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
+        try:
+            return super()._load(slot, indices)
+        except (FileNotFoundError, ModuleNotFoundError) as error:
+            explain_missing(error)
+            raise
+
+
 class _Maker:
     """The dataset of one loader in this process, and what makes its batches.
 
@@ -289,7 +305,7 @@ class _Maker:
             seed = seed_worker(common.base_seed, number)
             introduce(number, worker_count, seed, dataset, init_fn)
             self._info = torch_worker._worker_info
-            self._server = BatchServer(
+            self._server = _BatchServer(
                 FetchConfig(*config), number, where, self._slots, _publish_nothing
             )
             self._server.open(dataset, collate_fn, on_error, by_value=handle.by_value)

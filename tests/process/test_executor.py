@@ -572,6 +572,32 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
     end(executor)
 
 
+def load_missing_file(index: int) -> Any:
+    return np.load(f"/nowhere/{index}.npy")
+
+
+def import_missing_module(index: int) -> Any:
+    import a_module_that_nobody_has  # type: ignore[import-not-found]
+
+    return a_module_that_nobody_has.samples[index]
+
+
+@pytest.mark.parametrize(
+    ("sample", "kind", "text"),
+    [
+        (load_missing_file, FileNotFoundError, "it has to exist on each machine"),
+        (import_missing_module, ModuleNotFoundError, "it has to be installed there, too"),
+    ],
+)
+def test_what_a_sample_misses_there_is_told(pool, sample, kind, text) -> None:
+    with (
+        DataLoader(Calls(sample, 4), 2, num_workers=1, executor=pool, seed=1) as loader,
+        pytest.raises(kind) as caught,
+    ):
+        next(iter(loader))
+    assert text in str(caught.value)
+
+
 def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
     class Full(_Far):
         def share(self, contents: Any) -> Any:
