@@ -86,8 +86,16 @@ def executor(make: Callable[[Any], Any], worker_count: int) -> Pool:
 
 def end_executors() -> None:
     for each in EXECUTORS:
-        for process in list((each._processes or {}).values()):
+        processes = list((each._processes or {}).values())
+        for process in processes:
             process.kill()
+        # One that is killed while it sends leaves half a message, whose rest the executor's thread
+        # waits for as long as anybody could write it: this process, too.
+        results = each._result_queue
+        for process in processes:
+            process.join()
+        if results is not None:
+            results._writer.close()
         each.shutdown()
     EXECUTORS.clear()
 

@@ -62,6 +62,7 @@ def test_workers_have_torch_in_common_and_what_its_user_has_it_import(tmp_path) 
     done.assert_quiet()
 
 
+@pytest.mark.slow
 def test_a_server_that_runs_already_is_left_as_it_is(tmp_path) -> None:
     done = run(
         tmp_path,

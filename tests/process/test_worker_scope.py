@@ -80,6 +80,7 @@ def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent
     assert len(set.union(*(makers for _, makers in found))) <= WORKERS
 
 
+@pytest.mark.slow
 def test_a_rank_has_no_thread_where_each_of_its_batches_has_a_worker(run):
     def threads() -> list[str]:
         with loader() as one:
@@ -205,6 +206,7 @@ def rank_of_index(index: int, ranks: int = 2) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_a_sample_kills_fails_that_rank_only(run):
     def epoch() -> Any:
         with loader(Samples(at={7: kill})) as one:
@@ -243,6 +245,7 @@ def test_a_sample_that_hangs_is_treated_in_its_rank(run):
     )
 
 
+@pytest.mark.slow
 def test_an_error_of_a_sample_is_raised_in_its_rank(run):
     def epoch() -> Any:
         with loader(Samples(at={7: refuse})) as one:

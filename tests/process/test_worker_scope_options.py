@@ -242,6 +242,7 @@ def test_batches_reach_a_device_and_the_workers_have_nothing_of_it(run, tmp_path
 # Another user ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_root
 def test_another_user_cannot_attach_to_the_owner(run, tmp_path):
     tried = tmp_path / "tried"
