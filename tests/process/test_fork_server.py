@@ -160,6 +160,7 @@ def test_what_the_program_finds_elsewhere_its_workers_do(name, tmp_path) -> None
             )))
         """,
         tmp_path / "program.py",
+        is_fresh=True,  # nothing of that name is imported yet
     )
     assert done.out == "[True]\n", done.err
 

@@ -47,6 +47,13 @@ def begin(one: Any) -> Any:
     return next(iter(one))
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the frames that an exception keeps, and those of what was handled as it was raised."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
 def read_all(one: Any) -> Any:
     one.set_epoch(0)
     return contents(one)
@@ -65,7 +72,7 @@ def test_while_a_rank_starts_the_owner_and_ends_it(run):
             owner = owner_of(one)
             one.close()
             del one
-            outcome.error = outcome.error and outcome.error.with_traceback(None)
+            forget_frames(outcome.error)
             gc.collect()
             wait_until(functools.partial(has_ended, owner), LONG_S)
             children = psutil.Process().children()
