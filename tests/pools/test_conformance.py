@@ -86,17 +86,19 @@ def executor(make: Callable[[Any], Any], worker_count: int) -> Pool:
 
 def end_executors() -> None:
     for each in EXECUTORS:
-        processes = list((each._processes or {}).values())
-        for process in processes:
-            process.kill()
-        # One that is killed while it sends leaves half a message, whose rest the executor's thread
-        # waits for as long as anybody could write it: this process, too.
+        processes, manager = list((each._processes or {}).values()), each._executor_manager_thread
         results = each._result_queue
         for process in processes:
-            process.join()
-        if results is not None:
+            process.kill()
+        each.shutdown(wait=False)
+        if manager is None:
+            continue
+        manager.join(20)
+        if manager.is_alive():
+            # One that was killed as it sent has left half a message, and the manager waits for
+            # the rest while anybody could write it: this process, too.
             results._writer.close()
-        each.shutdown()
+            manager.join()
     EXECUTORS.clear()
 
 
