@@ -533,6 +533,20 @@ def as_nobody(function: Callable[[], Any]) -> Any:
     return result
 
 
+def sent_to_nobody(name: str) -> bytes:
+    """What another user who connects to a socket of this name is sent."""
+
+    def attach() -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.settimeout(LONG_S)
+            channel.connect(name)
+            with contextlib.suppress(ConnectionResetError):
+                return channel.recv(1000)
+        return b""
+
+    return as_nobody(attach)
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -559,15 +573,7 @@ def test_another_user_gets_nothing(run) -> None:
     name = meeting.name
     meeting.close()
 
-    def attach() -> bytes:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.settimeout(LONG_S)
-            channel.connect(name)
-            with contextlib.suppress(ConnectionResetError):
-                return channel.recv(1000)
-        return b""
-
-    assert as_nobody(attach) == b""
+    assert sent_to_nobody(name) == b""
     assert contents() == built
 
 
