@@ -311,12 +311,15 @@ def test_a_batch_that_kills_twice_raises_with_its_indices(in_order, caplog) -> N
 
 def test_past_the_limit_a_death_raises_and_says_so(caplog) -> None:
     deaths = [Deaths(), Deaths(), Deaths()]
+    is_replaced = Switch(is_on=False)
 
     def sample(index: int) -> torch.Tensor:
-        if index == 8:  # the last of the three, though another worker loads it
-            wait_until(lambda: not deaths[1].left)
+        if index == 8:  # the last of the three to be noticed, though another worker loads it
+            wait_until(lambda: is_replaced)
         if index in (2, 5, 8):
             deaths[(index - 2) // 3].take()
+        if index == 5:
+            is_replaced.turn(on=True)
         return row(index)
 
     loader = DataLoader(Calls(sample, 12), num_workers=2, worker_restarts=2)
