@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster check docs bench bench-peers bench-cluster gpu sample faults chaos environments soak clean
+.PHONY: help demo test test-full test-all test-integration test-frameworks test-cluster check docs bench bench-peers bench-host bench-cluster gpu sample faults chaos environments soak clean
 
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
@@ -41,6 +41,7 @@ help:
 	@echo "make docs    build the documentation into build/docs, without network"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"
 	@echo "make bench-peers  compare with other loaders; ROWS=AB selects workloads (benchmarks/peers.py)"
+	@echo "make bench-host  compare one pool of workers for a host's ranks with pools of their own"
 	@echo "make bench-cluster  compare batches made on Dask and Ray with local ones (benchmarks/cluster.py)"
 	@echo "make gpu     probe, test and measure on this machine's GPU, with PYTHON as it is (25 minutes)"
 	@echo "make sample  inject a sample of the faults that covers their kinds pairwise (3 minutes, in CI)"
@@ -94,6 +95,9 @@ bench: $(STAMP)-test
 bench-peers: $(PEERS)/.installed
 	@$(PEERS)/bin/python benchmarks/peers.py $(if $(ROWS),--rows=$(ROWS)) $(ARGS)
 	@$(PEERS)/bin/python benchmarks/chart.py
+
+bench-host: $(STAMP)-test
+	@$(BIN)/python benchmarks/host_workers.py $(ARGS)
 
 bench-cluster: $(CLUSTER)/.installed
 	@$(CLUSTER)/bin/python benchmarks/cluster.py $(ARGS)

@@ -1,8 +1,9 @@
-"""The sections of RESULTS.md, each of which another benchmark writes and replaces."""
+"""The sections of RESULTS.md, each of which another benchmark writes and replaces; their rows."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,3 +33,27 @@ def find_sections(path: Path) -> str:
     if not path.exists():
         return ""
     return "".join("\n" + found[0] for found in _SECTION.finditer(path.read_text()))
+
+
+def judge(values: Sequence[float], wanted: float, *, is_most: bool) -> tuple[str, str]:
+    """Say what was wanted of a figure, and whether the median of its rounds reaches that.
+
+    Args:
+        values: The figure, or a ratio, by round.
+        wanted: The most it should be, or the least.
+        is_most: Whether that is the most.
+    """
+
+    def reaches(value: float) -> bool:
+        return value <= wanted if is_most else value >= wanted
+
+    is_met, met = reaches(statistics.median(values)), [reaches(value) for value in values]
+    verdict = "reached" if is_met else "**falls short**"
+    if any(one != is_met for one in met):
+        verdict += f" ({sum(met)} of {len(met)} rounds reach it)"
+    return f"{'≤' if is_most else '≥'} {wanted:g}", verdict
+
+
+def write_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]

@@ -57,7 +57,7 @@ from _machine import describe_machine, find_commit
 from _measure import WARMUP_BATCHES, consume
 from _record import Record, Run, select
 from _rows import Settings, _photographs
-from _sections import put_section
+from _sections import judge, put_section, write_table
 from _spread import with_spread
 from _workloads import WORKLOADS, Samples, smallest, touch
 from ray.cluster_utils import Cluster
@@ -415,14 +415,7 @@ def _row(runs: Sequence[Run], goal: Goal) -> list[str]:
         cells += ["", ""]
     if goal.wanted is None:
         return [*cells, "", ""]
-    wanted = f"{'≤' if goal.is_most else '≥'} {goal.wanted:g}"
-    met = [(one <= goal.wanted) if goal.is_most else (one >= goal.wanted) for one in judged]
-    middle = statistics.median(judged)
-    is_met = middle <= goal.wanted if goal.is_most else middle >= goal.wanted
-    verdict = "reached" if is_met else "**falls short**"
-    if any(one != is_met for one in met):
-        verdict += f" ({sum(met)} of {len(met)} rounds reach it)"
-    return [*cells, wanted, verdict]
+    return [*cells, *judge(judged, goal.wanted, is_most=goal.is_most)]
 
 
 def report(runs: Sequence[Run], machine: dict[str, str]) -> list[str]:
@@ -430,14 +423,13 @@ def report(runs: Sequence[Run], machine: dict[str, str]) -> list[str]:
     rows = [_row(runs, goal) for goal in GOALS]
     short = [row[0] for row in rows if row[-1].startswith("**")]
     heading = ["what", "shmloader", "beside", "ratio of rounds", "goal", ""]
-    table = [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]
     lines = ["## On clusters of Dask and Ray", ""]
     lines += [
         "Made by `make bench-cluster` (`benchmarks/cluster.py`, whose head says what each row is).",
         "",
     ]
     lines += [f"- {name}: {value}" for name, value in machine.items()]
-    lines += ["", *table, ""]
+    lines += ["", *write_table(heading, rows), ""]
     told = "; ".join(short) if short else "none"
     return [*lines, f"Rows that fall short: {told}."]
 

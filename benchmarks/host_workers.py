@@ -19,6 +19,9 @@ The rows on the main process are measured as row A of ``peers.py`` is, whose loa
 so neither streams of random numbers for each sample nor dynamic dispatch: ``unseeded`` is
 ``DataLoader`` as it is there, with a rank's share of the workers.
 
+Every run is recorded at once, and a campaign that was interrupted goes on where it was. A full run
+replaces its section of ``RESULTS.md``.
+
 Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 """
 
@@ -32,13 +35,16 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from _fresh import in_turn, run_anew
-from _machine import describe_machine
+from _fresh import in_turn, try_anew
+from _machine import describe_machine, find_commit
+from _record import Record, Run, select
+from _sections import judge, put_section, write_table
 from _spread import with_spread_if_any
 from _workloads import WORKLOADS, touch
 from _workloads import Samples as Tiny
@@ -47,7 +53,10 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from shmloader import DataLoader, ShardedDataLoader
 
+_HERE = Path(__file__).parent
+_PARTIAL = _HERE.parent / "build" / "host"  # what is not all of it goes there
 _RUN_LIMIT_S = 600.0
+_FULL_ROUNDS = 3
 KINDS = ("torch", "own", "host")
 UNSEEDED = "unseeded"
 
@@ -88,6 +97,10 @@ CASES = {
     "main4": Case(4, 4, 2500, 1, is_tiny=True),
     "many": Case(8, 64, 48, 16, 0.02),
     "most": Case(8, 512, 256, 16, 0.08),
+}
+SMALLEST = {
+    "even": Case(2, 2, 4, 4, 0.001),
+    "main2": Case(2, 2, 8, 1, is_tiny=True),
 }
 
 
@@ -159,6 +172,8 @@ def _rank(case: Case, kind: str, rank: int, run_id: str, begins: Any, queue: Any
         "WORLD_SIZE": str(case.ranks),
         "LOCAL_WORLD_SIZE": str(case.ranks),
     }
+    # As in a rank that torchrun has started; a spawned process would spawn its workers, too.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     loader = _make(case, kind, rank)
     for batch in loader:
@@ -240,64 +255,161 @@ def _is_below_rank(worker: psutil.Process) -> bool:
     return worker.ppid() == os.getpid()
 
 
-def _figures(name: str, case: Case, runs: list[dict[str, float]]) -> str:
-    """What a row tells of some runs."""
+class Row(NamedTuple):
+    """A row of the table.
 
-    def told(values: Iterable[float], spec: str) -> str:
-        return with_spread_if_any(list(values), spec)
+    Attributes:
+        case: The case.
+        title: What the table calls the figure, with its unit.
+        spec: How the figure is written.
+        wanted: What the figure in one pool should be, or its ratio; None if nothing was asked.
+        key: The figure of a run, before ``figure`` computes with it.
+        is_ratio: Whether the ratio to workers of each rank is judged.
+        is_most: Whether ``wanted`` is the most; else it is the least.
+    """
 
-    samples = case.ranks * case.batches * case.batch_size
-    if name == "uneven":
-        return told((run["elapsed_s"] for run in runs), ".2f") + " s"
-    if name == "memory":
-        counts = told((run["processes"] for run in runs), ".0f")
-        nbytes = told((run["worker_bytes"] / 1e6 for run in runs), ",.0f")
-        return f"{counts} processes, {nbytes} MB"
-    if case.is_tiny:
-        return told((run["main_us"] for run in runs), ".0f") + " µs"
-    if name in {"many", "most"}:
-        ideal_s = samples * case.sample_s / case.workers
-        return told((ideal_s / run["elapsed_s"] for run in runs), ".3f") + " of the ideal"
-    return told((samples / run["elapsed_s"] for run in runs), ",.0f") + " samples/s"
+    case: str
+    title: str
+    spec: str
+    wanted: float | None
+    key: str
+    is_ratio: bool = True
+    is_most: bool = True
+
+    def figure(self, run: Mapping[str, float], case: Case) -> float:
+        """What the row tells of a run."""
+        samples = case.ranks * case.batches * case.batch_size
+        value = run[self.key]
+        if self.key == "worker_bytes":
+            return value / 1e6
+        if self.case == "even":
+            return samples / value
+        if self.case in {"many", "most"}:
+            return samples * case.sample_s / case.workers / value
+        return value
+
+
+ROWS = (
+    Row("uneven", "uneven: s", ".2f", 0.6, "elapsed_s"),
+    Row("even", "even: samples/s", ",.0f", 0.97, "elapsed_s", is_most=False),
+    Row("memory", "memory: worker processes", ".0f", None, "processes"),
+    Row("memory", "memory: PSS of the workers, MB", ",.0f", 0.4, "worker_bytes"),
+    Row("main2", "main2: µs of CPU a batch", ".0f", 35, "main_us", is_ratio=False),
+    Row("main4", "main4: µs of CPU a batch", ".0f", 35, "main_us", is_ratio=False),
+    Row("many", "many: of the ideal", ".3f", 0.95, "elapsed_s", is_ratio=False, is_most=False),
+    Row("most", "most: of the ideal", ".3f", 0.95, "elapsed_s", is_ratio=False, is_most=False),
+)
+
+
+def _cells(runs: Sequence[Run], row: Row, case: Case) -> list[str]:
+    """A row of the table: the figure of each kind, the ratio, the goal, the verdict."""
+    figures = {
+        kind: {
+            run.round: row.figure(run.figures, case)
+            for run in select(runs, row.case, kind)
+            if run.figures
+        }
+        for kind in (*KINDS, UNSEEDED)
+    }
+    told = {kind: list(of_kind.values()) for kind, of_kind in figures.items()}
+    cells = [
+        with_spread_if_any(told[kind], row.spec) if told[kind] else ""
+        for kind in ("host", "own", UNSEEDED, "torch")
+    ]
+    own, host = figures["own"], figures["host"]
+    ratios = [host[round_] / own[round_] for round_ in host if round_ in own]
+    ratio = with_spread_if_any(ratios, ".2f") if ratios else "not run"
+    judged = ratios if row.is_ratio else told["host"]
+    if row.wanted is None or not judged:
+        return [row.title, *cells, ratio, "", ""]
+    goal, verdict = judge(judged, row.wanted, is_most=row.is_most)
+    return [row.title, *cells, ratio, f"{goal}{' of own' if row.is_ratio else ''}", verdict]
+
+
+def report(runs: Sequence[Run], machine: Mapping[str, str], cases: Mapping[str, Case]) -> list[str]:
+    """The section of RESULTS.md."""
+    rows = [_cells(runs, row, cases[row.case]) for row in ROWS if row.case in cases]
+    short = [row[0].partition(":")[0] for row in rows if row[-1].startswith("**")]
+    heading = ["what", "host", "own", UNSEEDED, "torch", "host to own", "goal", ""]
+    return [
+        "## One pool of workers for all ranks of a host",
+        "",
+        "Made by `make bench-host`; `benchmarks/host_workers.py` says what each row is.",
+        "",
+        *(f"- {name}: {value}" for name, value in machine.items()),
+        "",
+        *write_table(heading, rows),
+        "",
+        f"Rows that fall short: {', '.join(short) if short else 'none'}.",
+    ]
+
+
+def measure_all(options: argparse.Namespace, cases: Mapping[str, Case], record: Record) -> bool:
+    """Do what is not recorded yet; returns whether all runs were whole."""
+    is_whole = True
+    for name in options.cases:
+        for round_ in range(options.rounds):
+            for kind in in_turn(cases[name].kinds, round_):
+                if record.has(round_, name, kind) or record.is_hopeless(name, kind):
+                    continue
+                size = ["--smallest"] if options.smallest else []
+                found = try_anew(__file__, [*size, "--run", name, kind], _RUN_LIMIT_S)
+                is_figures = not isinstance(found, str)
+                is_whole = is_whole and is_figures
+                record.add(
+                    Run(name, kind, round_, found) if is_figures
+                    else Run(name, kind, round_, None, found)
+                )  # fmt: skip
+                print(f"round {round_ + 1} {name}, {kind}: {found}", file=sys.stderr, flush=True)
+    return is_whole
 
 
 def main() -> int:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
-    parser.add_argument("--kinds", default=",".join((*KINDS, UNSEEDED)), help="which, by commas")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=_FULL_ROUNDS)
     parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--anew", action="store_true", help="forget what is recorded")
+    parser.add_argument("--record", type=Path, help="where runs are recorded; default: build/host")
+    parser.add_argument("--results", type=Path,
+        help="the page with the section; default: benchmarks/RESULTS.md if all is there, else "
+        "build/host/RESULTS.md")  # fmt: skip
     parser.add_argument("--run", nargs=2, metavar=("CASE", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cases, names = CASES, options.cases.split(",")
-    if options.smallest:
-        cases = {
-            "even": Case(2, 2, 4, 4, 0.001),
-            "main2": Case(2, 2, 8, 1, is_tiny=True),
-        }
-        names, options.rounds = list(cases), 1
+    cases = SMALLEST if options.smallest else CASES
     if options.run:
         name, kind = options.run
         print(json.dumps(run(cases[name], kind)))
         return 0
-    print(describe_machine())
-    print(f"{options.rounds} rounds\n")
-    kinds = options.kinds.split(",")
-    print("| case | " + " | ".join(kinds) + " |\n|---|" + "---|" * len(kinds))
-    for name in names:
-        case = cases[name]
-        figures: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-        for round_ in range(options.rounds):
-            for kind in in_turn([kind for kind in kinds if kind in case.kinds], round_):
-                arguments = [*(["--smallest"] if options.smallest else []), "--run", name, kind]
-                found = run_anew(__file__, arguments, _RUN_LIMIT_S)
-                figures[kind].append(found)
-                print(f"round {round_ + 1} {name} {kind}: {_figures(name, case, [found])}",
-                      file=sys.stderr)  # fmt: skip
-        cells = (_figures(name, case, runs) if runs else "" for runs in figures.values())
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-    return 0
+    options.cases = list(cases) if options.smallest else options.cases.split(",")
+    options.rounds = 1 if options.smallest else options.rounds
+    machine = describe_machine() | {"commit": find_commit()}
+    machine["options"] = f"{options.rounds} rounds of fresh processes"
+    changing = ("date", "load before", "options")
+    about = {key: value for key, value in machine.items() if key not in changing}
+    kind = "smallest" if options.smallest else "full"
+    record_path = options.record or _PARTIAL / f"{kind}-{machine['commit']}.jsonl"
+    if options.anew:
+        record_path.unlink(missing_ok=True)
+    record = Record(record_path, about | {"smallest": options.smallest})
+    try:
+        is_whole = measure_all(options, cases, record)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on from {record_path}", file=sys.stderr)
+        return 130
+    has_all = not options.smallest and all(
+        record.has(round_, name, kind)
+        for name, case in CASES.items()
+        for kind in case.kinds
+        for round_ in range(_FULL_ROUNDS)
+    )
+    results = options.results or (_HERE if has_all else _PARTIAL) / "RESULTS.md"
+    lines = report(record.runs, machine, cases)
+    put_section(results, "host_workers.py", lines)
+    print("\n".join(lines))
+    print(f"\n{results}", file=sys.stderr)
+    return 0 if is_whole else 2
 
 
 if __name__ == "__main__":

@@ -196,11 +196,11 @@ def test_the_benchmark_of_ranks_prints_its_table():
 
 
 def test_the_benchmark_of_shared_workers_prints_its_table():
-    done = run("host_workers.py", "--smallest")
+    done = run("host_workers.py", "--smallest", "--anew")
     assert done.returncode == 0, done.stdout + done.stderr
     for row in (
-        r"\| even \| [\d,]+ samples/s \| [\d,]+ samples/s \| [\d,]+ samples/s \|  \|",
-        r"\| main2 \| \d+ µs \| \d+ µs \| \d+ µs \| \d+ µs \|",
+        r"\| even: samples/s \| [\d,]+ \| [\d,]+ \|  \| [\d,]+ \| \d+\.\d+ \| ≥ 0.97 .+ \|",
+        r"\| main2: µs of CPU a batch \| \d+ \| \d+ \| \d+ \| \d+ \| .+ \| ≤ 35 \| .+ \|",
     ):
         assert re.search(f"^{row}$", done.stdout, re.MULTILINE), done.stdout
 
