@@ -60,8 +60,9 @@ applies. A thread is left behind instead, and its ticket is put into the queue a
 * With processes, batches come in slots, and the scheduler assigns each ticket to a worker.
 * With ``worker_scope="host"`` the processes serve all ranks of a host. A process of their own
   starts and reaps them (:mod:`shmloader.pools.host_service`), and each rank has a socket to each of
-  them, with its own slots and window. A rank prefers workers of its own and takes others when those
-  are busy; a worker makes the batch whose rank has waited for it longest. A worker that dies is
+  them, with its own slots and window. The workers count their tasks where all ranks see them. A
+  rank's ticket goes to the one with the fewest, and among those to one of its own share; a worker
+  makes the batch whose rank has waited for it longest. A worker that dies is
   reported to all ranks; it costs a restart in the rank whose batch it was making.
 * With threads (``thread_pool=True``) there are no messages and no slots. Idle threads take the
   oldest ticket from one queue, and the answer says which thread took it.

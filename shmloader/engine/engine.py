@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, cast
 
 from shmloader.batch.iterable_state import Beginning
@@ -91,6 +91,7 @@ class Engine(EngineBase):
             For dynamic dispatch only.
         first_worker: The worker that is preferred, with dynamic dispatch.
         sharers: How many engines share the workers.
+        read_loads: Returns the tasks that each worker has from the others, if that is known.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Engine(EngineBase):
         present: int | None = None,
         first_worker: int = 0,
         sharers: int = 1,
+        read_loads: Callable[[], Sequence[int] | None] | None = None,
     ) -> None:
         super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
@@ -146,6 +148,7 @@ class Engine(EngineBase):
             has_queue=self._has_queue,
             present=present,
             sharers=sharers,
+            read_loads=read_loads,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:

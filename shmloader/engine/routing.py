@@ -12,7 +12,7 @@ batches are short, so that the round trip to the main process matters, it has ro
 in five rounds in turns, no figure of the benchmark's rows A, D, E and I changed beyond the spread.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shmloader.engine.workers import Worker, WorkerTable
 
@@ -23,6 +23,10 @@ from shmloader.engine.workers import Worker, WorkerTable
 _SHORT_NS = 2_000_000
 # The weight of each batch in the running mean.
 _WEIGHT = 1 / 16
+
+
+# More tasks than any worker has.
+_MANY = 1 << 62
 
 
 class Router:
@@ -58,21 +62,35 @@ class Router:
         return fallback
 
 
-def pick_idle(workers: Iterable[Worker], limit: int) -> Worker | None:
+def pick_idle(
+    workers: Iterable[Worker], limit: int, loads: Sequence[int] | None = None
+) -> Worker | None:
     """Return the worker for the oldest waiting ticket, with dynamic dispatch.
 
     Args:
         workers: All workers, those that are preferred first.
         limit: The most tasks of a worker.
+        loads: By worker number, the tasks that it has from other engines; None if that is not
+            known, or there are none.
 
     Returns:
         The first worker with the fewest tasks; None if no worker has room.
     """
-    found, fewest = None, limit
+    found = None
+    if loads is None:
+        fewest = limit
+        for worker in workers:
+            count = worker.in_flight
+            if count < fewest and worker.takes_tasks:
+                found, fewest = worker, count
+        return found
+    fewest = _MANY
     for worker in workers:
         count = worker.in_flight
-        if count < fewest and worker.takes_tasks:
-            found, fewest = worker, count
+        if count < limit and worker.takes_tasks:
+            count += loads[worker.worker_id]
+            if count < fewest:
+                found, fewest = worker, count
     return found
 
 

@@ -29,7 +29,7 @@ of a slot or the record of a worker.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,6 +119,7 @@ class Scheduler:
         has_queue: bool = False,
         present: int | None = None,
         sharers: int = 1,
+        read_loads: Callable[[], Sequence[int] | None] | None = None,
     ) -> None:
         """Start with an empty window.
 
@@ -137,6 +138,8 @@ class Scheduler:
                 slots.
             present: How many workers run at first, with dynamic dispatch; None for all.
             sharers: How many engines share the workers. Each has tickets for its share of them.
+            read_loads: Returns the tasks that each worker has from the others; None if that is not
+                known.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
@@ -166,6 +169,7 @@ class Scheduler:
         # how many the present workers should have had since the epoch began.
         self._wanted_tickets = 0
         self._sharers = sharers
+        self._read_loads = read_loads
         self._ticket_share = window // -(-worker_count // sharers)
         self._tickets_asked = self._tickets_for(self.workers.wanted_count)
 
@@ -247,7 +251,8 @@ class Scheduler:
     def _assign_waiting(self) -> None:
         """Assign the oldest waiting tickets to workers that have room."""
         while self._waiting:
-            worker = self._teller() or pick_idle(self._by_preference, self.task_limit)
+            loads = None if self._read_loads is None else self._read_loads()
+            worker = self._teller() or pick_idle(self._by_preference, self.task_limit, loads)
             if worker is None:
                 return
             worker.is_death_untold = False

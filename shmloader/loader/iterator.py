@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +385,7 @@ class SlotIterator(EngineIterator):
         present: int | None = None,
         first_worker: int = 0,
         sharers: int = 1,
+        read_loads: Callable[[], Sequence[int] | None] | None = None,
     ) -> Engine:
         """Return the engine of a pool with slots. See :class:`Engine` for the arguments."""
         config = self._config
@@ -405,6 +406,7 @@ class SlotIterator(EngineIterator):
             present=present,
             first_worker=first_worker,
             sharers=sharers,
+            read_loads=read_loads,
         )
         if config.slot_bytes is not None:
             engine.counts.share_bytes = config.slot_bytes
@@ -416,6 +418,7 @@ class WorkerIterator(SlotIterator):
 
     def _open(self, locker: PageLocker | None) -> None:
         self._reporter: DemandReporter | None = None
+        self._read_loads: Callable[[], Sequence[int] | None] | None = None
         warn_of_many_objects(self._config, self._parts)
         workers, memory = self._join() if self._config.worker_scope == "host" else self._start()
         config = self._config
@@ -439,6 +442,7 @@ class WorkerIterator(SlotIterator):
             present=config.num_workers,
             first_worker=config.first_worker,
             sharers=config.host_ranks,
+            read_loads=self._read_loads,
         )
         self._engine.resume()
 
@@ -495,6 +499,7 @@ class WorkerIterator(SlotIterator):
                 pool.close()  # its owner has just ended; a new one takes its place
                 continue
             self._reporter = DemandReporter(workers.report) if is_auto else None
+            self._read_loads = workers.loads_of_others
             return workers, memory
 
     def _begin_adapting(self, adapter: Adapter) -> None:

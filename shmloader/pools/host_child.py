@@ -26,8 +26,9 @@ from shmloader.batch.sample_rng import seed_worker
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES, Task, unpack
 from shmloader.pools.child import enter_worker, load, run_until_closed
+from shmloader.pools.host_loads import Loads
 from shmloader.pools.parent_death import ParentDeathPipe
-from shmloader.pools.status_page import Line, Phase, StatusPage
+from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Memory, Phase, StatusPage
 from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskServer
 from shmloader.pools.worker_dataset import introduce
 
@@ -42,6 +43,7 @@ class HostWorkerStart:
         base_seed: Seeds the worker's random generators, together with its number.
         parent_death: Ends this process with the one that started it.
         status_page: Where it writes, for that process, whether it makes a batch.
+        loads: Where it writes, for the ranks, how many tasks it has made.
     """
 
     worker_id: int
@@ -49,6 +51,7 @@ class HostWorkerStart:
     base_seed: int
     parent_death: ParentDeathPipe
     status_page: StatusPage
+    loads: Loads
 
 
 def host_worker_main(
@@ -91,8 +94,12 @@ class _HostWorker:
         self._prepare(payload)
         self._poll.register(self._channel, select.POLLIN)
         while True:
-            rank = self._most_urgent()
-            for fd, _ in self._poll.poll(None if rank is None else 0):
+            if self._most_urgent() is None:
+                self._rest()
+                happened = self._poll.poll()
+            else:
+                happened = self._poll.poll(0)
+            for fd, _ in happened:
                 if fd == self._channel.fileno():
                     if not self._take_rank():
                         return
@@ -101,6 +108,11 @@ class _HostWorker:
             rank = self._most_urgent()
             if rank is not None:
                 self._serve(rank)
+
+    def _rest(self) -> None:
+        """Measure this process's memory, if that is due and nothing happens for a while."""
+        if self._line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS):
+            self._line.note_memory()
 
     def _prepare(self, payload: ReceivedPayload) -> None:
         """Load the dataset, and call ``worker_init_fn``."""
@@ -122,7 +134,8 @@ class _HostWorker:
             return False
         if ancillary:  # else no descriptor is left here; the rank sees that its channel is closed
             (fd,) = struct.unpack("i", ancillary[0][2][:4])
-            rank = _Rank(socket.socket(fileno=fd), self._start.worker_id)
+            start, memory = self._start, self._line.memory
+            rank = _Rank(socket.socket(fileno=fd), start.worker_id, start.loads, memory)
             self._ranks[fd] = rank
             self._poll.register(fd, select.POLLIN)
         return True
@@ -186,13 +199,18 @@ class _Rank:
         served_at: How many messages of all ranks had been followed when one of this rank was last.
     """
 
-    def __init__(self, channel: socket.socket, worker_id: int) -> None:
+    def __init__(
+        self, channel: socket.socket, worker_id: int, loads: Loads, memory: Memory
+    ) -> None:
         self.channel = channel
         self.served_at = 0
+        self._loads, self._memory = loads, memory
+        self._row = -1
         channel.setblocking(True)
         self.messages: collections.deque[tuple[object, list[Any], int]] = collections.deque()
         self._worker_id = worker_id
-        # First comes how tasks are served, with the status page; then the functions.
+        # First comes how tasks are served, with the status page and the rank's row of loads; then
+        # the functions.
         self._receiver: PayloadReceiver | None = PayloadReceiver(channel)
         self._line: Line | None = None
         self._tasks: TaskServer | None = None
@@ -210,8 +228,8 @@ class _Rank:
             while self._receiver is not None:
                 payload = self._receiver.receive(socket.MSG_DONTWAIT)
                 if payload is not None and self._tasks is None:
-                    config, page = payload.load()
-                    self._line = page.open_line(self._worker_id)
+                    config, page, self._row = payload.load()
+                    self._line = page.open_line(self._worker_id, self._memory)
                     self._tasks = TaskServer(self.channel, self._worker_id, config, self._line)
                     self._receiver = PayloadReceiver(self.channel)
                 elif payload is not None:
@@ -254,6 +272,8 @@ class _Rank:
             tasks.install()
             line.show_stack()
         tasks.take(message, ancillary, flags)
+        if self._row >= 0 and type(message) is Task:
+            self._loads.note_made(self._row, self._worker_id)
         line.idle()
         line.note_use(has_task=bool(self.messages))
 

@@ -10,19 +10,21 @@ from typing import NamedTuple
 
 
 class Welcome(NamedTuple):
-    """Owner → rank, at first.
+    """Owner → rank, at first, with a descriptor of the table of loads if the kernel takes it.
 
     Attributes:
         pid: The owner's process id.
         worker_count: The most workers there may be.
         wanted_count: How many there should be at present; None if their number is fixed.
         dataset: What their dataset looks like.
+        row: The row of the table of loads that is the connection's; -1 if none was free.
     """
 
     pid: int
     worker_count: int
     wanted_count: int | None
     dataset: str
+    row: int
 
 
 class Attach(NamedTuple):

@@ -35,6 +35,7 @@ from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
 from shmloader.pools.host_child import HostWorkerStart, host_worker_main
+from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import (
     Attach,
     Attached,
@@ -97,14 +98,24 @@ def serve_host(
 
 @dataclass(eq=False)
 class _Rank:
-    """A connection to a rank, its process id, and the workers that it is attached to.
+    """A connection to a rank: its process id, its row of loads, the workers it is attached to.
 
     The values of ``attached`` are those of ``Attach.attachment``.
     """
 
     connection: socket.socket
     pid: int
+    row: int
     attached: dict[int, int] = field(default_factory=dict)
+
+    def welcome(self, message: Welcome, fd: int) -> None:
+        """Send the first message, with a descriptor if the kernel takes one more."""
+        was_sent = False
+        with Suppressed(OSError):
+            socket.send_fds(self.connection, [pack(message)], [fd], socket.MSG_DONTWAIT)
+            was_sent = True
+        if not was_sent:
+            self.tell(message)
 
     def tell(self, message: tuple[object, ...]) -> None:
         """Send a message. A rank that takes none any more is gone, which its socket will show."""
@@ -122,6 +133,7 @@ class _HostService:
         self._context: Any = multiprocessing.get_context("fork")
         self._parent_death = ParentDeathPipe()
         self._status_page = StatusPage(start.worker_count)
+        self._loads = Loads(start.worker_count)
         self._groups = control_groups(Path("/"))
         self._oom_kills_before = oom_kills(self._groups)
         self._ranks: dict[int, _Rank] = {}
@@ -168,11 +180,14 @@ class _HostService:
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0])
+        row = self._loads.take_row({rank.row for rank in self._ranks.values()})
+        rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0], row)
         self._use_cores_of(rank.pid)
         self._poll.register(connection, select.POLLIN)
         wanted = None if self._adapter is None else self._adapter.count
-        rank.tell(Welcome(os.getpid(), self._start.worker_count, wanted, self._start.dataset))
+        count, dataset = self._start.worker_count, self._start.dataset
+        welcome = Welcome(os.getpid(), count, wanted, dataset, rank.row)
+        rank.welcome(welcome, self._loads.fd)
 
     def _use_cores_of(self, pid: int) -> None:
         """Let the workers run where a rank may run, too.
@@ -224,6 +239,8 @@ class _HostService:
         others = [one for one in self._ranks.values() if one.pid != rank.pid or not one.pid]
         rank.tell(Left(is_last=not others))
         rank.connection.close()
+        if rank.row >= 0:
+            self._loads.forget(rank.row)
         self._detach(rank, set(rank.attached))
 
     def _attach(self, rank: _Rank, message: Attach, channel: socket.socket) -> None:
@@ -297,6 +314,7 @@ class _HostService:
             self._start.base_seed,
             self._parent_death,
             self._status_page,
+            self._loads,
         )
         process = self._context.Process(
             target=host_worker_main,

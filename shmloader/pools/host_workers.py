@@ -17,6 +17,7 @@ import multiprocessing.process
 import os
 import select
 import socket
+import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerChannel
+from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import (
     Attach,
     Attached,
@@ -49,7 +51,7 @@ from shmloader.pools.main_guard import (
 )
 from shmloader.pools.starting import pickle_for_workers, raise_with_remedy, sigint_held_back
 from shmloader.pools.status_page import StatusPage
-from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskConfig
 from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.process_state import PROCESS
 from shmloader.threads.uninterruptible import uninterruptible
@@ -135,7 +137,7 @@ class HostPool:
                     process, connection = _start_owner(meeting, self._objects, start)
                 else:
                     connection = meeting.detach()
-                welcome = _receive_welcome(connection)
+                welcome, _ = _receive_welcome(connection)
             except BaseException:
                 meeting.close()
                 if process is not None:  # not killed, since other ranks may use it already
@@ -220,17 +222,24 @@ def _start_owner(
     return process, ours
 
 
-def _receive_welcome(connection: socket.socket) -> Welcome | None:
-    """Wait for the owner's first message; return None if it has ended."""
+def _receive_welcome(connection: socket.socket) -> tuple[Welcome | None, Loads | None]:
+    """Wait for the owner's first message, and what comes with it; None if it has ended."""
     connection.settimeout(None)
     try:
-        data = connection.recv(RECEIVE_BYTES)
+        data, ancillary, _, _ = connection.recvmsg(RECEIVE_BYTES, DESCRIPTOR_BYTES)
     except ConnectionError as error:
         if is_interruption(error):
             raise
-        data = b""
+        data, ancillary = b"", []
     message = unpack(data) if data else None
-    return message if isinstance(message, Welcome) else None
+    if not isinstance(message, Welcome):
+        return None, None
+    if not ancillary:  # the kernel let no further descriptor pass
+        return message, None
+    (fd,) = struct.unpack("i", ancillary[0][2][:4])
+    loads = Loads(message.worker_count, fd)
+    loads.close_descriptor()
+    return message, loads
 
 
 def _describe_failed_start(process: BaseProcess) -> str:
@@ -326,12 +335,18 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._attachments = [0] * pool.worker_count
         self._deaths: dict[int, Death] = {}
         self._because = ""
+        self._loads: Loads | None = None
+        self._row = -1
         super().__init__()
         try:
-            self._payloads.append(Payload((tasks, self._page)))
+            self._control = pool.connect()
+            welcome, self._loads = _receive_welcome(self._control)
+            if welcome is None:
+                raise ConnectionResetError(self._describe_lost_owner())
+            self._row = welcome.row
+            self._payloads.append(Payload((tasks, self._page, self._row)))
             names = ("collate_fn", "on_error")
             self._payloads.append(pickle_for_workers(functions, names, "spawn"))
-            self._control = pool.connect()
             self._poll.register(self._control, select.POLLIN)
             count = pool.worker_count if pool.wanted_count is None else pool.wanted_count
             for worker_id in range(count):
@@ -424,6 +439,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             yield worker_id, data
         worker.is_lost = True
         worker.outbox.clear()
+        self._forget_tasks(worker_id)
         with contextlib.suppress(KeyError, ValueError):
             self._poll.unregister(worker.channel)
         self._deaths[worker_id] = death
@@ -437,9 +453,23 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         """Return how a lost worker ended."""
         return self._deaths[worker_id]
 
-    def note_task(self, epoch: int, seq: int) -> None:
-        """Note the number of a ticket that is sent, for the workers."""
+    def note_task(self, worker_id: int, epoch: int, seq: int) -> None:
+        """Note a ticket that is sent to a worker, for the workers and the other ranks."""
         self._page.note_newest(epoch, seq)
+        loads = self._loads  # another thread may close this meanwhile
+        if loads is not None and self._row >= 0:
+            loads.note_sent(self._row, worker_id)
+
+    def loads_of_others(self) -> list[int] | None:
+        """Return how many tasks each worker has from other ranks; None if that cannot be seen."""
+        loads = self._loads
+        return None if loads is None else loads.of_others(self._row)
+
+    def _forget_tasks(self, worker_id: int) -> None:
+        """Note that this rank awaits nothing of a worker any more."""
+        loads = self._loads
+        if loads is not None and self._row >= 0:
+            loads.forget(self._row, worker_id)
 
     # Workers -----------------------------------------------------------------------------
 
@@ -486,6 +516,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             return
         worker.is_lost = True
         worker.outbox.clear()
+        self._forget_tasks(worker_id)
         with contextlib.suppress(KeyError, ValueError):
             self._poll.unregister(worker.channel)
         self._by_fd.pop(worker.channel.fileno(), None)
@@ -531,6 +562,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             self._control.close()
         for payload in self._payloads:
             payload.close()
+        self._loads = None
         self._page.close()
 
     def leave_to_parent(self) -> None:

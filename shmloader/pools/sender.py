@@ -67,7 +67,7 @@ class Sender:
         for sample, text in (ticket.hung or {}).items():
             self._workers.send(worker_id, pack(SampleHung(sample, text)))
         touched_bytes = self._arena.touched_bytes(slot_id)
-        self._workers.note_task(epoch, ticket.seq)
+        self._workers.note_task(worker_id, epoch, ticket.seq)
         self._workers.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")

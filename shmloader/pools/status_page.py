@@ -245,19 +245,41 @@ def _frames(text: str, thread: int) -> str:
     return parts[2::2][threads.index(thread)].strip("\n")
 
 
+class Memory:
+    """When this process's memory was measured last, and what it was then. All its lines share it.
+
+    Attributes:
+        measured_ns: When that was; at first, when the process began.
+        pss_bytes: The proportional set size; -1 before it was measured.
+    """
+
+    def __init__(self) -> None:
+        self.measured_ns = time.monotonic_ns()
+        self.pss_bytes = -1
+
+
 class Line:
-    """A worker's line, in the worker. It enables the signal that asks for the stack."""
+    """A worker's line, in the worker. It enables the signal that asks for the stack.
+
+    Attributes:
+        memory: The memory of this process.
+    """
 
     def __init__(
-        self, mapping: mmap.mmap, stack_fd: int, worker_id: int, newest_at: int = 0
+        self,
+        mapping: mmap.mmap,
+        stack_fd: int,
+        worker_id: int,
+        newest_at: int = 0,
+        memory: Memory | None = None,
     ) -> None:
         self._mapping = mapping
         self._stack_fd = stack_fd
         self._newest_at = newest_at
         self._offset = worker_id * _LINE_BYTES
         self._thread = threading.get_ident()
-        self._idle_ns = self._usage_ns = self._memory_ns = time.monotonic_ns()
-        self._pss_bytes = -1
+        self.memory = memory or Memory()
+        self._idle_ns = self._usage_ns = time.monotonic_ns()
         self.show_stack()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
         self.note(Phase.GETTING_READY)
@@ -300,8 +322,8 @@ class Line:
         Args:
             has_task: Whether a message is waiting.
         """
-        due_ns = _MEMORY_NS if self._pss_bytes < 0 else _MEMORY_BUSY_NS
-        if self._idle_ns - self._memory_ns > due_ns:
+        due_ns = _MEMORY_NS if self.memory.pss_bytes < 0 else _MEMORY_BUSY_NS
+        if self._idle_ns - self.memory.measured_ns > due_ns:
             self.note_memory()
             return
         due_ns = _USAGE_BUSY_NS if has_task else _USAGE_NS
@@ -311,12 +333,12 @@ class Line:
     @property
     def memory_is_due(self) -> bool:
         """Whether the memory should be measured if this worker stays idle."""
-        return self._idle_ns - self._memory_ns > _MEMORY_NS
+        return self._idle_ns - self.memory.measured_ns > _MEMORY_NS
 
     def note_memory(self) -> None:
         """Measure this process's memory, and write what it has used. Takes milliseconds."""
-        self._memory_ns = self._idle_ns
-        self._pss_bytes = measure_memory(os.getpid()) or -1
+        self.memory.measured_ns = self._idle_ns
+        self.memory.pss_bytes = measure_memory(os.getpid()) or -1
         self.note_usage()
 
     def note_usage(self) -> None:
@@ -328,7 +350,7 @@ class Line:
             self._offset + _USAGE_AT,
             time.process_time_ns(),
             -1 if spent is None else spent.stalled_ns,
-            self._pss_bytes,
+            self.memory.pss_bytes,
         )
 
 
@@ -349,11 +371,11 @@ class WorkerStatusPage:
         self._stack = stack
         self._nbytes = nbytes
 
-    def open_line(self, worker_id: int) -> Line:
-        """Return this worker's line."""
+    def open_line(self, worker_id: int, memory: Memory | None = None) -> Line:
+        """Return this worker's line. Several lines of a process share what its memory was."""
         fd = self._status_page.detach()
         try:
             mapping = mmap.mmap(fd, self._nbytes)
         finally:
             os.close(fd)
-        return Line(mapping, self._stack.detach(), worker_id, self._newest_at)
+        return Line(mapping, self._stack.detach(), worker_id, self._newest_at, memory)

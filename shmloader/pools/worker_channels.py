@@ -96,8 +96,8 @@ class WorkerChannels(Generic[_Channel]):
         """Return how a lost worker ended."""
         raise NotImplementedError
 
-    def note_task(self, epoch: int, seq: int) -> None:
-        """Note the number of a ticket that is sent."""
+    def note_task(self, worker_id: int, epoch: int, seq: int) -> None:
+        """Note a ticket that is sent to a worker."""
 
     def kill(self, worker_id: int) -> None:
         """Kill a worker, which ``wait`` will report."""

@@ -114,6 +114,30 @@ def test_with_dynamic_dispatch_the_worker_with_the_fewest_tasks_is_picked(
     assert (None if worker is None else worker.worker_id) == picked
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "limit", "loads", "picked"),
+    [
+        ([0, 0, 0], 1, [1, 0, 0], 1),  # not the first one, which others keep busy
+        ([0, 0, 0], 1, [2, 1, 1], 1),
+        ([1, 0, 0], 1, [0, 3, 2], 2),  # the first one has no room for this engine's
+        ([1, 0], 2, [0, 1], 0),
+        ([1, 0], 2, [0, 2], 0),  # two of its own rather than a third behind those of others
+        ([1, 0], 2, [1, 1], 1),
+        ([1, 1], 1, [0, 0], None),
+        ([0, 0], 1, [0, 0], 0),
+    ],
+)
+def test_among_workers_that_others_use_the_one_with_the_fewest_tasks_in_all(
+    in_flight, limit, loads, picked
+):
+    worker = pick_idle(workers(in_flight), limit, loads)
+    assert (None if worker is None else worker.worker_id) == picked
+
+
+def test_workers_that_do_not_run_have_no_room_whatever_the_others_have():
+    assert pick_idle(workers([0, 0], gone=[1]), 1, [5, 0]).worker_id == 0
+
+
 def test_a_worker_holds_one_task_until_batches_are_known_to_be_short():
     assert Scheduler(2, 4, 2, in_order=True, is_dynamic=True).task_limit == 1
     assert Pace().note(100_000) == 2

@@ -1113,6 +1113,21 @@ def test_an_engine_that_shares_workers_asks_for_tickets_for_its_share_of_them():
     assert asked == [0, 0, 2, 0, 0]
 
 
+def test_engines_that_share_workers_choose_by_the_tasks_of_all_at_that_time():
+    loads = [0, 0, 0]
+    subject = Scheduler(
+        3, 6, 2, in_order=True, is_dynamic=True, sharers=2, read_loads=lambda: loads
+    )
+    offered(subject, 1)
+    assert taken(subject) == [(0, 0)]
+    loads[:] = [1, 2, 1]
+    offered(subject, 1)
+    assert taken(subject) == [(1, 2)]
+    loads[:] = [1, 0, 1]
+    offered(subject, 1)
+    assert taken(subject) == [(2, 1)]
+
+
 def test_a_worker_that_is_not_wanted_stops_when_it_has_answered():
     subject = with_workers(2)
     offered(subject, 3)

@@ -12,18 +12,19 @@ import pytest
 
 from shmloader.messages import Task
 from shmloader.pools.host_child import _HostWorker, _Rank
+from shmloader.pools.status_page import Memory
 
 
 class Tasks:
     """A worker with two ranks. Each message is followed by forgetting it."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
-        start: Any = SimpleNamespace(worker_id=0)
+        start: Any = SimpleNamespace(worker_id=0, loads=None)
         line: Any = SimpleNamespace(note=lambda phase: None, idle=lambda: None)
         self.worker = _HostWorker(stack.enter_context(socket.socket()), start, line)
         self.ranks = []
         for fd in range(2):
-            rank = _Rank(stack.enter_context(socket.socket()), 0)
+            rank = _Rank(stack.enter_context(socket.socket()), 0, start.loads, Memory())
             rank.serve = rank.messages.popleft  # type: ignore[assignment, method-assign]
             self.worker._ranks[fd] = rank
             self.ranks.append(rank)
