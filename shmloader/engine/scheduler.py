@@ -251,12 +251,23 @@ class Scheduler:
     def _assign_waiting(self) -> None:
         """Assign the oldest waiting tickets to workers that have room."""
         while self._waiting:
-            loads = None if self._read_loads is None else self._read_loads()
-            worker = self._teller() or pick_idle(self._by_preference, self.task_limit, loads)
+            worker = self._teller() or pick_idle(
+                self._by_preference, self.task_limit, self._loads()
+            )
             if worker is None:
                 return
             worker.is_death_untold = False
             self._assign(self._waiting.popleft(), worker)
+
+    def _loads(self) -> Sequence[int] | None:
+        """Return the tasks that each worker has from other engines, if that matters.
+
+        While batches are short, finding out would take a tenth of the time for one, and two tasks
+        of this engine keep a worker busy.
+        """
+        if self._read_loads is None or self.task_limit > 1:
+            return None
+        return self._read_loads()
 
     def _teller(self) -> Worker | None:
         """Return the dead worker that the next waiting ticket reports; None if it can be loaded."""

@@ -30,6 +30,7 @@ from shmloader.pools.host_loads import Loads
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Memory, Phase, StatusPage
 from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskServer
+from shmloader.pools.waker import poll_soon
 from shmloader.pools.worker_dataset import introduce
 
 
@@ -95,8 +96,7 @@ class _HostWorker:
         self._poll.register(self._channel, select.POLLIN)
         while True:
             if self._most_urgent() is None:
-                self._rest()
-                happened = self._poll.poll()
+                happened = poll_soon(self._poll) or self._rest()
             else:
                 happened = self._poll.poll(0)
             for fd, _ in happened:
@@ -109,10 +109,14 @@ class _HostWorker:
             if rank is not None:
                 self._serve(rank)
 
-    def _rest(self) -> None:
-        """Measure this process's memory, if that is due and nothing happens for a while."""
-        if self._line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS):
+    def _rest(self) -> list[tuple[int, int]]:
+        """Wait until something happens. This process's memory is measured first if that is due."""
+        if self._line.memory_is_due:
+            happened = self._poll.poll(MEMORY_IDLE_MS)
+            if happened:
+                return happened
             self._line.note_memory()
+        return self._poll.poll()
 
     def _prepare(self, payload: ReceivedPayload) -> None:
         """Load the dataset, and call ``worker_init_fn``."""

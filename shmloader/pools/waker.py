@@ -55,6 +55,20 @@ def receive_soon(receive: Callable[..., Any], *arguments: object) -> Any:
     return None
 
 
+def poll_soon(poll: "select.poll") -> list[tuple[int, int]]:
+    """Return what a poll tells, now or in a moment, without sleeping.
+
+    Returns:
+        Pairs of a descriptor and its events; empty if nothing has happened.
+    """
+    for _ in range(_LOOKS):
+        if happened := poll.poll(0):
+            return happened
+        with contextlib.suppress(OSError):  # a sandbox
+            os.sched_yield()
+    return []
+
+
 class _Setting(ctypes.Structure):
     """``struct itimerspec`` of <sys/timerfd.h>: the interval, and the time to the first expiry."""
 

@@ -1128,6 +1128,17 @@ def test_engines_that_share_workers_choose_by_the_tasks_of_all_at_that_time():
     assert taken(subject) == [(2, 1)]
 
 
+def test_the_tasks_of_others_are_not_looked_at_while_batches_are_short():
+    subject = Scheduler(
+        2, 6, 2, in_order=True, is_dynamic=True, sharers=2, read_loads=lambda: [5, 0]
+    )
+    offered(subject, 1)
+    assert taken(subject) == [(0, 1)]
+    subject.task_limit = 2
+    offered(subject, 1)
+    assert taken(subject) == [(1, 0)]
+
+
 def test_a_worker_that_is_not_wanted_stops_when_it_has_answered():
     subject = with_workers(2)
     offered(subject, 3)

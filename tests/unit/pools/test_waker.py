@@ -3,12 +3,13 @@ from __future__ import annotations
 import os
 import resource
 import select
+from typing import Any
 
 import psutil
 import pytest
 
 from shmloader.pools import waker
-from shmloader.pools.waker import Waker, receive_soon
+from shmloader.pools.waker import Waker, poll_soon, receive_soon
 
 
 def polled() -> tuple[Waker, select.poll]:
@@ -118,3 +119,28 @@ def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
 
     assert receive_soon(receive) is None
     assert 1 < len(looks) < 1000
+
+
+class Looks:
+    """A poll to which something happens after some looks."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.count = 0
+
+    def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+        assert timeout_ms == 0
+        self.count += 1
+        return [(3, select.POLLIN)] if self.count > self.after else []
+
+
+def test_what_happens_soon_is_polled_without_sleeping() -> None:
+    looks: Any = Looks(2)
+    assert poll_soon(looks) == [(3, select.POLLIN)]
+    assert looks.count == 3
+
+
+def test_what_does_not_happen_soon_is_not_waited_for() -> None:
+    looks: Any = Looks(1 << 30)
+    assert poll_soon(looks) == []
+    assert 1 < looks.count < 1000
