@@ -15,6 +15,7 @@ the array.
 
 import collections
 import contextlib
+import ctypes
 import os
 import pickle
 import secrets
@@ -49,6 +50,12 @@ from shmloader.sampling.rng import GlobalState
 
 #: The most loaders whose datasets a process keeps.
 KEPT = 8
+
+
+# Parameters of mallopt, <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# The most that glibc raises its threshold to by itself, on 64-bit systems.
+_MMAP_BYTES = 32 << 20
 
 
 class ProcessName(NamedTuple):
@@ -220,6 +227,19 @@ def make_batch(
         return (*_make(common, Own.loads(own), contents),)
 
 
+def _keep_freed_memory() -> None:
+    """Make glibc's ``malloc`` keep what samples free for those of the next batch.
+
+    Dask starts its workers with ``MALLOC_TRIM_THRESHOLD_=65536``, by which the memory of each
+    decoded image comes from the kernel page by page, and goes back. These are the thresholds that
+    glibc comes to by itself without that. Does nothing with another libc.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
+
+
 def _refuse(text: str) -> tuple[Any, ...]:
     return (*Result(packed_name(), -1, time.monotonic_ns(), refusal=text),)
 
@@ -230,6 +250,7 @@ def _make(common: Shared, own: Own, contents: Any) -> Result:
     if maker is None or maker.digest != common.payload.digest:
         kept.pop(common.loader, None)
         process = this_process()
+        _keep_freed_memory()
         where = f"in a process of the executor (pid {process.pid} on {process.host})"
         try:
             maker = _Maker(common, own.number, where, contents)

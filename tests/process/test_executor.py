@@ -6,10 +6,12 @@ With a ``ProcessPoolExecutor`` of the standard library. ``tests/cluster`` has Da
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -99,6 +101,29 @@ def numbers(executor: Any, function: Any = lambda index: index, length: int = 24
 
 
 # Batches -----------------------------------------------------------------------------------
+
+
+def _trim_at_once() -> None:
+    """Set what Dask sets in the environment of its workers."""
+    library = ctypes.CDLL(None)
+    assert library.mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD
+    assert library.mallopt(-1, 64 << 10)  # M_TRIM_THRESHOLD
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_what_samples_free_serves_the_next_ones_though_the_executor_wants_it_given_back():
+    def sample(_: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(8):
+            bytearray(1 << 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    executor = Pool(1, multiprocessing.get_context("fork"), _trim_at_once)
+    try:
+        faults = list(numbers(executor, sample, 6, num_workers=1))
+    finally:
+        end(executor)
+    assert max(faults[1:]) < 100, faults  # 8 MiB are 2048 pages
 
 
 @pytest.mark.parametrize(
