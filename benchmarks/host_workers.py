@@ -11,8 +11,8 @@ uneven     half as many, but those of rank 0 take 5 times as long: seconds until
 memory     4 ranks with 4 workers each, which share 4 in the pool: worker processes, and their PSS
 main2      2 ranks, 2 workers in all, one int a batch: CPU time of a rank's process for a batch
 main4      the same with 4 ranks and 4 workers
-many       8 ranks, 64 workers in all, samples of 20 ms: samples a second, to the ideal
-most       8 ranks, 512 workers in all, samples of 80 ms: the same
+many       8 ranks, 64 workers in all, samples of 80 ms: samples a second, to the ideal
+most       8 ranks, 512 workers in all, samples of 320 ms: the same, for the pool alone
 =========  =======================================================================================
 
 The rows on the main process are measured as row A of ``peers.py`` is, whose loader has no seed and
@@ -73,6 +73,7 @@ class Case(NamedTuple):
         slower: How many times as long for rank 0.
         own: Workers of each rank that has workers of its own, if not its share.
         is_tiny: Whether a batch is one int, from a plain order.
+        is_alone: Whether only the pool is run.
     """
 
     ranks: int
@@ -83,9 +84,12 @@ class Case(NamedTuple):
     slower: int = 1
     own: int | None = None
     is_tiny: bool = False
+    is_alone: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        if self.is_alone:
+            return ("host",)
         return (*KINDS, UNSEEDED) if self.is_tiny else KINDS
 
 
@@ -95,8 +99,8 @@ CASES = {
     "memory": Case(4, 4, 60, 16, 0.0, own=4),
     "main2": Case(2, 2, 5000, 1, is_tiny=True),
     "main4": Case(4, 4, 2500, 1, is_tiny=True),
-    "many": Case(8, 64, 48, 16, 0.02),
-    "most": Case(8, 512, 256, 16, 0.08),
+    "many": Case(8, 64, 320, 4, 0.08),
+    "most": Case(8, 512, 1024, 4, 0.32, is_alone=True),
 }
 SMALLEST = {
     "even": Case(2, 2, 4, 4, 0.001),
