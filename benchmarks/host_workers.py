@@ -322,10 +322,10 @@ def _cells(runs: Sequence[Run], row: Row, case: Case) -> list[str]:
     ]
     own, host = figures["own"], figures["host"]
     ratios = [host[round_] / own[round_] for round_ in host if round_ in own]
-    ratio = with_spread_if_any(ratios, ".2f") if ratios else "not run"
+    ratio = with_spread_if_any(ratios, ".2f") if ratios else ""
     judged = ratios if row.is_ratio else told["host"]
     if row.wanted is None or not judged:
-        return [row.title, *cells, ratio, "", ""]
+        return [row.title, *cells, ratio, "", "" if told["host"] else "not run"]
     goal, verdict = judge(judged, row.wanted, is_most=row.is_most)
     return [row.title, *cells, ratio, f"{goal}{' of own' if row.is_ratio else ''}", verdict]
 

@@ -122,10 +122,15 @@ class LoaderConfig:
         """Return how many batches are in flight with so many workers.
 
         Of workers that the ranks of a host share, each rank has as many as with its share of them
-        for its own, so that the ranks together do not take more memory.
+        for its own, so that the ranks together do not take much more memory, and one more. With
+        that, a rank whose samples are five times as expensive needs 0.58 of the time with its own
+        share, or less, rather than 0.6 or more (8 of 64 workers, ``prefetch_factor=2``).
         """
+        if self.fixed_window:
+            return self.fixed_window
         own_count = -(-worker_count // self.host_ranks)
-        return self.fixed_window or own_count * self.prefetch_factor
+        window = own_count * self.prefetch_factor
+        return window + 1 if self.host_ranks > 1 and window < worker_count else window
 
     @property
     def window(self) -> int:

@@ -36,9 +36,8 @@ def tell(worker_id):
     print(worker_id, "has", os.environ.get("SET_LATE"), flush=True)
 
 def make(data, **options):
-    return DataLoader(
-        data, num_workers=2, batch_size=None, multiprocessing_context={method!r}, **options
-    )
+    given = dict(num_workers=2, batch_size=None, multiprocessing_context={method!r}) | options
+    return DataLoader(data, **given)
 
 def read(data, **options):
     with data.lock:
@@ -126,7 +125,7 @@ def test_one_that_dies_meanwhile_is_told_of(tmp_path) -> None:
 
 
 def test_one_that_dies_meanwhile_is_replaced(tmp_path) -> None:
-    done = run(tmp_path, KILLED, main="print(read(data, worker_restarts=1))")
+    done = run(tmp_path, KILLED, main="print(read(data, num_workers=1, worker_restarts=1))")
     assert done.out.splitlines() == ["1 False", ALL], done.err
 
 

@@ -58,6 +58,16 @@ def test_the_window_is_that_of_the_workers(options, window, most) -> None:
     assert (found.window, found.most_window) == (window, most)
 
 
+@pytest.mark.parametrize(
+    ("workers", "ranks", "window"), [(64, 8, 17), (16, 4, 9), (4, 4, 3), (5, 2, 6), (4, 2, 4)]
+)
+def test_of_a_hosts_workers_a_rank_has_its_share_in_the_window_and_one_more_where_it_lacks_some(
+    workers, ranks, window
+) -> None:
+    found = dataclasses.replace(config_of(num_workers=workers), host_ranks=ranks)
+    assert found.window == window
+
+
 def test_with_auto_the_window_grows_with_the_workers() -> None:
     found = config_of(num_workers="auto", seed=0)
     assert found.most_workers > found.num_workers
