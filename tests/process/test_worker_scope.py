@@ -160,6 +160,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path
     one.process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_see_how_many_tasks_the_workers_have_of_each_other(run, tmp_path):
     begun, let_go = tmp_path / "begun", tmp_path / "let go"
     waits = {index: Waiting(let_go) for index in range(COUNT)}
@@ -308,6 +309,7 @@ def test_after_a_timeout_nothing_is_lost(run, tmp_path):
     assert any(is_late for _, is_late in found)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_datasets_are_refused(run):
     def epoch() -> Any:
         with loader(Samples(COUNT + int(os.environ["RANK"]))) as one:

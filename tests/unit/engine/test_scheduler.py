@@ -1,7 +1,7 @@
 """The scheduler against a simple model, invariant by invariant."""
 
 import collections
-import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -598,7 +598,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_it_says_of_the_next_batch_and_of_room_is_so(self):
-        trial = copy.deepcopy(self.scheduler)
+        # A copy, in a tenth of the time of copy.deepcopy, which took a third of this test's.
+        trial = pickle.loads(pickle.dumps(self.scheduler, pickle.HIGHEST_PROTOCOL))
         assert self.scheduler.has_next == (trial.take_next() is not None)
         if not self._may_offer() or all(self.is_passed_over):
             return
