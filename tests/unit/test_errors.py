@@ -1,14 +1,13 @@
 """The tree of exceptions, and the package's public names."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch.utils.data
 
 import shmloader
 from shmloader import errors
+from tests.process.support import run_program
 
 TREE = {
     "ShmloaderError": (Exception,),
@@ -80,5 +79,13 @@ def test_a_loader_can_be_pickled_by_the_name_that_users_import():
 
 
 def test_the_packages_of_samplers_and_sequences_need_no_import_of_their_own():
-    program = "import shmloader; shmloader.sampling.SplitSampler, shmloader.sequence.smap"
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    program = """
+import sys, warnings
+assert "shmloader" not in sys.modules
+warnings.simplefilter("error")
+import shmloader
+print(shmloader.sampling.SplitSampler.__name__, shmloader.sequence.smap.__name__)
+"""
+    done = run_program(program)
+    assert done.out == "SplitSampler smap\n", done.err
+    done.assert_quiet()
