@@ -276,7 +276,7 @@ class _Rank:
             tasks.install()
             line.show_stack()
         tasks.take(message, ancillary, flags)
-        if self._row >= 0 and type(message) is Task:
+        if type(message) is Task:
             self._loads.note_made(self._row, self._worker_id)
         line.idle()
         line.note_use(has_task=bool(self.messages))

@@ -27,6 +27,8 @@ Counts = npt.NDArray[np.int64]
 class Loads:
     """The table, as one process has it mapped. The owner of the workers creates it.
 
+    What is noted for row -1, which an iterator has if none was free, is not kept.
+
     Args:
         worker_count: The most workers there may be.
         fd: A descriptor of the table, which this object owns from now on; None to create one.
@@ -73,12 +75,14 @@ class Loads:
             row: The row.
             worker_id: The worker that had them; None for those of all workers.
         """
-        which = slice(None) if worker_id is None else slice(worker_id, worker_id + 1)
-        self._sent[row, which] = self._made[row, which]
+        if row >= 0:
+            which = slice(None) if worker_id is None else slice(worker_id, worker_id + 1)
+            self._sent[row, which] = self._made[row, which]
 
     def note_sent(self, row: int, worker_id: int) -> None:
         """Note that a task is sent."""
-        self._sent[row, worker_id] += 1
+        if row >= 0:
+            self._sent[row, worker_id] += 1
 
     def of_others(self, row: int) -> list[int]:
         """Return how many tasks each worker has from all rows but one."""
@@ -94,4 +98,5 @@ class Loads:
 
     def note_made(self, row: int, worker_id: int) -> None:
         """Note that a worker has made a task, whatever came of it."""
-        self._made[row, worker_id] += 1
+        if row >= 0:
+            self._made[row, worker_id] += 1

@@ -239,8 +239,7 @@ class _HostService:
         others = [one for one in self._ranks.values() if one.pid != rank.pid or not one.pid]
         rank.tell(Left(is_last=not others))
         rank.connection.close()
-        if rank.row >= 0:
-            self._loads.forget(rank.row)
+        self._loads.forget(rank.row)
         self._detach(rank, set(rank.attached))
 
     def _attach(self, rank: _Rank, message: Attach, channel: socket.socket) -> None:

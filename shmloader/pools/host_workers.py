@@ -457,7 +457,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         """Note a ticket that is sent to a worker, for the workers and the other ranks."""
         self._page.note_newest(epoch, seq)
         loads = self._loads  # another thread may close this meanwhile
-        if loads is not None and self._row >= 0:
+        if loads is not None:
             loads.note_sent(self._row, worker_id)
 
     def loads_of_others(self) -> list[int] | None:
@@ -468,7 +468,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
     def _forget_tasks(self, worker_id: int) -> None:
         """Note that this rank awaits nothing of a worker any more."""
         loads = self._loads
-        if loads is not None and self._row >= 0:
+        if loads is not None:
             loads.forget(self._row, worker_id)
 
     # Workers -----------------------------------------------------------------------------

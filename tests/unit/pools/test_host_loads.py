@@ -75,4 +75,7 @@ def test_without_a_free_row_only_the_others_are_seen() -> None:
     assert owner.take_row(set(range(MOST_ROWS))) == -1
     assert owner.take_row(set(range(MOST_ROWS - 1))) == MOST_ROWS - 1
     owner.note_sent(MOST_ROWS - 1, 2)
+    owner.note_sent(-1, 2)  # which would be the last row
+    owner.note_made(-1, 2)
+    owner.forget(-1)
     assert owner.of_others(-1) == [0, 0, 1]
