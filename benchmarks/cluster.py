@@ -7,9 +7,9 @@ jpeg   JPEG files decoded by Pillow, batch 32, two processes: samples a second o
        beside two workers of our own, all with four batches in flight. On Dask also with a client
        that gets results from the workers, as docs/howto/cluster.md advises
 bytes  batches of 3 MB and 38 MB without work on Ray: GB/s, beside Ray Data's
-       ``iter_torch_batches`` on the same cluster, in turns. It makes the same batches by
-       ``map_batches``; or it has them in its store already (``materialize``), where nothing is
-       made and nothing is copied within the cluster
+       ``iter_torch_batches`` on the same cluster, in turns; without a seed, since Ray Data seeds
+       no samples. It makes the same batches by ``map_batches``; or it has them in its store
+       already (``materialize``), where nothing is made and nothing is copied within the cluster
 waits  samples that wait 50 ms, 64 of them at once: four nodes (Ray's ``cluster_utils.Cluster``,
        Dask's ``LocalCluster``) of one process with ``fetch_concurrency=16``, two batches of 16 for
        each node in flight: share of the ideal
@@ -198,7 +198,7 @@ def run_bytes(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on
 
 
 def _loaded(dataset: Any, batch_size: int, executor: Any) -> Iterator[Any]:
-    loader = DataLoader(dataset, batch_size, num_workers=4, seed=0, executor=executor)
+    loader = DataLoader(dataset, batch_size, num_workers=4, executor=executor)
     try:
         yield from loader
     finally:
