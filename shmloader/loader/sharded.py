@@ -96,10 +96,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         rank: Number of this process, from 0. If ``world_size`` is None, rank and world size are
             those of the default group of ``torch.distributed``, or else of torchrun's ``RANK`` and
-            ``WORLD_SIZE``, or else 0 of 1. They are resolved when the first epoch begins, so a
-            loader may be made before the processes of a run are launched. Until then, ``len()``,
-            ``state_dict()``, ``load_state_dict()`` and the samplers go by what they are at that
-            moment, and raise ValueError where only one of the two variables is set.
+            ``WORLD_SIZE``, or else of a step of Slurm's (``SLURM_PROCID`` and
+            ``SLURM_STEP_NUM_TASKS``, which ``srun`` sets), or else 0 of 1. They are resolved when
+            the first epoch begins, so a loader may be made before the processes of a run are
+            launched. Until then, ``len()``, ``state_dict()``, ``load_state_dict()`` and the
+            samplers go by what they are at that moment, and raise ValueError where only one of two
+            variables is set.
         world_size: Number of ranks.
         num_shards: Number of batches in a step, which is a list then. Cannot be combined with
             ``batch_sampler``, which makes the steps itself.

@@ -1,8 +1,13 @@
 """The rank of this process and the number of ranks.
 
 They are the user's arguments, else those of ``torch.distributed``, else those of the environment
-variables that ``torchrun`` and others set, else those of a single process. A sampler reads them
-when it is constructed, a loader when its first epoch begins (:class:`Ranks`).
+variables that ``torchrun`` and others set, else those of a step of Slurm's (``srun``), else those
+of a single process. A sampler reads them when it is constructed, a loader when its first epoch
+begins (:class:`Ranks`).
+
+Of Slurm's variables, the one that counts tasks is ``SLURM_STEP_NUM_TASKS``, which only ``srun``
+sets. ``SLURM_NTASKS`` is there in a batch script, too, whose ``SLURM_PROCID`` is 0 whatever it
+starts.
 """
 
 import os
@@ -32,12 +37,13 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     Returns:
         The rank, from 0, and the world size, from 1. If neither argument is given: those of the
         default group of ``torch.distributed`` if it is initialised; else those of the environment
-        variables ``RANK`` and ``WORLD_SIZE``; if neither is set, 0 and 1.
+        variables ``RANK`` and ``WORLD_SIZE``; if neither is set, those of ``SLURM_PROCID`` and
+        ``SLURM_STEP_NUM_TASKS``; without the latter, 0 and 1.
 
     Raises:
         TypeError: If an argument is not an int.
         ValueError: If only one is given, the rank is not below the world size, or the environment
-            has only one of its two variables, or values that are not such numbers.
+            has only one of two variables, or values that are not such numbers.
     """
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -98,21 +104,33 @@ class Ranks:
             return None
 
 
+# The variables of the rank and of the number of ranks: torchrun's, and those of a step of Slurm's.
+_TORCHRUN = ("RANK", "WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
 def _ranks_of_environment() -> tuple[int, int]:
-    own, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if own is None and size is None:
-        return 0, 1
+    if any(name in os.environ for name in _TORCHRUN):
+        return _ranks_of_variables(*_TORCHRUN)
+    if _SLURM[1] in os.environ:
+        return _ranks_of_variables(*_SLURM)
+    return 0, 1
+
+
+def _ranks_of_variables(rank_name: str, size_name: str) -> tuple[int, int]:
+    own, size = os.environ.get(rank_name), os.environ.get(size_name)
     if own is None or size is None:
         raise ValueError(
-            "environment variables RANK and WORLD_SIZE should be set both or not at all, "
-            f"but got RANK={own!r}, WORLD_SIZE={size!r}; rank= and world_size= override them"
+            f"environment variables {rank_name} and {size_name} should be set both or not at all, "
+            f"but got {rank_name}={own!r}, {size_name}={size!r}; rank= and world_size= override "
+            "them"
         )
-    world_size = _number_of_environment("WORLD_SIZE", size, minimum=1)
-    rank = _number_of_environment("RANK", own, minimum=0)
+    world_size = _number_of_environment(size_name, size, minimum=1)
+    rank = _number_of_environment(rank_name, own, minimum=0)
     if rank >= world_size:
         raise ValueError(
-            f"environment variable RANK should be below WORLD_SIZE={world_size}, "
-            f"but got RANK={rank}"
+            f"environment variable {rank_name} should be below {size_name}={world_size}, "
+            f"but got {rank_name}={rank}"
         )
     return rank, world_size
 

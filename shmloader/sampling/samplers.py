@@ -205,7 +205,8 @@ class DistributedWeightedSampler(EpochSampler[int]):
             remaining indices, in proportion to their weights.
         rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None: those of the
             default group of ``torch.distributed`` if it is initialised now, else those of the
-            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a single process.
+            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a step of Slurm's, else
+            those of a single process.
         world_size: Number of ranks, at least 1.
         seed: Seed of the random numbers, from 0 to 2**64 - 1.
 

@@ -85,12 +85,15 @@ SRUN = """
 
     if __name__ == "__main__":
         rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        if sys.argv[1:]:  # --cpu-bind=cores
-            os.sched_setaffinity(0, {int(sys.argv[1 + rank])})
-        store = f"file://{Path().absolute()}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        how, *cores = sys.argv[1:]
+        if cores:  # --cpu-bind=cores
+            os.sched_setaffinity(0, {int(cores[rank])})
+        if how == "group":
+            store = f"file://{Path().absolute()}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         run_rank(Path(), rank, ranks)
-        dist.destroy_process_group()
+        if how == "group":
+            dist.destroy_process_group()
     '''
 
     if __name__ == "__main__":
@@ -108,6 +111,7 @@ SRUN = """
                     "SLURM_PROCID": str(rank),
                     "SLURM_LOCALID": str(rank),
                     "SLURM_NTASKS": "2",
+                    "SLURM_STEP_NUM_TASKS": "2",
                     "SLURM_NODEID": "0",
                     "SLURM_STEP_TASKS_PER_NODE": "2",
                 },
@@ -118,8 +122,9 @@ SRUN = """
 """
 
 
-def test_tasks_of_a_step_of_slurm(tmp_path) -> None:
-    run(tmp_path, SRUN)
+@pytest.mark.parametrize("how", ["group", "variables"])
+def test_tasks_of_a_step_of_slurm(tmp_path, how) -> None:
+    run(tmp_path, SRUN, how)
     check(tmp_path, 2)
 
 
@@ -128,6 +133,6 @@ def test_the_workers_run_on_the_cores_of_all_ranks(tmp_path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("there is one core")
-    run(tmp_path, SRUN, *map(str, cores))
+    run(tmp_path, SRUN, "variables", *map(str, cores))
     for rank in check(tmp_path, 2):
         assert rank["cores"] == [cores] * 2

@@ -1,5 +1,6 @@
 """Where rank and world size come from, and what is refused."""
 
+import re
 import types
 
 import numpy as np
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from shmloader.sampling.ranks import rank_of, resolve_ranks
 
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """No variables of whoever runs the tests; setters of their own."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("RANK", "WORLD_SIZE", *SLURM):
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -49,6 +52,26 @@ def test_the_environment_says_it(environment):
     environment.setenv("RANK", "3")
     environment.setenv("WORLD_SIZE", " 16 ")
     assert resolve_ranks(None, None) == (3, 16)
+
+
+def test_a_step_of_slurm_says_it(environment):
+    environment.setenv("SLURM_PROCID", "3")
+    environment.setenv("SLURM_STEP_NUM_TASKS", "16")
+    assert resolve_ranks(None, None) == (3, 16)
+
+
+def test_torchrun_that_a_step_of_slurm_has_started_goes_before_it(environment):
+    environment.setenv("SLURM_PROCID", "1")
+    environment.setenv("SLURM_STEP_NUM_TASKS", "2")
+    environment.setenv("RANK", "3")
+    environment.setenv("WORLD_SIZE", "16")
+    assert resolve_ranks(None, None) == (3, 16)
+
+
+def test_a_batch_script_of_slurm_is_alone(environment):
+    environment.setenv("SLURM_PROCID", "0")
+    environment.setenv("SLURM_NTASKS", "16")
+    assert resolve_ranks(None, None) == (0, 1)
 
 
 @pytest.mark.usefixtures("default_group")
@@ -107,7 +130,10 @@ def test_numbers_that_cannot_be_are_refused(rank, world_size, text):
         resolve_ranks(rank, world_size)
 
 
-@pytest.mark.parametrize(("name", "other"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")],
+)
 def test_one_variable_alone_is_refused(environment, name, other):
     environment.setenv(name, "1")
     with pytest.raises(ValueError, match="both or not at all") as caught:
@@ -134,9 +160,11 @@ def test_variables_that_are_no_numbers_are_refused(environment, name, text):
         ("0", "0", "WORLD_SIZE should be a whole number, 1 or more, but got WORLD_SIZE='0'"),
     ],
 )
-def test_variables_that_cannot_be_are_refused(environment, rank, world_size, text):
-    environment.setenv("RANK", rank)
-    environment.setenv("WORLD_SIZE", world_size)
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), SLURM[:2]])
+def test_variables_that_cannot_be_are_refused(environment, names, rank, world_size, text):
+    for name, used, value in zip(("RANK", "WORLD_SIZE"), names, (rank, world_size), strict=True):
+        environment.setenv(used, value)
+        text = re.sub(rf"\b{name}\b", used, text)
     with pytest.raises(ValueError, match=f"environment variable {text}$"):
         resolve_ranks(None, None)
 
