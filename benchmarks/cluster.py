@@ -27,21 +27,18 @@ Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
 import gc
 import importlib.metadata
-import json
 import os
 import pickle
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,13 +47,13 @@ import distributed
 import ray
 import ray.data
 import torch
+from _campaign import Campaign, Cells
 from _cluster_work import Tiny, Waiting, answer, pack_bare, take
-from _fresh import in_turn, try_anew
-from _machine import describe_machine, find_commit
+from _fresh import in_turn
 from _measure import WARMUP_BATCHES, consume
-from _record import Record, Run, select
+from _record import Run, select
 from _rows import Settings, _photographs
-from _sections import judge, put_section, write_table
+from _sections import judge, write_table
 from _spread import with_spread
 from _workloads import WORKLOADS, Samples, smallest, touch
 from ray.cluster_utils import Cluster
@@ -65,12 +62,7 @@ from shmloader import DataLoader
 from shmloader.cluster import RayExecutor
 
 _HERE = Path(__file__).parent
-_PARTIAL = _HERE.parent / "build" / "cluster"  # what is not all of it goes there
-_RUN_LIMIT_S = 170.0
-_FULL_ROUNDS = 5
 _STORE_BYTES = 1 << 30
-
-Cells = list[tuple[str, str, dict[str, float]]]
 
 
 class Size(NamedTuple):
@@ -170,7 +162,7 @@ def run_jpeg(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - one
 def run_bytes(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on Ray only
     """Take batches of two sizes from Ray, and from Ray Data on the same cluster."""
     ray.data.DataContext.get_current().enable_progress_bars = False
-    cells: Cells = []
+    cells: list[tuple[str, str, dict[str, float]]] = []
     with on_ray(2) as executor:
         for key, name in (("c", "3 MB"), ("a", "38 MB")):
             work = smallest(WORKLOADS[key]) if size.is_smallest else WORKLOADS[key]
@@ -318,6 +310,9 @@ def _take_bare(
 # ---------------------------------------------------------------- the campaign
 
 
+_PACKAGES = ("distributed", "ray", "pyarrow", "pillow")
+
+
 class Case(NamedTuple):
     """What is run: each kind in a process of its own.
 
@@ -336,6 +331,12 @@ CASES = {
     "waits": Case(run_waits, ("Dask", "Ray")),
     "main": Case(run_main, ("ProcessPoolExecutor", "Dask", "Ray")),
 }
+
+
+def _run(name: str, kind: str, round_: int, is_smallest: bool) -> Cells:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    return CASES[name].run(kind, round_, SMALLEST if is_smallest else Size())
 
 
 class Goal(NamedTuple):
@@ -411,7 +412,11 @@ def _row(runs: Sequence[Run], goal: Goal) -> list[str]:
     return [*cells, *judge(judged, goal.wanted, is_most=goal.is_most)]
 
 
-def report(runs: Sequence[Run], machine: dict[str, str]) -> list[str]:
+def report(
+    runs: Sequence[Run],
+    machine: Mapping[str, str],
+    is_smallest: bool,  # noqa: ARG001 - the rows are the same
+) -> list[str]:
     """The section of RESULTS.md."""
     rows = [_row(runs, goal) for goal in GOALS]
     short = [row[0] for row in rows if row[-1].startswith("**")]
@@ -427,92 +432,27 @@ def report(runs: Sequence[Run], machine: dict[str, str]) -> list[str]:
     return [*lines, f"Rows that fall short: {told}."]
 
 
-def measure_all(options: argparse.Namespace, record: Record) -> bool:
-    """Do what is not recorded yet; returns whether all runs were whole."""
-    is_whole = True
-    for round_ in range(options.rounds):
-        for name in options.cases:
-            case = CASES[name]
-            for kind in in_turn(case.kinds, round_):
-                marker = f"{name}, {kind}"  # of the run; its figures may be several cells
-                if record.has(round_, name, marker) or record.is_hopeless(name, marker):
-                    continue
-                size = ["--smallest"] if options.smallest else []
-                arguments = [*size, "--run", name, kind, str(round_)]
-                found = try_anew(__file__, arguments, _RUN_LIMIT_S)
-                if isinstance(found, str):
-                    is_whole = False
-                    record.add(Run(name, marker, round_, None, found))
-                    print(f"round {round_ + 1} {marker}: {found}", file=sys.stderr, flush=True)
-                    continue
-                for cell, peer, figures in found["cells"]:
-                    record.add(Run(cell, peer, round_, figures))
-                    told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-                    print(f"round {round_ + 1} {cell}, {peer}: {told}", file=sys.stderr, flush=True)
-                record.add(Run(name, marker, round_, {}))
-    return is_whole
-
-
 def main() -> int:
     """Compare, or do one run for a comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
-    parser.add_argument("--rounds", type=int, default=_FULL_ROUNDS)
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
-    parser.add_argument("--anew", action="store_true", help="forget what is recorded")
-    parser.add_argument(
-        "--record", type=Path, help="where runs are recorded; default: build/cluster"
-    )
-    parser.add_argument("--results", type=Path,
-        help="the page with the section; default: benchmarks/RESULTS.md if all is there, else "
-        "build/cluster/RESULTS.md")  # fmt: skip
-    parser.add_argument("--run", nargs=3, metavar=("CASE", "KIND", "ROUND"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
     # The clusters' processes import what is beside this file, and ours.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    size = SMALLEST if options.smallest else Size()
-    if options.run:
-        name, kind, round_ = options.run
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        print("\n" + json.dumps({"cells": CASES[name].run(kind, int(round_), size)}))
-        return 0
-    options.rounds = 1 if options.smallest else options.rounds
-    options.cases = [name for name in options.cases.split(",") if name]
-    machine = describe_machine() | {"commit": find_commit()}
-    for distribution in ("distributed", "ray", "pyarrow", "pillow"):
-        machine[distribution] = importlib.metadata.version(distribution)
-    machine["options"] = f"2 processes (waits: 4), {options.rounds} rounds of fresh processes"
-    about = {
-        key: value
-        for key, value in machine.items()
-        if key not in ("date", "load before", "options")
-    } | {"smallest": options.smallest}
-    kind = "smallest" if options.smallest else "full"
-    record_path = options.record or _PARTIAL / f"{kind}-{machine['commit']}.jsonl"
-    if options.anew:
-        record_path.unlink(missing_ok=True)
-    record = Record(record_path, about)
-    try:
-        is_whole = measure_all(options, record)
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {record_path}", file=sys.stderr)
-        return 130
-    has_all = not options.smallest and all(
-        record.has(round_, name, f"{name}, {kind}")
-        for round_ in range(_FULL_ROUNDS)
-        for name, case in CASES.items()
-        for kind in case.kinds
+    kinds = {name: case.kinds for name, case in CASES.items()}
+    campaign = Campaign(
+        file=__file__,
+        about=str(__doc__).partition("\n")[0],
+        kinds=kinds,
+        smallest=kinds,
+        rounds=5,
+        limit_s=170.0,
+        run=_run,
+        report=report,
+        options="2 processes (waits: 4)",
+        more={name: importlib.metadata.version(name) for name in _PACKAGES},
     )
-    results = options.results or (_HERE if has_all else _PARTIAL) / "RESULTS.md"
-    lines = report(record.runs, machine)
-    put_section(results, "cluster.py", lines)
-    print("\n".join(lines))
-    print(f"\n{results}", file=sys.stderr)
-    return 0 if is_whole else 2
+    return campaign.main()
 
 
 if __name__ == "__main__":

@@ -27,24 +27,19 @@ Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from _fresh import in_turn, try_anew
-from _machine import describe_machine, find_commit
-from _record import Record, Run, select
-from _sections import judge, put_section, write_table
+from _campaign import Campaign, Cells
+from _record import Run, select
+from _sections import judge, write_table
 from _spread import with_spread_if_any
 from _workloads import WORKLOADS, touch
 from _workloads import Samples as Tiny
@@ -53,10 +48,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from shmloader import DataLoader, ShardedDataLoader
 
-_HERE = Path(__file__).parent
-_PARTIAL = _HERE.parent / "build" / "host"  # what is not all of it goes there
 _RUN_LIMIT_S = 600.0
-_FULL_ROUNDS = 3
 KINDS = ("torch", "own", "host")
 UNSEEDED = "unseeded"
 
@@ -330,8 +322,9 @@ def _cells(runs: Sequence[Run], row: Row, case: Case) -> list[str]:
     return [row.title, *cells, ratio, f"{goal}{' of own' if row.is_ratio else ''}", verdict]
 
 
-def report(runs: Sequence[Run], machine: Mapping[str, str], cases: Mapping[str, Case]) -> list[str]:
+def report(runs: Sequence[Run], machine: Mapping[str, str], is_smallest: bool) -> list[str]:
     """The section of RESULTS.md."""
+    cases = SMALLEST if is_smallest else CASES
     rows = [_cells(runs, row, cases[row.case]) for row in ROWS if row.case in cases]
     short = [row[0].partition(":")[0] for row in rows if row[-1].startswith("**")]
     heading = ["what", "host", "own", UNSEEDED, "torch", "host to own", "goal", ""]
@@ -348,72 +341,23 @@ def report(runs: Sequence[Run], machine: Mapping[str, str], cases: Mapping[str, 
     ]
 
 
-def measure_all(options: argparse.Namespace, cases: Mapping[str, Case], record: Record) -> bool:
-    """Do what is not recorded yet; returns whether all runs were whole."""
-    is_whole = True
-    for name in options.cases:
-        for round_ in range(options.rounds):
-            for kind in in_turn(cases[name].kinds, round_):
-                if record.has(round_, name, kind) or record.is_hopeless(name, kind):
-                    continue
-                size = ["--smallest"] if options.smallest else []
-                found = try_anew(__file__, [*size, "--run", name, kind], _RUN_LIMIT_S)
-                is_figures = not isinstance(found, str)
-                is_whole = is_whole and is_figures
-                record.add(
-                    Run(name, kind, round_, found) if is_figures
-                    else Run(name, kind, round_, None, found)
-                )  # fmt: skip
-                print(f"round {round_ + 1} {name}, {kind}: {found}", file=sys.stderr, flush=True)
-    return is_whole
+def _run(name: str, kind: str, round_: int, is_smallest: bool) -> Cells:  # noqa: ARG001
+    return [(name, kind, run((SMALLEST if is_smallest else CASES)[name], kind))]
 
 
 def main() -> int:
     """Compare, or do one run for a comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="which, separated by commas")
-    parser.add_argument("--rounds", type=int, default=_FULL_ROUNDS)
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
-    parser.add_argument("--anew", action="store_true", help="forget what is recorded")
-    parser.add_argument("--record", type=Path, help="where runs are recorded; default: build/host")
-    parser.add_argument("--results", type=Path,
-        help="the page with the section; default: benchmarks/RESULTS.md if all is there, else "
-        "build/host/RESULTS.md")  # fmt: skip
-    parser.add_argument("--run", nargs=2, metavar=("CASE", "KIND"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    cases = SMALLEST if options.smallest else CASES
-    if options.run:
-        name, kind = options.run
-        print(json.dumps(run(cases[name], kind)))
-        return 0
-    options.cases = list(cases) if options.smallest else options.cases.split(",")
-    options.rounds = 1 if options.smallest else options.rounds
-    machine = describe_machine() | {"commit": find_commit()}
-    machine["options"] = f"{options.rounds} rounds of fresh processes"
-    changing = ("date", "load before", "options")
-    about = {key: value for key, value in machine.items() if key not in changing}
-    kind = "smallest" if options.smallest else "full"
-    record_path = options.record or _PARTIAL / f"{kind}-{machine['commit']}.jsonl"
-    if options.anew:
-        record_path.unlink(missing_ok=True)
-    record = Record(record_path, about | {"smallest": options.smallest})
-    try:
-        is_whole = measure_all(options, cases, record)
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {record_path}", file=sys.stderr)
-        return 130
-    has_all = not options.smallest and all(
-        record.has(round_, name, kind)
-        for name, case in CASES.items()
-        for kind in case.kinds
-        for round_ in range(_FULL_ROUNDS)
+    campaign = Campaign(
+        file=__file__,
+        about=str(__doc__).partition("\n")[0],
+        kinds={name: case.kinds for name, case in CASES.items()},
+        smallest={name: case.kinds for name, case in SMALLEST.items()},
+        rounds=3,
+        limit_s=_RUN_LIMIT_S,
+        run=_run,
+        report=report,
     )
-    results = options.results or (_HERE if has_all else _PARTIAL) / "RESULTS.md"
-    lines = report(record.runs, machine, cases)
-    put_section(results, "host_workers.py", lines)
-    print("\n".join(lines))
-    print(f"\n{results}", file=sys.stderr)
-    return 0 if is_whole else 2
+    return campaign.main()
 
 
 if __name__ == "__main__":
