@@ -27,7 +27,7 @@ from shmloader.pools.adapting import Adapter
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have neither
     from shmloader.pools.executor import ProcessNumbers
-    from shmloader.pools.host_workers import HostPool
+    from shmloader.pools.host_pool import HostPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -468,10 +468,9 @@ class WorkerIterator(SlotIterator):
 
     def _join(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
         """Attach to the workers that the ranks of this host share."""
-        from shmloader.pools.host_workers import (  # noqa: PLC0415 - few loaders share workers
-            HostWorkers,
-            open_host_pool,
-        )
+        # Few loaders share workers.
+        from shmloader.pools.host_pool import open_host_pool  # noqa: PLC0415
+        from shmloader.pools.host_workers import HostWorkers  # noqa: PLC0415
 
         config = self._config
         functions = (config.collate_fn, config.on_error)
@@ -484,6 +483,7 @@ class WorkerIterator(SlotIterator):
                 int(self._base_seed),
                 config.num_workers if is_auto else None,
             )
+            pool.note_kept()
             if pool.wanted_count is not None:
                 # Those of the rank that has begun the pool, and what became of them.
                 self._config = dataclasses.replace(

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import select
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +132,11 @@ class _HostWorker:
 
     def _take_rank(self) -> bool:
         """Take a rank's channel; return whether this worker goes on."""
-        data, ancillary, _, _ = self._channel.recvmsg(RECEIVE_BYTES, DESCRIPTOR_BYTES)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
         if not data:
             return False
-        if ancillary:  # else no descriptor is left here; the rank sees that its channel is closed
-            (fd,) = struct.unpack("i", ancillary[0][2][:4])
+        # Without it no descriptor is left here: the rank sees that its channel is closed.
+        for fd in descriptors:
             start, memory = self._start, self._line.memory
             rank = _Rank(socket.socket(fileno=fd), start.worker_id, start.loads, memory)
             self._ranks[fd] = rank

@@ -31,30 +31,24 @@ class Loads:
 
     Args:
         worker_count: The most workers there may be.
-        fd: A descriptor of the table, which this object owns from now on; None to create one.
+        fd: A descriptor of the table, which the caller may close afterwards; None to create one.
+
+    Attributes:
+        fd: The descriptor of a table that was created here, until this process ends; otherwise -1.
     """
 
     def __init__(self, worker_count: int, fd: int | None = None) -> None:
         shape = 2, MOST_ROWS, worker_count
         # The number of rows that have been used comes first, at the beginning of a page.
         nbytes = mmap.PAGESIZE + int(np.prod(shape)) * _COUNT.itemsize
-        self.fd = os.memfd_create(f"{MEMFD_NAME}-loads", os.MFD_CLOEXEC) if fd is None else fd
-        try:
-            if fd is None:
-                os.ftruncate(self.fd, nbytes)
-            mapping = mmap.mmap(self.fd, nbytes)
-        except BaseException:
-            self.close_descriptor()
-            raise
+        self.fd = -1
+        if fd is None:
+            fd = self.fd = os.memfd_create(f"{MEMFD_NAME}-loads", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+        mapping = mmap.mmap(fd, nbytes)
         self._used: Counts = np.frombuffer(mapping, _COUNT, 1)
         counts: Counts = np.frombuffer(mapping, _COUNT, offset=mmap.PAGESIZE).reshape(shape)
         self._sent, self._made = counts
-
-    def close_descriptor(self) -> None:
-        """Close it, where no further process is to get it. May be called again."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     # The owner ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The process that owns the workers which the ranks of a host share.
 
-One of the ranks starts it (``host_workers``), as a fresh interpreter that has no device open. It
+One of the ranks starts it (``host_pool``), as a fresh interpreter that has no device open. It
 imports the program's main file once and forks the workers, so that they share what was imported.
 It loads neither the dataset nor a batch. It answers the ranks' few messages, starts workers, reaps
 those that die and tells the ranks of it.
@@ -21,7 +21,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +52,6 @@ from shmloader.pools.host_messages import (
 from shmloader.pools.main_guard import name_of
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import Phase, StatusPage
-from shmloader.pools.task_server import DESCRIPTOR_BYTES
 
 # How long the workers may take to end by themselves when no rank is left.
 _GRACE_S = 1.0
@@ -206,21 +204,20 @@ class _HostService:
     def _take(self, rank: _Rank) -> None:
         """Take a rank's message, or its end."""
         try:
-            data, ancillary, _, _ = rank.connection.recvmsg(RECEIVE_BYTES, DESCRIPTOR_BYTES)
+            data, descriptors, _, _ = socket.recv_fds(rank.connection, RECEIVE_BYTES, 1)
         except BlockingIOError:
             return
         except OSError as error:  # the rank has ended
             if is_interruption(error):
                 raise
-            data, ancillary = b"", []
+            data, descriptors = b"", []
         if not data:
             self._drop(rank)
             return
         message = unpack(data)
         if isinstance(message, Attach):
             # Without it no descriptor is left here: the rank sees that its channel is closed.
-            if ancillary:
-                (fd,) = struct.unpack("i", ancillary[0][2][:4])
+            for fd in descriptors:
                 with socket.socket(fileno=fd) as channel:
                     self._attach(rank, message, channel)
         elif isinstance(message, Detach):

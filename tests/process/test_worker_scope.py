@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from shmloader import LoaderTimeoutError, WorkerDiedError
-from shmloader.pools import host_workers
+from shmloader.pools import host_pool
 from tests.process.host_loaders import (
     COUNT,
     WORKERS,
@@ -29,7 +28,7 @@ from tests.process.host_loaders import (
     pids,
 )
 from tests.process.ranks import LONG_S
-from tests.process.support import wait_until
+from tests.process.support import stack_of, wait_until
 
 
 class KillOnce:
@@ -218,7 +217,7 @@ def test_an_owner_that_ends_while_an_epoch_begins_is_replaced(run):
             os.kill(owner, signal.SIGKILL)
             wait_until(functools.partial(has_ended, owner), LONG_S)
             looks = iter([True])  # the first look was before its end
-            host_workers.HostPool.is_alive = property(lambda _: next(looks, False))
+            host_pool.HostPool.is_alive = property(lambda _: next(looks, False))
             one.set_epoch(0)
             return contents(one)
 
@@ -438,8 +437,8 @@ def test_an_interrupted_start_harms_no_other_rank_and_can_be_made_again(run, tmp
         main = threading.main_thread().ident
 
         def stop_when_it_waits() -> None:
-            waits = host_workers._receive_welcome.__code__
-            wait_until(lambda: sys._current_frames()[main].f_code is waits, LONG_S)
+            waits = ["recv_fds", host_pool.receive_welcome.__name__]
+            wait_until(lambda: stack_of(main)[:2] == waits, LONG_S)
             os.kill(os.getpid(), signal.SIGSTOP)
 
         thread = threading.Thread(target=stop_when_it_waits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import os
@@ -11,8 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from shmloader import ClosedLoaderError
+from shmloader.process_state import PROCESS
 from tests.process.bytecodes import KINDS, Outcome, interrupt
-from tests.process.host_loaders import contents, expected, has_ended, loader, owner_of
+from tests.process.host_loaders import contents, expected, has_ended, loader, owner_of, pids
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
 
@@ -87,3 +90,141 @@ def test_while_a_rank_starts_the_owner_and_ends_it(run):
     if isinstance(found, BaseException):
         raise found
     assert found > PLACES
+
+
+KEPT: list[Any] = []
+
+
+def rank_that_joins(**options: Any) -> Any:
+    """The loader of a rank that has made none before, and so meets those that have made one."""
+    PROCESS.pools_on_host = 0
+    return loader(**options)
+
+
+def keep_pool() -> int:
+    """Begin the pool, and keep it. Returns the owner's process id."""
+    one = loader()
+    next(iter(one))
+    KEPT.append(one)
+    return owner_of(one)
+
+
+def with_other(run: Any, trials: Callable[[int], int]) -> int:
+    """Run trials in rank 1 of 2, while rank 0 keeps the pool that it has begun.
+
+    Args:
+        run: The run.
+        trials: Gets the owner's process id, and returns what :func:`try_all` returns.
+    """
+    owner = run.start(keep_pool, 0).result()
+    found = run.start(functools.partial(trials, owner), 1).result(TRIALS_S)
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+class Descriptors:
+    """How many descriptors this process and the owner have open, which is to be as at first."""
+
+    def __init__(self, owner: int) -> None:
+        self.processes = [psutil.Process(), psutil.Process(owner)]
+        self.before: list[int] | None = None
+
+    def count(self) -> list[int]:
+        return [process.num_fds() for process in self.processes]
+
+    def check(self, where: object) -> None:
+        gc.collect()
+        if self.before is None:  # what the first trial opens for good
+            self.before = self.count()
+        try:
+            wait_until(lambda: self.count() == self.before, LONG_S)
+        except AssertionError:
+            text = f"{self.before} descriptors, and {self.count()} after {where}"
+            raise AssertionError(text) from None
+
+
+def test_while_a_rank_meets_the_owner_that_another_has_started(run):
+    own = expected(1)[0]
+
+    def trials(owner: int) -> int:
+        descriptors = Descriptors(owner)
+
+        def trial(nth: int, kind: type[BaseException]) -> Outcome:
+            one = rank_that_joins()
+            outcome = interrupt(functools.partial(begin, one), nth, kind)
+            assert read_all(one) == own, outcome.where
+            assert owner_of(one) == owner
+            one.close()
+            del one
+            forget_frames(outcome.error)
+            descriptors.check(outcome.where)
+            return outcome
+
+        return try_all(trial)
+
+    assert with_other(run, trials) > PLACES
+
+
+def test_while_a_rank_leaves_the_pool_that_another_uses(run):
+    own = expected(1)[0]
+
+    def trials(owner: int) -> int:
+        descriptors = Descriptors(owner)
+
+        def trial(nth: int, kind: type[BaseException]) -> Outcome:
+            one = rank_that_joins()
+            iterator = iter(one)
+            assert contents([next(iterator)]) == own[:1]
+            outcome = interrupt(one.close, nth, kind)
+            one.close()
+            del iterator, one
+            forget_frames(outcome.error)
+            descriptors.check(outcome.where)
+            return outcome
+
+        return try_all(trial)
+
+    assert with_other(run, trials) > PLACES
+
+
+def test_while_a_dead_worker_is_replaced(run):
+    """The epoch goes on without a loss, or the iterator is closed and says why."""
+    own = expected(1)[0]
+
+    def trials(owner: int) -> int:
+        became: collections.Counter[str] = collections.Counter()
+
+        def trial(nth: int, kind: type[BaseException]) -> Outcome:
+            one = rank_that_joins(worker_restarts=2)
+            iterator = iter(one)
+            batches = [next(iterator)]
+            victim = psutil.Process(*pids(batches))
+            victim.kill()
+            victim.wait(LONG_S)
+
+            def read() -> None:
+                for batch in iterator:
+                    batches.append(batch)
+
+            outcome = interrupt(read, nth, kind)
+            try:
+                batches += iterator
+            except ClosedLoaderError as error:
+                why = str(error)
+                assert kind.__name__ in why or "did not finish" in why, f"{outcome.where}: {why}"
+                became["is closed"] += 1
+                assert contents(batches) == own[: len(batches)], outcome.where
+            else:
+                became["goes on"] += 1
+                assert contents(batches) == own, outcome.where
+            assert read_all(one) == own, outcome.where
+            one.close()
+            return outcome
+
+        count = try_all(trial)
+        assert became["goes on"] > 1
+        assert became["is closed"] > 1
+        return count
+
+    assert with_other(run, trials) > PLACES

@@ -13,7 +13,7 @@ WORKERS = 3
 
 def made() -> Loads:
     owner = Loads(WORKERS)
-    owner.close_descriptor()
+    os.close(owner.fd)
     return owner
 
 
@@ -21,12 +21,9 @@ def made() -> Loads:
 def mapped_twice() -> Iterator[tuple[Loads, Loads]]:
     """A table as its owner has it, and as another process would."""
     owner = Loads(WORKERS)
-    rank = Loads(WORKERS, os.dup(owner.fd))
-    try:
-        yield owner, rank
-    finally:
-        owner.close_descriptor()
-        rank.close_descriptor()
+    rank = Loads(WORKERS, owner.fd)
+    os.close(owner.fd)
+    yield owner, rank
 
 
 def test_each_rank_sees_the_tasks_of_the_others() -> None:

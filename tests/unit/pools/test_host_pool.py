@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shmloader.pools.host_messages import Welcome
+from shmloader.pools.host_pool import _check
 from shmloader.pools.host_service import ServiceStart
-from shmloader.pools.host_workers import _check
 
 OURS = ServiceStart(4, None, 0, "Samples of 45 samples")
 AUTO = ServiceStart(8, 2, 0, "Samples of 45 samples")

@@ -1,0 +1,295 @@
+"""The pool of workers of a host, as one rank meets, uses and leaves it.
+
+The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank
+that comes first starts the owner, and has no other part in it than the others.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.process
+import os
+import select
+import socket
+import weakref
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+
+from shmloader.batch.payload import unimportable_main_hidden
+from shmloader.host.meeting import Meeting, connect
+from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.handle import KILL_S
+from shmloader.pools.host_loads import Loads
+from shmloader.pools.host_messages import Left, Welcome, unpack
+from shmloader.pools.host_service import ServiceStart, serve_host
+from shmloader.pools.main_guard import (
+    NO_GUARD_EXIT,
+    NO_GUARD_TEXT,
+    name_of,
+    refuse_during_import,
+)
+from shmloader.pools.starting import pickle_for_workers, raise_with_remedy, sigint_held_back
+from shmloader.process_state import PROCESS
+from shmloader.threads.uninterruptible import uninterruptible
+
+# How long the owner may take to end, once it has said that no rank is left.
+_END_S = 10.0
+
+
+def describe_dataset(dataset: object) -> str:
+    """Say what a dataset looks like, to notice that ranks have different ones."""
+    length = ""
+    with contextlib.suppress(TypeError, NotImplementedError):
+        length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
+    return f"{type(dataset).__qualname__}{length}"
+
+
+def open_host_pool(
+    dataset: object,
+    worker_init_fn: Callable[[int], None] | None,
+    worker_count: int,
+    base_seed: int,
+    first_count: int | None = None,
+) -> "HostPool":
+    """Return the pool of this host for a dataset: the one in use, or one that is begun here.
+
+    Whoever keeps it calls :meth:`HostPool.note_kept`.
+
+    Args:
+        dataset: The dataset. Loaders of one process that have the same object share a pool.
+        worker_init_fn: Called in each worker with its number.
+        worker_count: The most workers of the host. If their number changes, that is for the rank
+            to say that begins the pool.
+        base_seed: Seeds the workers' random generators, if this rank starts them.
+        first_count: How many there are at first, if their number changes; None if it is fixed.
+
+    Raises:
+        ValueError: If another rank has begun the pool with other arguments.
+        RuntimeError: If the process that owns the workers has ended at once.
+        Exception: What pickling the dataset raises, or starting a process.
+    """
+    key = (id(dataset), id(worker_init_fn), worker_count if first_count is None else "auto")
+    pool: HostPool | None = PROCESS.host_pools.get(key)
+    if pool is None or not pool.is_alive:
+        # In place of one whose owner has ended, it gets the same number: the rank meets those who
+        # have lost it as well, and those who had not opened it yet.
+        number = PROCESS.pools_on_host if pool is None else pool.number
+        start = ServiceStart(worker_count, first_count, base_seed, describe_dataset(dataset))
+        pool = HostPool(dataset, worker_init_fn, start, number)
+        PROCESS.host_pools[key] = pool
+    return pool
+
+
+class HostPool:
+    """This rank's part in a pool, which lasts while a loader refers to this object.
+
+    Attributes:
+        worker_count: The most workers of the host.
+        wanted_count: How many should be used, as far as is known; None if all of them always.
+        owner_pid: Process id of the process that owns the workers.
+        number: Tells the pools of a run apart, and is the same in all ranks.
+
+    Args:
+        dataset, worker_init_fn: See :func:`open_host_pool`.
+        start: What the owner gets, if this rank starts it.
+        number: The pool's number.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        worker_init_fn: Callable[[int], None] | None,
+        start: ServiceStart,
+        number: int,
+    ) -> None:
+        self.number = number
+        self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
+        while True:
+            meeting = Meeting(f"workers {number}")
+            self._name = meeting.name
+            process: BaseProcess | None = None
+            try:
+                if meeting.is_host:
+                    process, connection = _start_owner(meeting, self._objects, start)
+                else:
+                    connection = meeting.detach()
+                welcome, _ = receive_welcome(connection)
+            except BaseException:
+                meeting.close()
+                if process is not None:  # not killed, since other ranks may use it already
+                    uninterruptible(_Leaver(connection, process).run)
+                raise
+            if welcome is not None:
+                break
+            connection.close()
+            if process is not None:
+                process.join(KILL_S)
+                raise RuntimeError(_describe_failed_start(process))
+            # The rank that was to start it could not, and has raised an error. This one tries.
+        self._connection, self.owner_pid = connection, welcome.pid
+        self.worker_count, self.wanted_count = welcome.worker_count, welcome.wanted_count
+        in_child = _InChild(connection)
+        PROCESS.meetings.add(in_child)
+        self._closer = weakref.finalize(self, _close, os.getpid(), in_child, connection, process)
+        try:
+            _check(welcome, start)
+        except BaseException:
+            self.close()
+            raise
+
+    def note_kept(self) -> None:
+        """Note that the pool is kept, so that the next one of this process gets the next number.
+
+        Not before: if an interruption comes first, the pool is dropped and opened anew, and has to
+        get the same number, by which the rank meets the others.
+        """
+        PROCESS.pools_on_host = max(PROCESS.pools_on_host, self.number + 1)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the owner runs, as far as is known."""
+        if not self._closer.alive:
+            return False
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return not poll.poll(0)
+
+    def connect(self) -> socket.socket:
+        """Return one more connection to the owner. The caller owns it.
+
+        Raises:
+            OSError: If the owner has ended, or no descriptor is left.
+        """
+        return connect(self._name)
+
+    def close(self) -> None:
+        """Leave the pool. May be called again."""
+        self._closer()
+
+
+class _InChild:
+    """Closes a connection in a forked child, which must not keep the owner from ending."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _start_owner(
+    meeting: Meeting, objects: tuple[object, ...], start: ServiceStart
+) -> tuple[BaseProcess, socket.socket]:
+    """Start the process that owns the workers. Returns it, and a connection to it."""
+    refuse_during_import()
+    payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve_host,
+        name=name_of("host"),
+        args=(meeting.detach(), theirs, payload, start),
+    )
+    try:
+        with sigint_held_back(is_fresh=True), unimportable_main_hidden():
+            process.start()
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, OSError):
+            raise_with_remedy(error)
+        raise
+    finally:
+        theirs.close()
+        payload.close()
+        meeting.close()
+    # At this process's exit, multiprocessing would wait for it, while other ranks use it.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process, ours
+
+
+def receive_welcome(connection: socket.socket) -> tuple[Welcome | None, Loads | None]:
+    """Wait for the owner's first message, and what comes with it; None if it has ended."""
+    connection.settimeout(None)
+    try:
+        data, descriptors, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, 1)
+    except ConnectionError as error:
+        if is_interruption(error):
+            raise
+        data, descriptors = b"", []
+    try:
+        message = unpack(data) if data else None
+        if not isinstance(message, Welcome):
+            return None, None
+        # Without one, the kernel let no further descriptor pass.
+        return message, Loads(message.worker_count, descriptors[0]) if descriptors else None
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _describe_failed_start(process: BaseProcess) -> str:
+    if process.exitcode == NO_GUARD_EXIT:
+        return NO_GUARD_TEXT
+    return (
+        f"the process that was to own the workers of this host (pid {process.pid}) ended with exit "
+        f"code {process.exitcode}; its own output says why"
+    )
+
+
+def _check(welcome: Welcome, start: ServiceStart) -> None:
+    """Check that this rank wants what the rank wanted that began the pool."""
+    ours = start.worker_count if start.first_count is None else "auto"
+    theirs = welcome.worker_count if welcome.wanted_count is None else "auto"
+    if ours != theirs:
+        raise ValueError(
+            "num_workers should be the same on all ranks of a host with worker_scope='host', but "
+            f"got num_workers={ours!r}, and another rank has {theirs!r}"
+        )
+    if welcome.dataset != start.dataset:
+        raise ValueError(
+            "ranks that share workers (worker_scope='host') should have the same dataset, and make "
+            f"their loaders in the same order, but got a {start.dataset}, and another rank has a "
+            f"{welcome.dataset}"
+        )
+
+
+def _close(
+    pid: int, in_child: _InChild, connection: socket.socket, process: BaseProcess | None
+) -> None:
+    """Leave the pool, and reap the owner if this rank has started it and is the last one."""
+    PROCESS.meetings.discard(in_child)
+    if os.getpid() != pid:
+        connection.close()
+        return
+    uninterruptible(_Leaver(connection, process).run)
+
+
+class _Leaver:
+    """Leaves a pool. ``run`` can be run again after an interruption.
+
+    Args:
+        connection: The connection to the owner, which is closed.
+        process: The owner, if this rank has started it; it is reaped if this rank is the last one.
+    """
+
+    def __init__(self, connection: socket.socket, process: BaseProcess | None) -> None:
+        self._connection = connection
+        self._process = process
+
+    def run(self) -> None:
+        """Leave."""
+        with Suppressed(OSError):  # the owner has ended, or does not answer
+            self._connection.settimeout(_END_S)
+            self._connection.shutdown(socket.SHUT_WR)
+            # The answer stays in the socket: after an interruption it is read again.
+            while self._process is not None and (
+                data := self._connection.recv(RECEIVE_BYTES, socket.MSG_PEEK)
+            ):
+                message = unpack(data)
+                if isinstance(message, Left):
+                    if not message.is_last:
+                        self._process = None
+                    break
+                self._connection.recv(RECEIVE_BYTES)
+        self._connection.close()
+        if self._process is not None:
+            self._process.join(_END_S)
