@@ -53,12 +53,18 @@ class Request(enum.Enum):
 
 
 class UserThreadCall:
-    """A function that the user's thread calls for the engine's thread, which waits."""
+    """A function that the user's thread calls for the engine's thread, which waits.
+
+    Attributes:
+        over: Set when the call is over, or not wanted any more.
+        is_made: Whether it is over.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
         self._error: BaseException | None = None
         self.over = Wakeup()
+        self.is_made = False
 
     def make(self) -> None:
         """Call the function. On the user's thread."""
@@ -66,6 +72,7 @@ class UserThreadCall:
             self._function()
         except BaseException as error:  # noqa: BLE001 - handed on to the thread that asked
             self._error = error
+        self.is_made = True
         self.over.set()
 
     def raise_error(self) -> None:

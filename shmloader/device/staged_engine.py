@@ -11,6 +11,7 @@ from shmloader.device.thread import EngineThread, ThreadOwner
 from shmloader.engine.base import Delivery, EngineBase
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.interruptions import is_interruption
+from shmloader.threads.fork_safety import may_wait_here
 
 # After a shorter training step, next() is called again before the engine's thread, woken in a
 # moment, has done its work.
@@ -33,6 +34,7 @@ class StagedEngine:
         delivery: See :attr:`EngineBase.delivery`.
         draw_ns: See :attr:`EngineBase.draw_ns`.
         staged: :attr:`Ready.staged` of the batch that was returned last.
+        is_leaving: Whether :meth:`leave_to_user` has ended the thread, and is not done.
     """
 
     def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
@@ -52,11 +54,13 @@ class StagedEngine:
         self.delivery: Delivery | None = None
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
+        self.is_leaving = False
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
         self._tickets_out = self.draw_ns = 0
+        self.is_leaving = False
         thread = self.owner.begin()
         try:
             for _ in range(self._window):
@@ -68,6 +72,67 @@ class StagedEngine:
             except BaseException:
                 self.close()
                 raise
+
+    def take_over(self, tickets: Iterator[object], count: int) -> bool:
+        """Go on with an epoch in which the user's thread has run the engine.
+
+        Args:
+            tickets: The remaining index batches.
+            count: The tickets in flight, at least one.
+
+        Returns:
+            Whether there is a thread now. If the system refuses one, the user's thread goes on.
+        """
+        self._draw = tickets.__next__
+        self._tickets_out = count
+        self.is_leaving = False
+        try:
+            self.owner.begin().start()
+        except RuntimeError as error:
+            if is_interruption(error):
+                raise
+            self.owner.forget_thread()
+            self._engine.draw_on(self._draw)
+            return False
+        return True
+
+    def leave_to_user(self) -> bool:
+        """End the thread in mid-epoch, so that the user's thread can run the engine.
+
+        Once it has begun (``is_leaving``), it is called at the beginning of each :meth:`next_batch`
+        until it is done.
+
+        Returns:
+            Whether the engine is left to the user's thread. False while there are batches, which
+            :meth:`next_batch` returns as before; if this thread must not wait for the other one; if
+            this is closed; and in a forked child.
+
+        Raises:
+            Exception: The sampler's own, in place of a batch (``raised_id``).
+        """
+        self.in_transit = False
+        self.raised_id = 0
+        self.delivery = None
+        thread = self.owner.thread
+        if thread is None or os.getpid() != self.owner.pid:
+            return False
+        if not self.is_leaving:
+            if thread.results or not may_wait_here():
+                return False
+            self.is_leaving = True
+        thread.stop(None)
+        while (result := thread.results.first) is not None:
+            if isinstance(result, Ready | Raised):
+                return False
+            if isinstance(result, Request):
+                self._serve(thread, result)
+            else:  # a worker's restart or start, which is still to do
+                thread.results.drop_first()
+        self.owner.end_epoch()
+        self._engine.draw_on(self._draw)
+        self._draw = iter(()).__next__
+        self.is_leaving = False
+        return True
 
     def set_window(self, window: int) -> None:
         """Set how many tickets are drawn at the next epoch's start."""

@@ -12,10 +12,11 @@ Only the user's thread draws the sampler, one ticket for each batch that is take
 process's random generators are used as torch uses them. It also starts the worker that replaces a
 dead one: a fork copies the forking thread, and the user's thread is the one that forked the others.
 
-An engine with more tickets than workers, which wait for any idle worker, has such a thread, too,
-with a stage that passes batches through (``needs_thread``). So workers get further tasks while the
-user's thread is elsewhere. There the thread stays in ``next_batch`` while its batches are not
-taken, and does not wait outside.
+An engine whose tickets may wait for any idle worker has such a thread, too, with a stage that
+passes batches through (``needs_thread``). So workers get further tasks while the user's thread is
+elsewhere. There the thread stays in ``next_batch`` while its batches are not taken, and does not
+wait outside. While batches are so short that the workers have room for all tickets, such a thread
+would cost its switches and save nothing: then the user's thread runs the engine.
 """
 
 import functools
@@ -172,9 +173,9 @@ class EngineThread(BackgroundThread):
             if not self.is_stopping:
                 call.over.wait()
         self._call = None
-        if self.is_stopping:
+        if self.is_stopping and not call.is_made:
             raise _Stop
-        call.raise_error()
+        call.raise_error()  # what was done has to be noted before the thread ends
 
 
 def close(engine: EngineBase, stage: Stage) -> None:
@@ -210,6 +211,11 @@ class ThreadOwner:
         thread.attach()
         return thread
 
+    def forget_thread(self) -> None:
+        """Leave the engine to the calling thread, as the one of :meth:`begin` was not started."""
+        self.thread = None
+        self._engine.detach()
+
     def end_epoch(self) -> None:
         """End the thread, if there is one. The engine belongs to the calling thread afterwards.
 
@@ -225,8 +231,8 @@ class ThreadOwner:
             try:
                 if not self._engine.is_closed:
                     self._engine.take_tickets()
-            except BaseException:
-                self._engine.close()  # a worker may have a ticket that the engine has lost
+            except BaseException as error:
+                self._engine.give_up(error)  # a worker may have a ticket that the engine has lost
                 raise
             finally:
                 self._engine.detach()

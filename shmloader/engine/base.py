@@ -64,8 +64,9 @@ class EngineBase(abc.ABC):
             in the sampler. Stays 0 while the engine belongs to a thread of its own, since the
             user's thread draws then.
         is_dynamic: Whether tickets wait in the engine until a worker has room for them.
-        needs_thread: Whether a thread has to be inside ``next_batch`` all the time, or workers stay
-            idle while there are tickets for them.
+        needs_thread: Whether a thread has to be inside ``next_batch`` all the time, or workers may
+            stay idle while there are tickets for them. May change with the time for a batch. Any
+            thread may ask.
 
     Args:
         window: The most tickets in flight; 0 draws nothing ahead.
@@ -74,7 +75,6 @@ class EngineBase(abc.ABC):
     """
 
     is_dynamic = False
-    needs_thread = False
 
     def __init__(self, *, window: int, timeout_s: float, watch: FailureWatch | None = None) -> None:
         self._window = window
@@ -99,6 +99,11 @@ class EngineBase(abc.ABC):
         self._pause: Callable[[], None] = _do_nothing
         self._have_done: Callable[[Callable[[], None]], None] = _do_it
         self._may_deliver: Callable[[], bool] | None = None
+
+    @property
+    def needs_thread(self) -> bool:
+        """See the class."""
+        return False
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -152,6 +157,10 @@ class EngineBase(abc.ABC):
         self._pause, self._have_done = _do_nothing, _do_it
         self._may_deliver = None
 
+    def draw_on(self, draw: Callable[[], object]) -> None:
+        """Go on with an epoch on the user's thread, which draws its remaining index batches."""
+        self._draw = draw
+
     def take_tickets(self) -> None:
         """Send workers the tickets that the user's thread has drawn."""
         # An interrupt in between may lose a ticket that was assigned but not sent.
@@ -195,7 +204,7 @@ class EngineBase(abc.ABC):
         try:
             return self._next_batch()
         except BaseException as error:
-            if self._is_closed_elsewhere(error):
+            if self.is_closed_elsewhere(error):
                 raise ClosedLoaderError("the iterator was closed meanwhile") from error
             if self.loses(error):
                 self.give_up(error)
@@ -257,7 +266,7 @@ class EngineBase(abc.ABC):
         """Whether the engine was left while it only waited, with nothing taken yet."""
         return False
 
-    def _is_closed_elsewhere(self, error: BaseException) -> bool:
+    def is_closed_elsewhere(self, error: BaseException) -> bool:
         """Return whether an error arose because another thread closed the engine."""
         return (
             self._is_closed

@@ -129,11 +129,9 @@ class Engine(EngineBase):
             self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
         self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
-        # Where there is a worker for each ticket, none waits to be sent. But workers that other
-        # ranks use as well should not wait for a rank's next call to be freed of a hung sample.
-        self.needs_thread = is_dynamic and (
-            window > (worker_count if present is None else present) or sample_timeout_s is not None
-        )
+        # Workers that other ranks use as well should not wait for a rank's next call to be freed of
+        # a hung sample.
+        self._is_watched = is_dynamic and sample_timeout_s is not None
         self._scheduler = Scheduler(
             worker_count,
             window,
@@ -154,6 +152,16 @@ class Engine(EngineBase):
         if sample_timeout_s is not None:
             self._hang_watch = HangWatch(self._slot_pool, self._scheduler, sample_timeout_s)
         self._slots = None if self._has_queue else SlotBatches(self._slot_pool, self._scheduler)
+
+    @property
+    def needs_thread(self) -> bool:
+        """See :attr:`EngineBase.needs_thread`."""
+        return self._is_watched or (self.is_dynamic and self._scheduler.tickets_may_wait)
+
+    @property
+    def ticket_count(self) -> int:
+        """The number of tickets in flight."""
+        return len(self._scheduler.tickets)
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -495,6 +503,7 @@ class Engine(EngineBase):
         except (OSError, SharedMemoryError) as error:
             if is_interruption(error):
                 raise
+            self.check_open()  # another thread may have closed the sockets
             self._fail(error)
         if refused is not None:
             assert not isinstance(refused, StreamEnd)

@@ -269,6 +269,14 @@ class Scheduler:
             return None
         return self._read_loads()
 
+    @property
+    def tickets_may_wait(self) -> bool:
+        """Whether tickets may have to wait for a worker, with dynamic dispatch.
+
+        They do not while the present workers have room for the whole window. Any thread may ask.
+        """
+        return self._window > self.workers.present_count * self.task_limit
+
     def _teller(self) -> Worker | None:
         """Return the dead worker that the next waiting ticket reports; None if it can be loaded."""
         dead = self.workers.first_dead()
