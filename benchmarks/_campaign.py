@@ -127,7 +127,7 @@ class Campaign:
         for number, (round_, name, kind) in enumerate(todo, 1):
             head = f"[{number}/{len(todo)}] round {round_ + 1} {name}, {kind}"
             if record.is_hopeless(name, _marker(name, kind)):
-                print(f"{head}: has failed before, not run again", file=sys.stderr, flush=True)
+                print(f"{head}: has failed twice, not run again", file=sys.stderr, flush=True)
                 continue
             arguments = [*size, "--run", name, kind, str(round_)]
             found = try_anew(self.file, arguments, self.limit_s)
@@ -147,13 +147,17 @@ class Campaign:
     def _missing(
         record: Record, kinds: Mapping[str, Sequence[str]], rounds: int
     ) -> list[tuple[int, str, str]]:
-        """Return the runs that are not recorded: round, case and kind, in the order of turns."""
+        """Return the runs that are to be done: round, case and kind, in the order of turns.
+
+        One that has failed is done again, unless it has failed often enough.
+        """
         return [
             (round_, name, kind)
             for round_ in range(rounds)
             for name in kinds
             for kind in in_turn(kinds[name], round_)
-            if not record.has(round_, name, _marker(name, kind))
+            if not record.has_whole(round_, name, _marker(name, kind))
+            and not record.is_hopeless(name, _marker(name, kind))
         ]
 
 

@@ -54,6 +54,11 @@ class Record:
         """Whether there is such a run."""
         return any(run.round == round_ for run in select(self.runs, case, peer))
 
+    def has_whole(self, round_: int, case: str, peer: str) -> bool:
+        """Whether there is such a run that did not fail."""
+        runs = select(self.runs, case, peer)
+        return any(run.round == round_ and not run.error for run in runs)
+
     def is_hopeless(self, case: str, peer: str) -> bool:
         """Whether a loader has failed often enough."""
         failures = [run for run in select(self.runs, case, peer) if run.error]

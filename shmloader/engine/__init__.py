@@ -85,6 +85,8 @@ not depend on the worker. A ticket waits in the scheduler until a worker has roo
 task, or for two while batches are short. A slow sample then delays only its own batch, until the
 window is full of batches that come after it. Waiting tickets must be sent while the user trains, so
 here the engine has a thread even without a stage. It builds one batch ahead, which counts as lent.
+While the workers have room for the whole window, no ticket waits: the thread ends, and the user's
+thread runs the engine.
 
 **Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that
 there may be, and those that do not run are GONE. The iterator tells the engine how many it wants,

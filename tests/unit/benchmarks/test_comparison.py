@@ -145,6 +145,8 @@ def test_a_campaign_goes_on_where_it_was_interrupted(record_module, tmp_path):
     assert again.runs == record.runs
     assert again.has(0, "A", "torch")
     assert again.has(0, "A", "grain")
+    assert again.has_whole(0, "A", "torch")
+    assert not again.has_whole(0, "A", "grain")
     assert not again.has(1, "A", "torch")
     assert not again.has(0, "B", "torch")
     again.add(made_up(record_module, "torch", 1, us_per_batch=2.0))
