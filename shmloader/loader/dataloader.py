@@ -564,9 +564,14 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     @property
     def _dispatches_dynamically(self) -> bool:
-        """Whether any worker may take the next batch, and there are several."""
+        """Whether any worker may take the next batch, and there are several.
+
+        A worker that ranks share has no more tasks of each than it has room for: else it would wait
+        for a rank that is stopped to take its answers.
+        """
         may = not self.in_order or self._sample_seed is not None
-        may = (may and self.num_workers > 1) or self._adapter is not None
+        is_shared = getattr(self, "worker_scope", "rank") == "host"
+        may = (may and (self.num_workers > 1 or is_shared)) or self._adapter is not None
         return may and self._dataset_kind == _DatasetKind.Map
 
     def _snapshot_interval(self, *, is_iterable: bool) -> int:

@@ -680,8 +680,20 @@ def _of_one_pool(batches: list[list[list[list[float]]]]) -> list[tuple[int, list
     return found
 
 
-def _expected_of_one_pool() -> list[int]:
-    return list(ShardedDataLoader(range(120), 1, True, seed=1, rank=0, world_size=1).sampler)
+class _Drawn:
+    """The samples of ``ONE_POOL``, but for who makes them."""
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand(2)
+
+
+def _expected_of_one_pool() -> list[tuple[int, list[float]]]:
+    """The samples in the global order, as one process without workers makes them."""
+    with ShardedDataLoader(_Drawn(), 1, True, seed=1, rank=0, world_size=1) as loader:
+        return [(int(index), drawn[0].tolist()) for index, drawn in loader]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -693,7 +705,7 @@ def test_the_ranks_of_a_host_share_one_pool_of_workers(tmp_path, ranks) -> None:
     makers = set.union(*(set(pids) for _, pids in found))
     assert len(makers) <= 2
     samples = _of_one_pool([batches for batches, _ in found])
-    assert [index for index, _ in samples] == _expected_of_one_pool()
+    assert samples == _expected_of_one_pool()
     assert not any(Path(f"/proc/{pid}").exists() for pid in makers)
 
 
@@ -705,7 +717,7 @@ def test_after_the_owner_of_the_workers_was_killed_a_restart_finds_a_clean_host(
     assert done.returncode == 0, done.stderr
     assert "owns the workers of this host" in done.stderr
     samples = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 2)])
-    assert [index for index, _ in samples] == _expected_of_one_pool()
+    assert samples == _expected_of_one_pool()
 
 
 def test_a_run_with_one_pool_is_resumed_on_half_as_many_ranks(tmp_path) -> None:
@@ -718,7 +730,7 @@ def test_a_run_with_one_pool_is_resumed_on_half_as_many_ranks(tmp_path) -> None:
     with on_ranks(2, tmp_path, program, "resumed", "12") as run:
         run.succeed()
     after = _of_one_pool([batches for batches, _ in read_ranks(tmp_path, 2)])
-    assert [index for index, _ in before + after] == _expected_of_one_pool()
+    assert before + after == _expected_of_one_pool()
 
 
 ONE_DATASET = """

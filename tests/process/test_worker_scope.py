@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from shmloader import LoaderTimeoutError, WorkerDiedError
 from shmloader.pools import host_pool
@@ -28,7 +29,7 @@ from tests.process.host_loaders import (
     pids,
 )
 from tests.process.ranks import LONG_S
-from tests.process.support import stack_of, wait_until
+from tests.process.support import TOLD_S, stack_of, wait_until
 
 
 class KillOnce:
@@ -53,6 +54,28 @@ def hang() -> None:
 
 def refuse() -> None:
     raise ValueError("a bad sample")
+
+
+class Large:
+    """Samples of 100 KB."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(25_000)
+
+
+class Texts:
+    """Samples of 1.8 KB that are no tensors, and so travel in messages."""
+
+    BATCHES = 100
+
+    def __len__(self) -> int:
+        return 2 * 4 * self.BATCHES
+
+    def __getitem__(self, index: int) -> str:
+        return f"{index:1800}"
 
 
 class Waiting:
@@ -195,17 +218,78 @@ def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_worke
         waits = {index: Waiting(told) for index in range(COUNT)}
         with loader(Samples(at=waits)) as one:
             iterator = iter(one)
+            (tmp_path / f"begun {os.environ['RANK']}").touch()
+            # Or else a slow rank would find, and kill, the owner that comes next.
+            wait_until(lambda: len([*tmp_path.glob("begun *")]) == 2, LONG_S)
             with contextlib.suppress(ProcessLookupError):  # the other rank was faster
                 os.kill(owner_of(one), signal.SIGKILL)
+            killed_s = time.monotonic()
             with pytest.raises(WorkerDiedError) as caught:
                 next(iterator)
+            told_s = time.monotonic() - killed_s
             told.touch()
             one.set_epoch(0)
-            return str(caught.value), contents(one)
+            return str(caught.value), told_s, contents(one)
 
-    for rank, (text, batches) in enumerate(run.results(epochs, 2)):
+    for rank, (text, told_s, batches) in enumerate(run.results(epochs, 2)):
         assert "owns the workers of this host" in text
+        assert told_s < TOLD_S
         assert batches == expected(rank)[0]
+
+
+@pytest.mark.slow
+def test_batches_in_slots_are_those_of_own_workers_and_outlive_the_owner(run, tmp_path):
+    """Large ones, which are lent, and kept so long that further ones are copied out."""
+
+    def epochs() -> Any:
+        with loader(Large()) as one:
+            kept = list(one)
+            slots = one.stats().slots
+            iterator = iter(one)
+            kept += [next(iterator) for _ in range(3)]
+            (tmp_path / f"begun {os.environ['RANK']}").touch()
+            wait_until(lambda: len([*tmp_path.glob("begun *")]) == 2, LONG_S)
+            with contextlib.suppress(ProcessLookupError):  # the other rank was faster
+                os.kill(owner_of(one), signal.SIGKILL)
+        with loader(Large(), worker_scope="rank") as own:
+            expected = [*own, *(batch for batch, _ in zip(own, range(3), strict=False))]
+        same = [torch.equal(ours, theirs) for ours, theirs in zip(kept, expected, strict=True)]
+        return same, slots.lent, slots.copied
+
+    for same, lent, copied in run.results(epochs, 2):
+        assert all(same)
+        assert lent
+        assert copied
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_keeps_no_worker_busy_though_it_has_much_in_flight(run, tmp_path):
+    """The answers of its only worker, which are not small, do not fit into the socket."""
+    stopped, gone = tmp_path / "stopped", tmp_path / "gone"
+
+    def stops() -> Any:
+        one = loader(Texts(), num_workers=1, prefetch_factor=64)
+        iterator = iter(one)
+        next(iterator)
+        stopped.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return len(list(iterator))
+
+    def goes_on() -> Any:
+        with loader(Texts(), num_workers=1, prefetch_factor=64) as one:
+            iterator = iter(one)
+            next(iterator)
+            wait_until(stopped.exists, LONG_S)
+            count = len(list(iterator))
+            gone.touch()
+            return count
+
+    ranks = [run.start(stops, 0), run.start(goes_on, 1)]
+    try:
+        assert ranks[1].result() == Texts.BATCHES - 1
+    finally:
+        os.kill(ranks[0].process.pid, signal.SIGCONT)
+    assert ranks[0].result() == Texts.BATCHES - 1
 
 
 @pytest.mark.slow

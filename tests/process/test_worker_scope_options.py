@@ -45,6 +45,11 @@ def collate(samples: list[Any]) -> Any:
     return torch.tensor(indices), torch.stack(drawn)[:, :1], torch.tensor(makers)
 
 
+def replace(index: int, error: Exception) -> Any:
+    """An ``on_error`` function."""
+    return 1000 + index, torch.rand(2), os.getpid()
+
+
 class Note:
     """A ``worker_init_fn`` that notes each call."""
 
@@ -69,6 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shards": {"num_shards": 2},
     "rollover": {"last_batch": "rollover"},
     "skip": {"dataset": BAD, "on_error": "skip"},
+    "replaced": {"dataset": BAD, "on_error": replace},
     "few failures": {"dataset": BAD, "on_error": "skip", "max_failures": 5},
     "fetch_concurrency": {"fetch_concurrency": 2},
     "timeouts": {"timeout": 50, "sample_timeout": 50.0},
