@@ -8,12 +8,15 @@ machine's cores do not decide, except in the rows on memory and on the main proc
 =========  =======================================================================================
 even       4 ranks, 4 workers in all, samples of 2 ms: samples a second of all ranks
 uneven     half as many, but those of rank 0 take 5 times as long: seconds until all ranks end
-memory     4 ranks with 4 workers each, which share 4 in the pool: worker processes, and their PSS
+memory     4 ranks with 4 workers each, which share 4 in the pool: processes and their PSS, with the
+           one that owns the pool
 main2      2 ranks, 2 workers in all, one int a batch: CPU time of a rank's process for a batch
 main4      the same with 4 ranks and 4 workers
 many       8 ranks, 64 workers in all, samples of 80 ms: samples a second, to the ideal
 most       8 ranks, 512 workers in all, samples of 320 ms: the same, for the pool alone
 =========  =======================================================================================
+
+Ranks are spawned, and have torchrun's variables, but no process group: a loader uses none.
 
 The rows on the main process are measured as row A of ``peers.py`` is, whose loader has no seed and
 so neither streams of random numbers for each sample nor dynamic dispatch: ``unseeded`` is
@@ -181,7 +184,7 @@ def _rank(case: Case, kind: str, rank: int, run_id: str, begins: Any, queue: Any
         if case.is_tiny:
             touch(batch)
     used_s, ended_s = time.process_time() - before_s, time.monotonic()
-    workers = _workers(run_id)
+    workers = _workers(run_id, loader)
     begins.wait(_RUN_LIMIT_S)
     queue.put(
         {
@@ -232,9 +235,16 @@ class _Own:
                 yield batch
 
 
-def _workers(run_id: str) -> dict[int, int]:
-    """Return the proportional set sizes of all worker processes of a run, by process id."""
+def _workers(run_id: str, loader: Any) -> dict[int, int]:
+    """Return the proportional set sizes of all worker processes of a run, by process id.
+
+    The process that owns the workers of a host is one of them.
+    """
     found = {}
+    pool = getattr(getattr(loader, "_parts", None), "host_pool", None)
+    if pool is not None:
+        owner = psutil.Process(pool.owner_pid)
+        found[owner.pid] = int(owner.memory_full_info().pss)
     for process in psutil.process_iter():
         try:
             if process.name() != "pt_data_worker":
@@ -288,8 +298,8 @@ class Row(NamedTuple):
 ROWS = (
     Row("uneven", "uneven: s", ".2f", 0.6, "elapsed_s"),
     Row("even", "even: samples/s", ",.0f", 0.97, "elapsed_s", is_most=False),
-    Row("memory", "memory: worker processes", ".0f", None, "processes"),
-    Row("memory", "memory: PSS of the workers, MB", ",.0f", 0.4, "worker_bytes"),
+    Row("memory", "memory: processes", ".0f", None, "processes"),
+    Row("memory", "memory: PSS of these, MB", ",.0f", 0.4, "worker_bytes"),
     Row("main2", "main2: µs of CPU a batch", ".0f", 35, "main_us", is_ratio=False),
     Row("main4", "main4: µs of CPU a batch", ".0f", 35, "main_us", is_ratio=False),
     Row("many", "many: of the ideal", ".3f", 0.95, "elapsed_s", is_ratio=False, is_most=False),
