@@ -7,6 +7,7 @@ none. Ray is an extra (``pip install shmloader[ray]``), imported when an executo
 import concurrent.futures
 import contextlib
 import importlib
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class _RayFuture(concurrent.futures.Future[Any]):
             with contextlib.suppress(RuntimeError):  # another thread was faster
                 self.set_running_or_notify_cancel()  # for those that wait for several futures
             with contextlib.suppress(Exception):  # the task or the cluster may be gone
-                # A task that runs is left to end: an interruption could hit any other code there.
+                # Without ``force``, which would kill the process. One that runs ends: see `_call`.
                 self._ray.cancel(reference, force=False, recursive=False)
         return True
 
@@ -125,8 +126,18 @@ class RayExecutor(concurrent.futures.Executor):
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function: the one remote function of an executor."""
-    return fn(*args, **kwargs)
+    """Call a function: the one remote function of an executor.
+
+    Ray interrupts a task that is cancelled while it runs, as Ctrl-C would. Such a task is left to
+    end: the interruption could hit the user's code anywhere, in a process that runs further tasks.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return fn(*args, **kwargs)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _pass_on(done: "concurrent.futures.Future[Any]", future: _RayFuture) -> None:

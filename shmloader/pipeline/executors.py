@@ -19,7 +19,9 @@ Guarantees:
 
 import collections
 import concurrent.futures
+import itertools
 import queue
+import secrets
 import threading
 import time
 import types
@@ -31,6 +33,7 @@ from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.flow import Job
 from shmloader.pipeline.lifecycle import ThreadContexts
+from shmloader.pools.executor_kinds import open_executor
 from shmloader.threads.background import BackgroundThread
 
 #: How long the interpreter's exit waits for an executor's threads, in seconds.
@@ -213,7 +216,11 @@ class FuturesExecutor:
     """
 
     def __init__(self, executor: concurrent.futures.Executor) -> None:
-        self._executor = executor
+        self._executor = open_executor(executor)
+        # Dask takes calls of one name for one call, and so those with equal arguments, if they have
+        # no names.
+        self._prefix = f"shmloader-{secrets.token_hex(8)}-"
+        self._numbers = itertools.count()
         self._waiting: collections.deque[Task] = collections.deque()
         self._submitting = threading.Lock()
         # The thread that takes a task out of here handles its future's result.
@@ -239,12 +246,9 @@ class FuturesExecutor:
             return
         task.job.began_ns = time.monotonic_ns()
         try:
-            if stage.kind is OpKind.GENERATOR:
-                future: concurrent.futures.Future[object] = self._executor.submit(
-                    call_all, stage.op, item
-                )
-            else:
-                future = self._executor.submit(stage.op, item)
+            name = f"{self._prefix}{next(self._numbers)}"
+            call = (call_all, stage.op) if stage.kind is OpKind.GENERATOR else (stage.op,)
+            future: concurrent.futures.Future[object] = self._executor.submit(name, *call, item)
         except BaseException as error:
             if task.epoch.is_taken_here and is_interruption(error):
                 raise

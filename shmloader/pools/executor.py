@@ -367,6 +367,8 @@ class ExecutorPool(SlotReader):
         if result is None or result.refusal:
             reason = reason if result is None else result.refusal
             is_final = result is not None or sent.future is None
+            if result is None:
+                self._reference = None  # what it refers to may be lost with the process
             _report_loss(sent, reason, events, is_final=is_final)
             return True
         if not result.message:

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,29 @@ class Pids(Mixed):
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.wait_s)
         return os.getpid()
+
+
+class Notes(Mixed):
+    """Notes in files that a sample was begun, and how it ended."""
+
+    def __init__(self, folder: Path, wait_s: float) -> None:
+        super().__init__(4, wait_s)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        (self.folder / "begun").touch()
+        try:
+            time.sleep(self.wait_s)
+        except BaseException as error:
+            (self.folder / "raised").write_text(repr(error))
+            raise
+        (self.folder / "ended").touch()
+        return index
+
+
+def draw(item: int) -> tuple[int, float]:
+    """Give an item with a number that no other call has."""
+    return item, random.SystemRandom().random()
 
 
 class Bad(Mixed):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +11,18 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from shmloader import DataLoader, LoaderTimeoutError, ShardedDataLoader, WorkerDiedError
+from shmloader import (
+    DataLoader,
+    LoaderTimeoutError,
+    PipelineBuilder,
+    ShardedDataLoader,
+    WorkerDiedError,
+)
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Mixed, Pids
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
+from tests.process.support import wait_until
 
 distributed = needed("distributed")
 
@@ -112,6 +121,39 @@ def _make_far() -> None:
             return pickle.loads(data)
 
     portable.pickle = Far  # type: ignore[attr-defined]
+
+
+def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster, client) -> None:
+    client.run(_make_far)
+    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
+    dataset = Mixed(60, wait_s=0.02)
+    loader = DataLoader(
+        dataset, num_workers=2, executor=client.get_executor(), worker_restarts=16, **options
+    )
+    iterator = iter(loader)
+    found = [next(iterator) for _ in range(4)]
+    pids = client.run(os.getpid)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not set(client.scheduler_info()["workers"]) & set(pids), 60)
+    client.wait_for_workers(2, timeout=60)
+    client.run(_make_far)
+    found += iterator
+    assert_same(found, local(dataset, **options))
+
+
+def test_a_stage_of_a_pipeline_runs_there_once_for_each_item(client) -> None:
+    """Dask takes calls with equal arguments for one, unless it is told otherwise."""
+    executor = client.get_executor()
+    builder = PipelineBuilder().add_source([1, 2] * 20)
+    found = list(
+        builder.pipe(datasets.draw, executor=executor, concurrency=4, output_order="input")
+        .add_sink(4)
+        .build()
+    )
+    assert [item for item, _ in found] == [1, 2] * 20
+    assert len({number for _, number in found}) == 40
+    assert client.submit(abs, -3).result() == 3
 
 
 def test_a_late_batch_names_the_worker_that_has_it(client) -> None:

@@ -13,13 +13,13 @@ from tests.process.support import ROOT
 pytestmark = pytest.mark.timeout(180)
 
 
-def run_example(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str, limit_s: float = 150) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,7 +29,7 @@ def run_example(name: str, *arguments: str) -> str:
 @pytest.mark.parametrize(("name", "package"), [("Dask", "distributed"), ("Ray", "ray")])
 def test_an_example_has_the_batches_of_local_workers(name, package) -> None:
     needed(package)
-    output = run_example(f"cluster_{name.lower()}.py")
+    output = run_example(f"cluster_{name.lower()}.py", limit_s=60)
     assert f"{name} made the batches that local workers make" in output
 
 

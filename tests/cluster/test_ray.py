@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from shmloader import DataLoader, WorkerDiedError
+from shmloader import DataLoader, PipelineBuilder, WorkerDiedError
 from shmloader.cluster import RayExecutor
 from tests.cluster import datasets
-from tests.cluster.datasets import Bad, Mixed, Pids
+from tests.cluster.datasets import Bad, Mixed, Notes, Pids
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
+from tests.process.support import wait_until
 
 ray = needed("ray")
 cluster_utils = needed("ray.cluster_utils")
@@ -79,6 +81,34 @@ def test_a_closed_loader_cancels_what_is_pending(connected) -> None:
     began = time.monotonic()
     assert executor.submit(abs, -3).result(60) == 3
     assert time.monotonic() - began < 15, "the 38 others would have taken it 10 s"
+
+
+def test_a_task_that_runs_is_left_to_end_when_the_loader_is_closed(connected, tmp_path) -> None:
+    executor = RayExecutor()
+    dataset = Notes(tmp_path, 3.0)
+    iterator = iter(DataLoader(dataset, None, num_workers=2, executor=executor))
+    wait_until((tmp_path / "begun").exists, 60)
+    iterator._shutdown_workers()
+    wait_until(lambda: (tmp_path / "ended").exists() or (tmp_path / "raised").exists(), 60)
+    assert not (tmp_path / "raised").exists(), (tmp_path / "raised").read_text()
+    assert executor.submit(abs, -3).result(60) == 3
+
+
+def test_a_stage_of_a_pipeline_runs_there(connected) -> None:
+    builder = PipelineBuilder().add_source(range(-20, 20))
+    found = (
+        builder.pipe(abs, executor=RayExecutor(), concurrency=4, output_order="input")
+        .add_sink(4)
+        .build()
+    )
+    assert list(found) == [abs(number) for number in range(-20, 20)]
+
+
+def test_what_ray_takes_for_each_task_is_passed_on(connected) -> None:
+    executor = RayExecutor(runtime_env={"env_vars": {"SHMLOADER_TEST": "there"}})
+    assert executor.submit(os.getenv, "SHMLOADER_TEST").result(60) == "there"
+    with pytest.raises(ValueError, match="no_such"):
+        RayExecutor(no_such=1)
 
 
 def test_a_cluster_that_is_gone_is_one_error(connected) -> None:
