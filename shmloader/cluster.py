@@ -16,6 +16,10 @@ from typing import Any
 __all__ = ["RayExecutor"]
 
 
+# By itself Ray sends further tasks to a process that it has leased, though other nodes are idle: 16
+# tasks of 50 ms in flight on 4 nodes reach 0.4 of the ideal, and 0.92 spread over all of them.
+_OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+
 _GONE = "Ray was shut down, or this process has connected to another cluster"
 
 
@@ -46,9 +50,10 @@ class RayExecutor(concurrent.futures.Executor):
     ``ray.init()`` finds or starts. It neither disconnects nor stops a cluster.
 
     Args:
-        options: Options of Ray's for each task, as for ``ray.remote``: ``num_cpus``, ``resources``,
-            ``runtime_env``, ``scheduling_strategy``, ``max_retries`` (how often Ray runs a task
-            again whose node or process was lost; 3 by default), and so on.
+        options: Options of Ray's for each task, as for ``ray.remote``: ``num_cpus`` (1 by default),
+            ``resources``, ``runtime_env``, ``scheduling_strategy`` ("SPREAD" by default: over all
+            nodes), ``max_retries`` (how often Ray runs a task again whose node or process was lost;
+            3 by default), and so on.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.
@@ -64,7 +69,7 @@ class RayExecutor(concurrent.futures.Executor):
         if not self._ray.is_initialized():
             self._ray.init()
         self._job = self._job_id()
-        self._function = self._ray.remote(**{"num_cpus": 1, **options})(_call)
+        self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
         self._futures: weakref.WeakSet[_RayFuture] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._is_shut_down = False

@@ -134,7 +134,7 @@ def test_a_killed_node_s_batches_are_made_again() -> None:
         cluster.wait_for_nodes()
         options: dict[str, Any] = {"batch_size": 16, "seed": 3}
         dataset = Mixed(640, wait_s=0.01)
-        executor = RayExecutor(scheduling_strategy="SPREAD")
+        executor = RayExecutor()
         loader = DataLoader(
             dataset, num_workers=6, executor=executor, worker_restarts=12, **options
         )
