@@ -38,7 +38,9 @@ from shmloader import (
     sample_rng,
 )
 from shmloader.batch.portable import PortablePayload
+from shmloader.cluster import RayExecutor
 from shmloader.pools.executor_task import Own, make_batch
+from tests.late import reason_to_skip, switched_on, to_host
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
 
@@ -148,6 +150,18 @@ def test_batches_are_those_of_local_workers_to_the_bit(pool, options) -> None:
     ):
         for _ in range(2):
             assert_same(list(there), list(local))
+
+
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "")
+@pytest.mark.parametrize("options", [{"pin_memory": True}, {"device": "late"}], ids=str)
+def test_batches_are_pinned_and_reach_a_device(pool, options) -> None:
+    given = {"batch_size": 4, "seed": 11, **options}
+    with switched_on():
+        with DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there:
+            batches = list(there)
+        with DataLoader(Mixed(), num_workers=2, **given) as local:
+            assert_same([to_host(one) for one in batches], [to_host(one) for one in local])
+        assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
 
 
 def test_arrays_and_lists_come_as_from_local_workers(pool) -> None:
@@ -432,6 +446,13 @@ def test_a_dataset_that_cannot_be_pickled_names_the_part(pool) -> None:
 # The executor's own errors -----------------------------------------------------------------
 
 
+def test_without_ray_its_executor_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        RayExecutor()
+    assert "pip install 'shmloader[ray]'" in caught.value.__notes__[0]
+
+
 def test_a_killed_process_is_one_clear_error(pool) -> None:
     def make(index: int) -> int:
         if index == 5:
@@ -447,6 +468,29 @@ def test_a_killed_process_is_one_clear_error(pool) -> None:
     assert "was loading batch" in str(caught.value)
     with pytest.raises(shmloader.ClosedLoaderError):
         next(iterator)
+
+
+def test_after_such_an_error_the_state_has_all_the_rest(pool, tmp_path) -> None:
+    killed = tmp_path / "killed"
+
+    def make(index: int) -> int:
+        if index == 15 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    loader, found = numbers(pool, make, shuffle=True, seed=2), []
+    with pytest.raises(WorkerDiedError):
+        found.extend(loader)
+    state, again = loader.state_dict(), forked(2)
+    try:
+        resumed = numbers(again, make, shuffle=True, seed=2)
+        resumed.load_state_dict(state)
+        found += resumed
+    finally:
+        end(again)
+    assert sorted(found) == list(range(24))
+    assert found == list(numbers(None, make, shuffle=True, seed=2, num_workers=0))
 
 
 def test_a_broken_executor_ends_the_epoch_in_spite_of_restarts(pool, caplog) -> None:
