@@ -1,9 +1,10 @@
 """Kills among ranks that share workers: ``python -m tests.faults.host --times N``.
 
 Each time a few ranks read some epochs from one pool (``worker_scope="host"``), and one process is
-killed by SIGKILL at a random moment. A worker or a rank that dies must cost the other ranks
-nothing; of a dead owner each rank must learn by one clear error, in time, and then go on. In the
-end nothing may be left: no process, no name of a socket, no memory of a dead rank in the workers.
+killed by SIGKILL at a random moment, or a rank is stopped until all others have ended. A worker or
+a rank that dies, or is stopped, must cost the other ranks nothing; of a dead owner each rank must
+learn by one clear error, in time, and then go on. In the end nothing may be left: no process, no
+name of a socket, nothing in /dev/shm, no memory of a dead rank in the workers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _COUNT, _BATCH, _WORKERS, _EPOCHS = 240, 4, 2, 3
 _HANG_S, _LEFT_S = 60.0, 10.0
 # How soon a rank learns that the owner is dead.
 _TOLD_S = 2.0
-_VICTIMS = ("worker", "rank", "owner", "starting worker", "starting owner")
+_VICTIMS = ("worker", "rank", "owner", "starting worker", "starting owner", "stopped rank")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -94,13 +95,15 @@ def _read(is_persistent: bool) -> tuple[list[Any], list[tuple[str, float]]]:
 class _Trial:
     """One run of ranks, of which a process is killed."""
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, victim: str) -> None:
         self._random = random.Random(seed)
-        self.victim = self._random.choice(_VICTIMS)
+        self.victim = victim
         self._ranks = self._random.randint(2, 4)
         self._is_persistent = self._random.random() < 0.5
         self._killed_s = 0.0
         self._dead_rank: int | None = None
+        self._stopped_rank: int | None = None
+        self._in_shm = set(Path("/dev/shm").iterdir())
         self.problems: list[str] = []
 
     def run(self) -> None:
@@ -111,21 +114,31 @@ class _Trial:
         try:
             self._kill(ranks)
             for number, rank in enumerate(ranks):
-                if number != self._dead_rank:
+                if number not in (self._dead_rank, self._stopped_rank):
                     self._check(number, rank)
+            if self._stopped_rank is not None:
+                stopped = ranks[self._stopped_rank]
+                os.kill(stopped.process.pid or 0, signal.SIGCONT)
+                self._killed_s = time.monotonic()
+                self._check(self._stopped_rank, stopped)
         finally:
             for rank in ranks:
                 if self.problems:
-                    rank.process.kill()
+                    rank.process.kill()  # also one that is stopped
                 rank.end()
         self._check_left()
 
     def _kill(self, ranks: list[Rank]) -> None:
         by_pid = {rank.process.pid: number for number, rank in enumerate(ranks)}
         is_starting = self.victim.startswith("starting")
-        if self.victim == "rank":
-            self._dead_rank = self._random.randrange(self._ranks)
-            pid = ranks[self._dead_rank].process.pid or 0
+        if "rank" in self.victim:
+            number = self._random.randrange(self._ranks)
+            pid = ranks[number].process.pid or 0
+            if self.victim == "rank":
+                self._dead_rank = number
+            else:
+                self._stopped_rank = number
+                _first(_workers)  # one that is stopped while it starts them keeps all waiting
             if self._random.random() < 0.7:
                 _first(_owners)
         else:
@@ -139,8 +152,8 @@ class _Trial:
         memory = _memory_of(pid) if pid in by_pid else set()
         with contextlib.suppress(ProcessLookupError):
             self._killed_s = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-        if pid in by_pid:
+            os.kill(pid, signal.SIGKILL if self._stopped_rank is None else signal.SIGSTOP)
+        if self._dead_rank is not None:
             ranks[by_pid[pid]].process.join()
             if not _is_soon(lambda: not any(memory & _memory_of(one) for one in _workers())):
                 self.problems.append("leak: workers keep memory of a dead rank")
@@ -175,6 +188,8 @@ class _Trial:
         text = Path("/proc/net/unix").read_text()
         if names & set(re.findall(r"@(\S+)", text)):
             self.problems.append("leak: the name of a socket")
+        if files := set(Path("/dev/shm").iterdir()) - self._in_shm:
+            self.problems.append(f"leak: {sorted(map(str, files))}")
 
 
 def _name_of_pool(number: int) -> str:
@@ -249,7 +264,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.host", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--times", type=int, default=300, metavar="N", help="how many (300)")
+    parser.add_argument(
+        "--times", type=int, default=300, metavar="N", help="how many (300), each victim in turn"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
@@ -259,7 +276,7 @@ def main() -> None:
     wrong = 0
     began_s = time.monotonic()
     for number in range(options.times):
-        trial = _Trial(f"{seed}/{number}")
+        trial = _Trial(f"{seed}/{number}", _VICTIMS[number % len(_VICTIMS)])
         trial.run()
         counts[trial.victim] += 1
         wrong += bool(trial.problems)
