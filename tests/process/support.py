@@ -192,7 +192,7 @@ class Done:
     def assert_quiet(self, code: int = 0) -> None:
         """It ended as meant, said nothing on stderr, and nothing of it is left."""
         assert self.left == [], self.left
-        assert self.err == ""
+        assert self.err == "", self.err
         assert self.code == code, (self.code, self.out)
 
 

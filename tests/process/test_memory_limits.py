@@ -371,7 +371,7 @@ def control_group() -> Iterator[Callable[[int], Path]]:
 
 
 PROGRAM = """
-import contextlib, os, sys
+import contextlib, multiprocessing, os, sys, time
 from pathlib import Path
 Path({group!r}, "cgroup.procs").write_text("0")
 import torch, shmloader
@@ -394,15 +394,24 @@ def test_in_a_real_group_a_loader_that_wants_too_much_is_told_and_nobody_killed(
     done = run_program(
         PROGRAM.format(group=str(group))
         + """
+made = multiprocessing.RawArray("b", 12)
+
 class Data:
     def __getitem__(self, index):
-        # Nothing is made in ordinary memory, which nobody looks after.
-        return shmloader.empty((100 << 20,), torch.uint8).fill_(index)
+        try:
+            # Nothing is made in ordinary memory, which nobody looks after.
+            return shmloader.empty((100 << 20,), torch.uint8).fill_(index)
+        finally:
+            made[index] = 1
 
 # A sampler of its own: nobody knows how many batches there will be. Three are lent at once.
 batches = iter(DataLoader(Data(), sampler=list(range(12)), batch_size=None, num_workers=2))
 kept, told = [], []
 for index in range(12):
+    deadline = time.monotonic() + 60
+    while not all(made[: index + 4]):  # else not all slots may come into use
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     try:
         batch = next(batches)
         assert int(batch[0]) == int(batch[-1]) == index
