@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
 
 import pytest
@@ -131,6 +133,14 @@ if __name__ == "__main__":
 """
 
 
+#: What concurrent.futures may say at the exit, before it holds a lock there (Python 3.12): it wakes
+#: its thread, which has just closed the pipe for that.
+WOKEN_LATE = re.compile(
+    r"Exception ignored in: <module 'threading'[^\n]*\nTraceback[^\n]*\n(?:  [^\n]*\n)*?"
+    r"  [^\n]*in _python_exit\n(?:  [^\n]*\n)*OSError: \[Errno 9\] Bad file descriptor\n"
+)
+
+
 def is_possible(shape, end):
     # In a function, it would wait for an item.
     return end != "in a function" or shape not in SHAPES_WITHOUT_ITEMS
@@ -150,6 +160,8 @@ def test_a_program_ends_quietly(shape, end, tmp_path):
     start = time.monotonic()
     done = program.finish()
     assert time.monotonic() - start < 20
+    if shape == "a process pool":
+        done = dataclasses.replace(done, err=WOKEN_LATE.sub("", done.err))
     if words:
         assert done.err.splitlines()[-1] == words
         assert done.err.count("Traceback") == 1
