@@ -85,7 +85,6 @@ class StagedEngine:
         """
         self._draw = tickets.__next__
         self._tickets_out = count
-        self.is_leaving = False
         try:
             self.owner.begin().start()
         except RuntimeError as error:

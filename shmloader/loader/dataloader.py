@@ -416,6 +416,11 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Return where the batches of a step are to arrive, as the user said it."""
         return [self.device]
 
+    @property
+    def _shares_workers(self) -> bool:
+        """Whether the ranks of a host share the workers."""
+        return False
+
     def _scope_config(self) -> dict[str, Any]:
         """Return the fields of the configuration that say whose the workers are."""
         return {}
@@ -484,7 +489,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                 "seed": self._sample_seed is not None,
                 "fetch_concurrency": self.fetch_concurrency is not None,
                 "sample_timeout": self.sample_timeout is not None,
-                "worker_scope": getattr(self, "worker_scope", "rank") != "rank",
+                "worker_scope": self._shares_workers,
             }
             warn_of_torch_workers(ours)
             iterator = torch_iterator(self, plan, parts)
@@ -570,8 +575,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         for a rank that is stopped to take its answers.
         """
         may = not self.in_order or self._sample_seed is not None
-        is_shared = getattr(self, "worker_scope", "rank") == "host"
-        may = (may and (self.num_workers > 1 or is_shared)) or self._adapter is not None
+        may = may and (self.num_workers > 1 or self._shares_workers)
+        may = may or self._adapter is not None
         return may and self._dataset_kind == _DatasetKind.Map
 
     def _snapshot_interval(self, *, is_iterable: bool) -> int:

@@ -343,8 +343,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
         )
         super()._begin_epoch()
 
+    @property
+    def _shares_workers(self) -> bool:
+        return self.worker_scope == "host"
+
     def _scope_config(self) -> dict[str, Any]:
-        if self.worker_scope == "rank":
+        if not self._shares_workers:
             return {}
         count = self._sharing_ranks
         return {
@@ -356,7 +360,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def _sharing_ranks(self) -> int:
         known = self._ranks.known
-        return 1 if self.worker_scope == "rank" or known is None else ranks_of_host(known[1])
+        return 1 if not self._shares_workers or known is None else ranks_of_host(known[1])
 
     @property
     def _seed_of_samples(self) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset, IterableDataset
 
+from shmloader import ClosedLoaderError
 from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,19 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.005)
+
+
+def assert_refused_in_child(batches: Any) -> None:
+    """In a forked child, the iterator belongs to another process, and says so."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            with contextlib.suppress(ClosedLoaderError):
+                next(batches)
+                os._exit(1)
+            os._exit(0)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def stack_of(ident: int | None) -> list[str]:

@@ -25,7 +25,15 @@ from shmloader.device import staged_engine
 from shmloader.engine import routing
 from shmloader.pools import waker, worker_channels
 from shmloader.pools import worker_processes as processes
-from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
+from tests.process.support import (
+    Calls,
+    Gate,
+    Switch,
+    assert_refused_in_child,
+    only,
+    wait_for_end,
+    wait_until,
+)
 
 
 class AnyWorker(DataLoader):
@@ -536,13 +544,7 @@ def test_in_a_forked_child_the_iterator_belongs_to_another_process() -> None:
     next(batches)
     # One is ready: it would be given twice.
     wait_until(lambda: batches._source.owner.thread.results.first)
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            next(batches)
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_refused_in_child(batches)
     assert [int(batch[0]) for batch in batches] == list(range(1, 40))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,7 +14,16 @@ import pytest
 from shmloader import ClosedLoaderError, DataLoader, PipelineBuilder
 from shmloader.device.thread import EngineThread
 from shmloader.engine import routing
-from tests.process.support import Bad, Gate, Numbers, Switch, only, wait_for_end, wait_until
+from tests.process.support import (
+    Bad,
+    Gate,
+    Numbers,
+    Switch,
+    assert_refused_in_child,
+    only,
+    wait_for_end,
+    wait_until,
+)
 from tests.process.test_dynamic_dispatch import AnyWorker, large, make
 
 SHORT, LONG = 10**18, 0
@@ -246,13 +253,7 @@ def test_in_a_forked_child_the_iterator_belongs_to_another_process(pace) -> None
     for limit_ns in (SHORT, LONG):  # in the second child, there should be a thread
         pace(limit_ns)
         batches._engine._scheduler.task_limit = 1 if limit_ns == LONG else 2
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(ClosedLoaderError):
-                next(batches)
-                os._exit(1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_refused_in_child(batches)
     assert take(batches, 40) == list(range(20, 60))
 
 
