@@ -65,7 +65,7 @@ def take(ids: dict[str, Any], key: str, *, is_smallest: bool) -> dict[str, Any]:
 
 
 #: As long as the packed name of a process.
-_NAME = pickle.dumps((b"12345678", "localhost", 12345, "0" * 36), pickle.HIGHEST_PROTOCOL)
+_NAME = pickle.dumps((b"12345678", "localhost", 12345, "0" * 54), pickle.HIGHEST_PROTOCOL)
 
 
 def pack_bare(nbytes: int, message_bytes: int, contents_bytes: int) -> bytes:
@@ -88,4 +88,4 @@ def answer(
     """Return as much as our task does, and do nothing."""
     message_bytes, contents_bytes = _SIZES.unpack_from(own)
     array = np.zeros(contents_bytes, np.uint8) if contents_bytes else None
-    return _NAME, 0, time.monotonic_ns(), bytes(message_bytes), array, ""
+    return _NAME, 0, time.monotonic_ns(), time.monotonic_ns(), bytes(message_bytes), array, ""

@@ -266,7 +266,7 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         loader = DataLoader(Tiny(80), 4, num_workers=in_flight, executor=watched, seed=0)
         collections.deque(loader, 0)
         version, shared, own, *_ = watched.arguments
-        _, _, _, message, contents, _ = watched.future.result(60)
+        *_, message, contents, _ = watched.future.result(60)
         bare = pack_bare(len(own), len(message), 0 if contents is None else contents.nbytes)
         loader.close()
         loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)

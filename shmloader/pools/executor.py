@@ -64,6 +64,7 @@ from shmloader.pools.executor_task import (
     this_process,
     this_version,
 )
+from shmloader.pools.remote_clock import RemoteClock
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.uninterruptible import uninterruptible
@@ -147,14 +148,15 @@ class _Sent:
         slot_id: The slot of its batch.
         indices: Its pickled indices.
         number: The worker number that it offers.
-        began_s: When it was sent.
+        began_ns: When it was sent first.
+        submitted_ns: When it was submitted last.
         future: The future of its task; None if it could not be submitted.
         error: Why it could not be submitted.
     """
 
     __slots__ = (
-        "attempt", "began_s", "epoch", "error", "future", "indices", "number", "seq", "slot_id",
-        "worker_id",
+        "attempt", "began_ns", "epoch", "error", "future", "indices", "number", "seq", "slot_id",
+        "submitted_ns", "worker_id",
     )  # fmt: skip
 
     def __init__(self, ticket: SentTicket, epoch: int, indices: bytes, number: int) -> None:
@@ -163,7 +165,7 @@ class _Sent:
         self.indices = indices
         self.number = number
         self.attempt = 0
-        self.began_s = time.monotonic()
+        self.began_ns = self.submitted_ns = time.monotonic_ns()
         self.future: Future | None = None
         self.error: BaseException | None = None
 
@@ -225,8 +227,8 @@ class ExecutorPool(SlotReader):
         # The processes that have answered, by their pickled names.
         self._processes: dict[bytes, ProcessName] = {}
         self._pids: dict[int, int] = {}
-        # By process, how far its clock is behind ours, in ns: at most, by the answers so far.
-        self._clocks: dict[bytes, int] = {}
+        # The clocks of other machines, by the name that a process gives its clock.
+        self._clocks: dict[str, RemoteClock] = {}
 
     @property
     def is_inherited(self) -> bool:
@@ -261,6 +263,7 @@ class ExecutorPool(SlotReader):
         self._tasks[attempt] = sent
         self._pids.pop(sent.worker_id, None)  # any process may take it
         put = self._post.put
+        sent.submitted_ns = time.monotonic_ns()
         try:
             future = self._executor.submit(
                 self._name_of(attempt),
@@ -371,12 +374,9 @@ class ExecutorPool(SlotReader):
                 self._reference = None  # what it refers to may be lost with the process
             _report_loss(sent, reason, events, is_final=is_final)
             return True
+        process = self._process(result, sent.submitted_ns, done_ns)
         if not result.message:
             return self._send_with_payload(sent, events)
-        process = self._processes.get(result.process)
-        if process is None:
-            process = ProcessName(*pickle.loads(result.process))
-            self._processes[result.process] = process
         self._pids[sent.worker_id] = process.pid
         message = unpack(result.message)
         if result.contents is not None:
@@ -388,10 +388,25 @@ class ExecutorPool(SlotReader):
                 failure = Failure(RemoteError.caught("while taking a batch from the executor"))
                 events.answered(sent.seq, sent.epoch, sent.worker_id, failure)
                 return True
-        if process.clock != self._home.clock:
-            message = self._by_our_clock(message, process, done_ns - result.ended_ns)
+        clock = self._clocks.get(process.clock)
+        if clock is not None and type(message) is BatchDone and message.times is not None:
+            began_ns, *others = message.times
+            message = message._replace(times=(began_ns + clock.ahead_ns, *others))
         self._take_message(sent.worker_id, message, events)
         return True
+
+    def _process(self, result: Result, submitted_ns: int, done_ns: int) -> ProcessName:
+        """Return which process a result is of, and note what the result tells of its clock."""
+        process = self._processes.get(result.process)
+        if process is None:
+            process = ProcessName(*pickle.loads(result.process))
+            self._processes[result.process] = process
+        if process.clock != self._home.clock:
+            clock = self._clocks.get(process.clock)
+            if clock is None:
+                clock = self._clocks[process.clock] = RemoteClock()
+            clock.note(submitted_ns, result.began_ns, result.ended_ns, done_ns)
+        return process
 
     def _send_with_payload(self, sent: _Sent, events: Events) -> bool:
         """Send a task again, with the payload; return whether that was reported as a loss."""
@@ -428,27 +443,6 @@ class ExecutorPool(SlotReader):
             self.take_empty(worker_id, message, events)
         else:
             raise InternalError(f"a process of the executor sent {message!r}")
-
-    def _by_our_clock(
-        self, message: "FromWorker | ToWorker", process: ProcessName, behind_ns: int
-    ) -> "FromWorker | ToWorker":
-        """Return the message with times by this machine's clock.
-
-        Two machines' clocks have nothing in common. The fastest answer of a process so far is taken
-        to have travelled in no time.
-
-        Args:
-            message: The message.
-            process: The process that sent it.
-            behind_ns: How far its clock is behind ours, if this answer travelled in no time.
-        """
-        known = self._clocks.get(process.token)
-        if known is None or behind_ns < known:
-            self._clocks[process.token] = known = behind_ns
-        if type(message) is not BatchDone or message.times is None:
-            return message
-        began_ns, *others = message.times
-        return message._replace(times=(began_ns + known, *others))
 
     def _contents(self) -> Any:
         """Return the payload for a process that has none: by reference where that is possible."""
@@ -548,7 +542,7 @@ def _report_dropped(sent: _Sent, events: Events) -> None:
 
 def _describe(sent: _Sent, place: str = "") -> AtWork:
     """Say what a task that was sent is about."""
-    elapsed_s = time.monotonic() - sent.began_s
+    elapsed_s = (time.monotonic_ns() - sent.began_ns) / 1e9
     return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, place=place)
 
 

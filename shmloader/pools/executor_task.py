@@ -65,7 +65,7 @@ class ProcessName(NamedTuple):
         token: A random number of the process.
         host: Name of its machine.
         pid: Its process id there.
-        clock: Identifies the clock: the boot of the machine.
+        clock: Identifies the clock: the boot of the machine, and the time namespace there.
     """
 
     token: bytes
@@ -139,7 +139,8 @@ class Result(NamedTuple):
     Attributes:
         process: The name of the process that ran it, pickled as :func:`packed_name` does.
         number: The worker number of that process; -1 if it made no batch.
-        ended_ns: When the task ended, by the process's clock.
+        began_ns: When the task began, by the process's clock.
+        ended_ns: When it ended, by the same clock.
         message: The packed message for the main process; b"" if the process has no payload.
         contents: The slot's contents; None if the message describes none.
         refusal: Why the process cannot make batches; "" if it can.
@@ -147,6 +148,7 @@ class Result(NamedTuple):
 
     process: bytes
     number: int
+    began_ns: int
     ended_ns: int
     message: bytes = b""
     contents: "np.ndarray[Any, np.dtype[np.uint8]] | None" = None
@@ -175,10 +177,11 @@ os.register_at_fork(after_in_child=_Here.forget)
 def this_process() -> ProcessName:
     """Return the name of this process."""
     if _Here.name is None:
-        clock = ""
+        host = clock = socket.gethostname()
         with contextlib.suppress(OSError):
-            clock = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        _Here.name = ProcessName(secrets.token_bytes(8), socket.gethostname(), os.getpid(), clock)
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            clock = f"{boot} {Path('/proc/self/ns/time').readlink()}"
+        _Here.name = ProcessName(secrets.token_bytes(8), host, os.getpid(), clock)
     return _Here.name
 
 
@@ -213,18 +216,20 @@ def make_batch(
     Returns:
         The fields of a :class:`Result`. An exception of the user's code is in its message.
     """
+    began_ns = time.monotonic_ns()
     process = this_process()
     if version != this_version():
         text = f"shmloader {this_version()} is installed on {process.host}, and the loader "
         text += f"has {version}: install the same version there"
-        return _refuse(text)
+        return _refuse(began_ns, text)
     common = Shared.loads(shared)
     if process.token == common.home.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
         text += "whose threads make batches without copies"
-        return _refuse(text)
+        return _refuse(began_ns, text)
     with _Here.lock, _one_thread():
-        return (*_make(common, Own.loads(own), contents),)
+        number, message, array = _make(common, Own.loads(own), contents)
+    return (*Result(packed_name(), number, began_ns, time.monotonic_ns(), message, array),)
 
 
 def _keep_freed_memory() -> None:
@@ -240,12 +245,15 @@ def _keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
 
 
-def _refuse(text: str) -> tuple[Any, ...]:
-    return (*Result(packed_name(), -1, time.monotonic_ns(), refusal=text),)
+def _refuse(began_ns: int, text: str) -> tuple[Any, ...]:
+    return (*Result(packed_name(), -1, began_ns, time.monotonic_ns(), refusal=text),)
 
 
-def _make(common: Shared, own: Own, contents: Any) -> Result:
-    kept, name = _Here.makers, packed_name()
+def _make(
+    common: Shared, own: Own, contents: Any
+) -> "tuple[int, bytes, np.ndarray[Any, np.dtype[np.uint8]] | None]":
+    """Make a task's batch. Returns the fields ``number``, ``message`` and ``contents``."""
+    kept = _Here.makers
     maker = kept.get(common.loader)
     if maker is None or maker.digest != common.payload.digest:
         kept.pop(common.loader, None)
@@ -255,18 +263,17 @@ def _make(common: Shared, own: Own, contents: Any) -> Result:
         try:
             maker = _Maker(common, own.number, where, contents)
         except MissingPayloadError:
-            return Result(name, -1, time.monotonic_ns())
+            return -1, b"", None
         except Exception:  # noqa: BLE001 - it is the answer
             # Not kept: the next task tries again.
             error = RemoteError.caught(where)
             message = BatchFailed(own.seq, own.epoch, own.slot_id, error.dumps(), kept=False)
-            return Result(name, -1, time.monotonic_ns(), pack(message))
+            return -1, pack(message), None
         kept[common.loader] = maker
         while len(kept) > KEPT:
             kept.popitem(last=False)[1].close()
     kept.move_to_end(common.loader)
-    message_bytes, array = maker.make(own)
-    return Result(name, maker.number, time.monotonic_ns(), message_bytes, array)
+    return (maker.number, *maker.make(own))
 
 
 @contextlib.contextmanager
