@@ -7,18 +7,24 @@ on the path there.
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 import struct
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _workloads import WORKLOADS, Samples, smallest
+from PIL import Image
 from torch.utils.data import Dataset
 
+from shmloader import sample_rng
+
 #: What a bare task reads from its packed argument.
-_SIZES = struct.Struct("<II")
+_SIZES = struct.Struct("<IIQ")
 
 
 class Waiting(Dataset[torch.Tensor]):
@@ -34,6 +40,39 @@ class Waiting(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.sample_s)
         return torch.full((8,), index)
+
+
+class Training(Dataset[torch.Tensor]):
+    """JPEG files as networks are trained with them: decoded, a random part resized, maybe mirrored.
+
+    The part has 8 to 100 % of the area, and sides of 3:4 to 4:3, as is usual for ImageNet.
+    """
+
+    def __init__(self, paths: Sequence[Path], length: int) -> None:
+        self.paths = paths
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        rng = sample_rng()
+        with Image.open(self.paths[index % len(self.paths)]) as file:
+            image = file.convert("RGB")
+        area = image.width * image.height * rng.uniform(0.08, 1.0)
+        shape = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        width = min(image.width, round(math.sqrt(area * shape)))
+        height = min(image.height, round(math.sqrt(area / shape)))
+        left = rng.integers(image.width - width, endpoint=True)
+        top = rng.integers(image.height - height, endpoint=True)
+        box = (left, top, left + width, top + height)
+        part = image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, box)
+        if rng.random() < 0.5:
+            part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.asarray(part).transpose(2, 0, 1).copy())
+
+
+_SIDE = 224
 
 
 class Tiny(Dataset[torch.Tensor]):
@@ -68,15 +107,16 @@ def take(ids: dict[str, Any], key: str, *, is_smallest: bool) -> dict[str, Any]:
 _NAME = pickle.dumps((b"12345678", "localhost", 12345, "0" * 54), pickle.HIGHEST_PROTOCOL)
 
 
-def pack_bare(nbytes: int, message_bytes: int, contents_bytes: int) -> bytes:
+def pack_bare(nbytes: int, message_bytes: int, contents_bytes: int, busy_ns: int) -> bytes:
     """Return an argument for :func:`answer`.
 
     Args:
         nbytes: Its length.
         message_bytes: Length of the message that comes back.
         contents_bytes: Length of the array that comes back; 0 for none.
+        busy_ns: How long the call takes.
     """
-    return _SIZES.pack(message_bytes, contents_bytes).ljust(nbytes, b"\x55")
+    return _SIZES.pack(message_bytes, contents_bytes, busy_ns).ljust(nbytes, b"\x55")
 
 
 def answer(
@@ -85,7 +125,11 @@ def answer(
     own: bytes,
     attempt: int,  # noqa: ARG001
 ) -> tuple[Any, ...]:
-    """Return as much as our task does, and do nothing."""
-    message_bytes, contents_bytes = _SIZES.unpack_from(own)
+    """Return as much as our task does after as long a time, and do nothing else."""
+    began_ns = time.monotonic_ns()
+    message_bytes, contents_bytes, busy_ns = _SIZES.unpack_from(own)
     array = np.zeros(contents_bytes, np.uint8) if contents_bytes else None
-    return _NAME, 0, time.monotonic_ns(), time.monotonic_ns(), bytes(message_bytes), array, ""
+    message = bytes(message_bytes)
+    while (now_ns := time.monotonic_ns()) - began_ns < busy_ns:
+        pass
+    return _NAME, 0, began_ns, now_ns, message, array, ""

@@ -3,9 +3,12 @@
 The clusters are started on this machine, anew for each run; kinds take turns.
 
 =====  =============================================================================================
-jpeg   JPEG files decoded by Pillow, batch 32, two processes: samples a second on Dask and on Ray,
+train  JPEG files of 500×375 pixels, a common size in ImageNet, decoded by Pillow, and a random part
+       of each resized to 224×224, batch 32, two processes: samples a second on Dask and on Ray,
        beside two workers of our own, all with four batches in flight. On Dask also with a client
        that gets results from the workers, as docs/howto/cluster.md advises
+jpeg   the same with files of some 300×300 pixels and the centre of each, as in row D of
+       ``peers.py``: a batch takes a third of the time, and a task costs as much
 bytes  batches of 3 MB and 38 MB without work on Ray: GB/s, beside Ray Data's
        ``iter_torch_batches`` on the same cluster, in turns; without a seed, since Ray Data seeds
        no samples. It makes the same batches by ``map_batches``; or it has them in its store
@@ -14,9 +17,9 @@ waits  samples that wait 50 ms, 64 of them at once: four nodes (Ray's ``cluster_
        Dask's ``LocalCluster``) of one process with ``fetch_concurrency=16``, two batches of 16 for
        each node in flight: share of the ideal
 main   batches of four tiny samples, four in flight: CPU time of the main process, all its threads,
-       for a batch, beside a bare loop that submits calls with arguments of the same size and takes
-       results of the same size; both in turns on the same executor. Dask's scheduler is a process
-       of its own here, as on a real cluster
+       for a batch, beside a bare loop that submits calls with arguments of the same size, which
+       take as long there, and takes results of the same size; both in turns on the same executor.
+       Dask's scheduler is a process of its own here, as on a real cluster
 =====  =============================================================================================
 
 Every run is recorded at once, and a campaign that was interrupted goes on where it was. A full run
@@ -34,6 +37,7 @@ import gc
 import importlib.metadata
 import os
 import pickle
+import random
 import statistics
 import tempfile
 import time
@@ -48,7 +52,7 @@ import ray
 import ray.data
 import torch
 from _campaign import Campaign, Cells
-from _cluster_work import Tiny, Waiting, answer, pack_bare, take
+from _cluster_work import Tiny, Training, Waiting, answer, pack_bare, take
 from _fresh import in_turn
 from _measure import WARMUP_BATCHES, consume
 from _record import Run, select
@@ -56,7 +60,9 @@ from _rows import Settings, _photographs
 from _sections import judge, write_table
 from _spread import with_spread
 from _workloads import WORKLOADS, Samples, smallest, touch
+from PIL import Image
 from ray.cluster_utils import Cluster
+from sklearn.datasets import load_sample_images
 
 from shmloader import DataLoader
 from shmloader.cluster import RayExecutor
@@ -139,24 +145,47 @@ CLUSTERS: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- runs
 
 
-def run_jpeg(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - one kind a process
+def _centres(folder: Path, size: Size) -> tuple[Any, int]:
+    """Write small photographs, and return the dataset of row D with its batch size."""
+    task = _photographs(Settings(2, size.seconds, size.is_smallest), folder).task
+    return task.dataset, task.batch_size
+
+
+def _training(folder: Path, size: Size) -> tuple[Any, int]:
+    """Write photographs of 500×375 pixels, and return a training dataset with its batch size."""
+    photographs = load_sample_images().images
+    source = random.Random(0)
+    paths = [folder / f"{number:04}.jpg" for number in range(5 if size.is_smallest else 127)]
+    for number, path in enumerate(paths):
+        photograph = photographs[number % len(photographs)]
+        height, width, _ = photograph.shape
+        top, left = source.randint(0, height - 375), source.randint(0, width - 500)
+        Image.fromarray(photograph[top : top + 375, left : left + 500]).save(path, quality=90)
+    return Training(paths, 1 << 20), 4 if size.is_smallest else 32
+
+
+def run_jpeg(
+    make: Callable[[Path, Size], tuple[Any, int]],
+    name: str,
+    kind: str,
+    round_: int,  # noqa: ARG001 - one kind a process
+    size: Size,
+) -> Cells:
     """Decode on one kind of processes."""
     seconds = size.seconds * (1 if size.is_smallest else 1.5)
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        settings = Settings(2, seconds, size.is_smallest)
-        task = _photographs(settings, folder).task
+        dataset, batch_size = make(Path(stack.enter_context(tempfile.TemporaryDirectory())), size)
         options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
         if kind != "our own":
             executor = stack.enter_context(CLUSTERS[kind](2))
             options = {"num_workers": 4, "executor": executor}
-        loader = DataLoader(task.dataset, task.batch_size, seed=0, **options)
+        loader = DataLoader(dataset, batch_size, seed=0, **options)
         batches = iter(loader)
         consume(batches, seconds / 3, WARMUP_BATCHES, 1)
         count, elapsed_s = consume(batches, seconds, 1, 1)
         batches = None
         loader.close()
-    return [("jpeg", kind, {"figure": count * task.batch_size / elapsed_s})]
+    return [(name, kind, {"figure": count * batch_size / elapsed_s})]
 
 
 def run_bytes(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on Ray only
@@ -245,16 +274,17 @@ def run_waits(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on
 
 
 class _Watched(concurrent.futures.Executor):
-    """Passes calls on to an executor, and keeps what the last one got and gave."""
+    """Passes calls on to an executor, and keeps what the last one got, and what all gave."""
 
     def __init__(self, inner: concurrent.futures.Executor) -> None:
         self.inner = inner
         self.arguments: tuple[Any, ...] = ()
-        self.future: Any = None
+        self.futures: list[Any] = []
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.arguments, self.future = args, self.inner.submit(fn, *args, **kwargs)
-        return self.future
+        self.arguments = args
+        self.futures.append(self.inner.submit(fn, *args, **kwargs))
+        return self.futures[-1]
 
 
 def run_main(kind: str, round_: int, size: Size) -> Cells:
@@ -263,11 +293,14 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
     start = partial(on_dask, is_apart=True) if kind == "Dask" else CLUSTERS[kind]
     with start(2) as executor:
         watched = _Watched(executor)
-        loader = DataLoader(Tiny(80), 4, num_workers=in_flight, executor=watched, seed=0)
+        loader = DataLoader(Tiny(4 * 200), 4, num_workers=in_flight, executor=watched, seed=0)
         collections.deque(loader, 0)
         version, shared, own, *_ = watched.arguments
-        *_, message, contents, _ = watched.future.result(60)
-        bare = pack_bare(len(own), len(message), 0 if contents is None else contents.nbytes)
+        results = [future.result(60) for future in watched.futures]
+        *_, message, contents, _ = results[-1]
+        contents_bytes = 0 if contents is None else contents.nbytes
+        busy_ns = round(statistics.median(ended - began for _, _, began, ended, *_ in results))
+        bare = pack_bare(len(own), len(message), contents_bytes, busy_ns)
         loader.close()
         loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)
         turns: dict[str, Callable[[], None]] = {
@@ -289,7 +322,8 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         "bare_us": statistics.median(spent["bare"]),
         "ours_us": statistics.median(spent["shmloader"]),
         "argument_bytes": len(shared) + len(own),
-        "result_bytes": len(pickle.dumps(watched.future.result())),
+        "result_bytes": len(pickle.dumps(results[-1])),
+        "busy_us": busy_ns / 1e3,
     }
     return [("main", kind, figures)]
 
@@ -325,8 +359,10 @@ class Case(NamedTuple):
     kinds: tuple[str, ...]
 
 
+_DECODERS = ("our own", "Dask", "Dask, direct", "Ray")
 CASES = {
-    "jpeg": Case(run_jpeg, ("our own", "Dask", "Dask, direct", "Ray")),
+    "train": Case(partial(run_jpeg, _training, "train"), _DECODERS),
+    "jpeg": Case(partial(run_jpeg, _centres, "jpeg"), _DECODERS),
     "bytes": Case(run_bytes, ("Ray",)),
     "waits": Case(run_waits, ("Dask", "Ray")),
     "main": Case(run_main, ("ProcessPoolExecutor", "Dask", "Ray")),
@@ -362,10 +398,18 @@ class Goal(NamedTuple):
 
 
 GOALS = (
-    Goal("jpeg", "Dask", "our own", "JPEG files on Dask, to our own processes", ",.0f", 0.85),
-    Goal("jpeg", "Dask, direct", "our own",
-        "the same with `direct_to_workers=True`", ",.0f", 0.85),
-    Goal("jpeg", "Ray", "our own", "JPEG files on Ray, to our own processes", ",.0f", 0.85),
+    *(
+        Goal(case, kind, "our own", f"{files} on {where}, to our own processes", ",.0f", 0.85)
+        for case, files in (
+            ("train", "JPEG files of 500×375 pixels"),
+            ("jpeg", "JPEG files of some 300×300"),
+        )
+        for kind, where in (
+            ("Dask", "Dask"),
+            ("Dask, direct", "Dask with `direct_to_workers=True`"),
+            ("Ray", "Ray"),
+        )
+    ),
     Goal("3 MB", "shmloader", "Ray Data", "3 MB on Ray, to Ray Data", ".2f", 2),
     Goal("38 MB", "shmloader", "Ray Data", "38 MB on Ray, to Ray Data", ".2f", 2),
     Goal("3 MB", "shmloader", "Ray Data, in the store",
@@ -380,7 +424,7 @@ GOALS = (
         "main process beyond submit, ProcessPoolExecutor: µs a batch", ".0f", 60, True),
 )  # fmt: skip
 
-_UNITS = {"jpeg": "samples/s", "3 MB": "GB/s", "38 MB": "GB/s"}
+_UNITS = {"train": "samples/s", "jpeg": "samples/s", "3 MB": "GB/s", "38 MB": "GB/s"}
 
 
 def _by_round(runs: Sequence[Run], case: str, peer: str, key: str = "figure") -> dict[int, float]:
