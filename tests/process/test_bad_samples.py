@@ -131,6 +131,36 @@ def test_more_empty_batches_than_may_be_in_flight(workers):
     assert loader.failures.total == 95
 
 
+class Failing:
+    """A batch sampler that raises its own error twice after two batches, and then ends."""
+
+    def __iter__(self) -> Failing:
+        self.drawn = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        self.drawn += 1
+        if self.drawn <= 2:
+            return [self.drawn]
+        if self.drawn <= 4:
+            raise LookupError("the sampler's own")
+        raise StopIteration
+
+
+@pytest.mark.parametrize("sample_timeout", [None, 30], ids=["user's thread", "engine's thread"])
+def test_a_sampler_that_fails_after_nothing_but_empty_batches_ends_the_epoch(sample_timeout):
+    loader = DataLoader(
+        failing(1, 2), batch_sampler=Failing(), num_workers=2, prefetch_factor=1, in_order=False,
+        on_error="skip", sample_timeout=sample_timeout,
+    )  # fmt: skip
+    batches = iter(loader)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="the sampler's own"):
+            next(batches)
+    with pytest.raises(TooManyFailures, match="all 2 samples"):
+        next(batches)
+
+
 @BOTH
 def test_in_any_order_the_same_batches_come(workers):
     loader = load(Numbers(40, *range(3, 40, 7), *range(8, 12)), workers, in_order=False)
