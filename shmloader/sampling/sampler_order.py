@@ -277,13 +277,12 @@ class ResumableSampler(Iterator[Any]):
         return only_next(drawing)
 
     def _without_done(self, first: list[Any], items: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches that were not delivered ahead of their turn."""
-        done_ahead, number = self._done_ahead, self._progress.position
-        for source in (first, items):
-            for item in source:
-                if number not in done_ahead:
-                    yield item
-                number += 1
+        """Return the batches that were not delivered ahead of their turn."""
+        batches, done_ahead = itertools.chain(first, items), self._done_ahead
+        if not done_ahead:
+            return batches
+        numbers = itertools.count(self._progress.position)
+        return filter(lambda _: next(numbers) not in done_ahead, batches)
 
     def _find_stateful(self) -> Any:
         """Return the iterator, or the sampler it draws from, that has a state of its own."""

@@ -350,16 +350,24 @@ class SeededOrder(Sampler[list[Any]]):
         return restart_if_exhausted(items, functools.partial(iter, self._items))
 
     def _shape(self, steps: Steps, epoch: int, done_ahead: frozenset[int]) -> Iterator[Any]:
+        """Return an iterator of the tickets. It goes on after an error of the user's sampler."""
         cut = self.cut
-        for items in steps:
+
+        def shape(items: list[Any]) -> Any:
             number = steps.drawn - 1
-            if number in done_ahead:
-                continue
-            step = self._form(items, number)
-            if self._is_positioned:
-                first = number * cut.global_count + cut.rank * cut.share
-                step = PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
-            yield step
+            try:
+                step = self._form(items, number)
+            except ValueError:
+                steps.is_over = True  # what follows would be counted wrongly
+                raise
+            if not self._is_positioned:
+                return step
+            first = number * cut.global_count + cut.rank * cut.share
+            return PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
+
+        if done_ahead:
+            return map(shape, filter(lambda _: steps.drawn - 1 not in done_ahead, steps))
+        return map(shape, steps)
 
     def _form(self, items: list[Any], number: int) -> Any:
         """Return step ``number``, counted from 0, made of these items."""

@@ -234,9 +234,10 @@ class DrawnSteps(Steps):
         Raises:
             ValueError: If there are fewer steps.
         """
-        count, self._to_pass = self._to_pass, 0
+        count = self.drawn
         with self._rng_state.used():
-            for number in range(count):
+            while self._to_pass:
+                number = count - self._to_pass
                 items = self._draw_items(self._cut.global_count)
                 if not items:
                     raise ValueError(
@@ -246,6 +247,7 @@ class DrawnSteps(Steps):
                     )
                 if number == 0 and self._last_batch == "pad":
                     self._beginning = items
+                self._to_pass -= 1
 
     def _next(self) -> list[Any] | None:
         cut = self._cut
@@ -283,7 +285,12 @@ class DrawnSteps(Steps):
         if self._items is None:
             self._items = only_next(self._draw())
         waited = len(taken)
-        taken += islice(self._items, count - waited)
+        try:
+            taken.extend(islice(self._items, count - waited))
+        except BaseException:
+            # The sampler may go on after an error of its own. These are not lost.
+            self._waiting = taken + self._waiting
+            raise
         self._has_begun = self._has_begun or len(taken) > waited
         return taken
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -1022,3 +1023,101 @@ def test_a_normal_number_in_waiting_stays_the_user_s(normals) -> None:
     for _ in zip(range(4), loader_of(seed=5), strict=False):
         found += [float(np.random.randn()), float(np.random.randn())]
     assert found == expected
+
+
+class Failing:
+    """A sampler of ten numbers that raises an error of its own in place of the eighth."""
+
+    def __init__(self, in_batches: bool) -> None:
+        self.in_batches = in_batches
+
+    def __iter__(self) -> Failing:
+        self.drawn = -1
+        return self
+
+    def __next__(self) -> Any:
+        self.drawn += 1
+        if self.drawn == 7:
+            raise LookupError("the sampler's own")
+        if self.drawn >= 10:
+            raise StopIteration
+        return [self.drawn] if self.in_batches else self.drawn
+
+    def __len__(self) -> int:
+        return 9
+
+
+def steps(batches: Iterator[Any]) -> list[Any]:
+    """What comes, with an error in place of a batch."""
+    seen: list[Any] = []
+    while True:
+        try:
+            seen.append(next(batches))
+        except StopIteration:
+            return seen
+        except LookupError:
+            seen.append("error")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_after_an_error_of_its_own_a_batch_sampler_goes_on_as_with_torch(workers) -> None:
+    def load(kind: Any, **options: Any) -> list[Any]:
+        options |= {"batch_sampler": Failing(True), "collate_fn": list, "num_workers": workers}
+        return steps(iter(kind(range(10), **options)))
+
+    expected = load(torch.utils.data.DataLoader)
+    assert expected[-1] == [9]
+    assert load(DataLoader) == load(DataLoader, seed=0) == expected
+    if workers:
+        assert load(DataLoader, seed=0, thread_pool=True) == expected
+
+
+def test_an_error_of_a_sampler_costs_no_sample_of_the_batch_that_it_interrupts() -> None:
+    loader = DataLoader(range(10), 2, sampler=Failing(False), collate_fn=list, seed=0)
+    assert steps(iter(loader)) == [[0, 1], [2, 3], [4, 5], "error", [6, 8], [9]]
+
+
+def test_an_error_of_a_batch_sampler_takes_the_same_from_all_ranks() -> None:
+    seen = []
+    for rank in range(2):
+        loader = ShardedDataLoader(
+            range(10), batch_sampler=Failing(True), collate_fn=list, seed=0, num_workers=0,
+            rank=rank, world_size=2, last_batch="keep",
+        )  # fmt: skip
+        seen.append(steps(iter(loader)))
+    assert seen == [
+        [[0], [2], [4], "error", [6], [9]],
+        [[1], [3], [5], "error", [8]],
+    ]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_resumed_epoch_goes_on_after_an_error_of_the_sampler_as_well(seed) -> None:
+    def load() -> DataLoader:
+        return DataLoader(range(10), batch_sampler=Failing(True), collate_fn=list, seed=seed)
+
+    loader = load()
+    batches = iter(loader)
+    assert [next(batches) for _ in range(2)] == [[0], [1]]
+    state = loader.state_dict()
+    del batches
+    again = load()
+    again.load_state_dict(state)
+    assert steps(iter(again)) == [[2], [3], [4], [5], [6], "error", [8], [9]]
+
+
+def test_an_error_while_a_resumed_epoch_passes_over_what_was_delivered_repeats_nothing() -> None:
+    def load() -> DataLoader:
+        return DataLoader(range(10), batch_sampler=Failing(True), collate_fn=list, seed=0)
+
+    loader = load()
+    batches = iter(loader)
+    delivered = [next(batches) for _ in range(7)]
+    with pytest.raises(LookupError):
+        next(batches)
+    assert next(batches) == [8]
+    state = loader.state_dict()
+    again = load()
+    again.load_state_dict(state)
+    assert steps(iter(again)) == ["error", [9]]
+    assert delivered == [[number] for number in range(7)]
