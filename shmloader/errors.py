@@ -59,6 +59,9 @@ ITERATOR_CLOSED = (
     "iter(loader), or create a new loader if that is closed as well."
 )
 
+#: The text of a ClosedLoaderError in a call during which another thread has closed the iterator.
+CLOSED_MEANWHILE = "the iterator was closed meanwhile"
+
 
 class InternalError(ShmloaderError, RuntimeError):
     """An invariant of shmloader was broken: a bug in shmloader."""

@@ -10,7 +10,7 @@ from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.wording import describe_interruption
-from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError, LoaderTimeoutError
 from shmloader.insight.measurements import BatchTimes, Counts
 from shmloader.interruptions import is_interruption
 
@@ -205,7 +205,7 @@ class EngineBase(abc.ABC):
             return self._next_batch()
         except BaseException as error:
             if self.is_closed_elsewhere(error):
-                raise ClosedLoaderError("the iterator was closed meanwhile") from error
+                raise ClosedLoaderError(CLOSED_MEANWHILE) from error
             if self.loses(error):
                 self.give_up(error)
             if isinstance(error, KeyboardInterrupt):

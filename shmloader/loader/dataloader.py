@@ -49,7 +49,7 @@ from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
-from shmloader.loader.iterator import WorkerIterator
+from shmloader.loader.in_workers import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
 from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator

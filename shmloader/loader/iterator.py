@@ -1,11 +1,10 @@
-"""Iterators that deliver an engine's batches: the base class, and the one with worker processes.
+"""Iterators that deliver an engine's batches: the base classes.
 
 They derive from torch's iterator, which reads the loader, warns, draws the base seed and counts the
 yielded batches. So the main process's random number generators are used as torch uses them.
 """
 
 import abc
-import dataclasses
 import functools
 import time
 import weakref
@@ -21,7 +20,7 @@ from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.base import EngineBase
 from shmloader.engine.engine import Engine
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
-from shmloader.errors import ClosedLoaderError
+from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
 from shmloader.loader.calls import CountingIterator
@@ -30,21 +29,13 @@ from shmloader.loader.common import (
     no_transform,
     seed_of_workers,
     transform_here,
-    warn_of_many_objects,
 )
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.memory.admission import MemoryAdmission, MemoryConfig
-from shmloader.memory.lease import is_debugging
+from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
-from shmloader.pools.adapting import Adapter, AutoCount
+from shmloader.pools.adapting import Adapter
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.host_demand import DemandReporter
-from shmloader.pools.process import ProcessPool
-from shmloader.pools.task_server import TaskConfig
-from shmloader.pools.worker_channels import WorkerChannels
-from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part
@@ -283,7 +274,7 @@ class EngineIterator(CountingIterator):
                     self._source = staged
         except BaseException as error:
             if engine.is_closed_elsewhere(error):
-                raise ClosedLoaderError("the iterator was closed meanwhile") from error
+                raise ClosedLoaderError(CLOSED_MEANWHILE) from error
             if staged.raised_id != id(error):
                 uninterruptible(functools.partial(staged.give_up, error))
                 staged.in_transit = True  # so that whoever asks what is lost ends the record
@@ -470,118 +461,3 @@ class SlotIterator(EngineIterator):
         if config.slot_bytes is not None:
             engine.counts.share_bytes = config.slot_bytes
         return engine
-
-
-class WorkerIterator(SlotIterator):
-    """Delivers batches of worker processes."""
-
-    def _open(self, locker: PageLocker | None) -> None:
-        self._reporter: DemandReporter | None = None
-        self._read_loads: Callable[[], Sequence[int] | None] | None = None
-        warn_of_many_objects(self._config, self._parts)
-        workers, memory = self._join() if self._config.worker_scope == "host" else self._start()
-        config = self._config
-        lent, slot_bytes = config.lend_limit, config.slot_bytes
-        self._wanted = config.num_workers
-        try:
-            self._pool = ProcessPool(
-                workers,
-                slot_bytes=uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
-                slot_count=config.most_window + lent,
-                locker=locker,
-                admission=MemoryAdmission(memory),
-            )
-        except BaseException:
-            workers.close()  # after a Ctrl-C no other code closes them
-            raise
-        self._engine = self._make_engine(
-            self._pool,
-            config.most_workers,
-            is_dynamic=config.is_dynamic,
-            present=config.num_workers,
-            first_worker=config.first_worker,
-            sharers=config.host_ranks,
-            read_loads=self._read_loads,
-        )
-        self._engine.resume()
-
-    def _memory_of_workers(self) -> MemoryConfig:
-        config = self._config
-        is_free = config.fixed_window is None and config.host_ranks == 1
-        return self._memory_config(config.num_workers, None if is_free else config.window)
-
-    def _start(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
-        """Start worker processes of this iterator's own."""
-        config, memory = self._config, self._memory_of_workers()
-        workers = WorkerProcesses(
-            config.multiprocessing_context,
-            config.most_workers,
-            (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
-            config.fetch,
-            int(self._base_seed),
-            memory,
-            may_replace=config.may_replace_workers,
-            started=config.num_workers,
-        )
-        return workers, memory
-
-    def _join(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
-        """Attach to the workers that the ranks of this host share."""
-        # Few loaders share workers.
-        from shmloader.pools.host_pool import open_host_pool  # noqa: PLC0415
-        from shmloader.pools.host_workers import HostWorkers  # noqa: PLC0415
-
-        config = self._config
-        functions = (config.collate_fn, config.on_error)
-        is_auto = self._adapter is not None
-        while True:
-            pool = self._parts.host_pool = open_host_pool(
-                config.dataset,
-                config.worker_init_fn,
-                config.most_workers,
-                int(self._base_seed),
-                config.num_workers if is_auto else None,
-            )
-            pool.note_kept()
-            if pool.wanted_count is not None:
-                # Those of the rank that has begun the pool, and what became of them.
-                self._config = dataclasses.replace(
-                    config, num_workers=pool.wanted_count, most_workers=pool.worker_count
-                )
-            memory = self._memory_of_workers()
-            tasks = TaskConfig(config.fetch, memory, is_debugging())
-            try:
-                workers = HostWorkers(pool, functions, tasks)
-            except ConnectionError as error:
-                if is_interruption(error):
-                    raise
-                pool.close()  # its owner has just ended; a new one takes its place
-                continue
-            self._reporter = DemandReporter(workers.report) if is_auto else None
-            self._read_loads = workers.loads_of_others
-            return workers, memory
-
-    def _begin_adapting(self, adapter: Adapter) -> None:
-        if self._reporter is None:
-            adapter.begin()
-        else:
-            self._reporter.begin()
-
-    def _adapt(self, adapter: Adapter, now_ns: int, wait_ns: int, busy_ns: int) -> None:
-        if self._reporter is not None:
-            # The owner of the workers decides, and tells the engine.
-            self._reporter.note(now_ns, wait_ns, busy_ns)
-        else:
-            wanted = adapter.note(now_ns, wait_ns, busy_ns)
-            if wanted != self._wanted:
-                self._wanted = wanted
-                self._engine.want_workers(wanted)
-        loader, present = self._loader(), self._engine.present_workers
-        if loader is not None and loader.num_workers != present:
-            self._record.worker_count = present
-            loader.num_workers = AutoCount(present)
-
-    @property
-    def _workers(self) -> list[Any]:
-        """The worker processes, for tools that read this attribute of torch's iterator."""
-        return self._pool.processes

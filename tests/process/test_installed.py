@@ -23,7 +23,8 @@ from torch.utils.data.dataloader import (
 
 import shmloader
 from shmloader.loader.in_process import InProcessIterator
-from shmloader.loader.iterator import EngineIterator, WorkerIterator
+from shmloader.loader.in_workers import WorkerIterator
+from shmloader.loader.iterator import EngineIterator
 from shmloader.loader.threaded import ThreadIterator
 from tests.process.support import Bad, Numbers, Streams, run_program
 
