@@ -14,8 +14,8 @@ bytes  batches of 3 MB and 38 MB without work on Ray: GB/s, beside Ray Data's
        no samples. It makes the same batches by ``map_batches``; or it has them in its store
        already (``materialize``), where nothing is made and nothing is copied within the cluster
 waits  samples that wait 50 ms, 64 of them at once: four nodes (Ray's ``cluster_utils.Cluster``,
-       Dask's ``LocalCluster``) of one process with ``fetch_concurrency=16``, two batches of 16 for
-       each node in flight: share of the ideal
+       Dask's ``LocalCluster``) of one process with ``fetch_concurrency=16``, two batches for each
+       node in flight, of 64 samples and of 16: share of the ideal
 main   batches of four tiny samples, four in flight: CPU time of the main process, all its threads,
        for a batch, beside a bare loop that submits calls with arguments of the same size, which
        take as long there, and takes results of the same size; both in turns on the same executor.
@@ -75,14 +75,14 @@ class Size(NamedTuple):
     """How long runs are."""
 
     seconds: float = 3.0  # of a timed stretch
-    wait_batches: int = 400
+    wait_samples: int = 6400
     waiting_s: float = 0.05
     main_batches: int = 1000
     main_turns: int = 3
     is_smallest: bool = False
 
 
-SMALLEST = Size(0.1, 8, 0.001, 20, 1, is_smallest=True)
+SMALLEST = Size(0.1, 128, 0.001, 20, 1, is_smallest=True)
 
 
 # ---------------------------------------------------------------- clusters
@@ -253,24 +253,27 @@ def _stored(key: str, batch_size: int, length: int, size: Size) -> Iterator[Any]
 def run_waits(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - one kind a process
     """Load an epoch of samples that wait, after some batches with which all nodes start up."""
     nodes, at_once = 4, 16
-    length = size.wait_batches * at_once
+    cells: list[tuple[str, str, dict[str, float]]] = []
     with CLUSTERS[kind](nodes) as executor:
-        loader = DataLoader(
-            Waiting(length, size.waiting_s), at_once, num_workers=2 * nodes, executor=executor,
-            seed=0, fetch_concurrency=at_once,
-        )  # fmt: skip
-        for _ in range(1 if size.is_smallest else 3):
-            batches = iter(loader)
-            for _ in range(min(32, size.wait_batches)):
-                next(batches)
-            del batches
-        began_s = time.perf_counter()
-        count = sum(1 for _ in loader)
-        elapsed_s = time.perf_counter() - began_s
-        assert count == size.wait_batches
-        loader.close()
-    ideal_s = length * size.waiting_s / (nodes * at_once)
-    return [("waits", kind, {"figure": ideal_s / elapsed_s})]
+        for name, batch_size in (("waits", at_once), ("waits, 64", 4 * at_once)):
+            length = size.wait_samples
+            loader = DataLoader(
+                Waiting(length, size.waiting_s), batch_size, num_workers=2 * nodes,
+                executor=executor, seed=0, fetch_concurrency=at_once,
+            )  # fmt: skip
+            for _ in range(1 if size.is_smallest else 3):
+                batches = iter(loader)
+                for _ in range(min(32, len(loader))):
+                    next(batches)
+                del batches
+            began_s = time.perf_counter()
+            count = sum(1 for _ in loader)
+            elapsed_s = time.perf_counter() - began_s
+            assert count == length // batch_size
+            loader.close()
+            ideal_s = length * size.waiting_s / (nodes * at_once)
+            cells.append((name, kind, {"figure": ideal_s / elapsed_s}))
+    return cells
 
 
 class _Watched(concurrent.futures.Executor):
@@ -416,8 +419,12 @@ GOALS = (
         "3 MB on Ray, to Ray Data that has them in its store", ".2f", None),
     Goal("38 MB", "shmloader", "Ray Data, in the store",
         "38 MB on Ray, to Ray Data that has them in its store", ".2f", None),
-    Goal("waits", "Dask", None, "samples that wait, on Dask: share of the ideal", ".3f", 0.9),
-    Goal("waits", "Ray", None, "samples that wait, on Ray: share of the ideal", ".3f", 0.9),
+    *(
+        Goal(case, kind, None, f"samples that wait, {size} a batch, on {kind}: share of the ideal",
+            ".3f", 0.9)
+        for case, size in (("waits, 64", 64), ("waits", 16))
+        for kind in ("Dask", "Ray")
+    ),
     Goal("main", "Dask", None, "main process beyond submit, Dask: µs a batch", ".0f", 60, True),
     Goal("main", "Ray", None, "main process beyond submit, Ray: µs a batch", ".0f", 60, True),
     Goal("main", "ProcessPoolExecutor", None,
