@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,10 +25,12 @@ import torch.distributed as dist
 from _usage import pss_bytes_of
 from _workloads import WORKLOADS, touch
 from _workloads import Samples as Ints
+from memory import Texts, make_texts
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
+import shmloader
 from shmloader import DataLoader, ShardedDataLoader
 
 # A rank that takes longer ends itself, and torchrun the others.
@@ -35,6 +38,7 @@ _RANK_LIMIT_S = 500
 
 KINDS = ("torch", "own", "host")
 UNSEEDED = "unseeded"
+SHARE = "share"
 
 
 class Case(NamedTuple):
@@ -48,7 +52,8 @@ class Case(NamedTuple):
         sample_s: How long a sample sleeps.
         slower: How many times as long for rank 0.
         own: Workers of each rank that has workers of its own, if not its share.
-        data: What is loaded: samples that sleep, or ints in a plain order.
+        data: What is loaded: samples that sleep, ints in a plain order, or a list of texts in a
+            random one.
         is_alone: Whether only the pool is run.
     """
 
@@ -59,7 +64,7 @@ class Case(NamedTuple):
     sample_s: float = 0.0
     slower: int = 1
     own: int | None = None
-    data: Literal["sleeping", "ints"] = "sleeping"
+    data: Literal["sleeping", "ints", "texts"] = "sleeping"
     is_alone: bool = False
 
     @property
@@ -67,7 +72,7 @@ class Case(NamedTuple):
         """The kinds of loader that the case compares."""
         if self.is_alone:
             return ("host",)
-        more = {"sleeping": (), "ints": (UNSEEDED,)}
+        more = {"sleeping": (), "ints": (UNSEEDED,), "texts": (SHARE,)}
         return (*KINDS, *more[self.data])
 
     @property
@@ -143,11 +148,11 @@ def make_loader(case: Case, kind: str, rank: int) -> Any:
     if kind not in case.kinds:
         raise ValueError(f"the kind should be one of {', '.join(case.kinds)}, but got {kind!r}")
     options: dict[str, Any] = {"persistent_workers": True}
-    if kind == "host":
+    if kind == "host" and case.data != "texts":
         options |= {"num_workers": case.workers, "worker_scope": "host"}
     else:
         options |= {"num_workers": case.own_workers, "multiprocessing_context": "fork"}
-    make = {"sleeping": _of_sleeping, "ints": _of_ints}[case.data]
+    make = {"sleeping": _of_sleeping, "ints": _of_ints, "texts": _of_texts}[case.data]
     return make(case, kind, rank, options)
 
 
@@ -169,6 +174,22 @@ def _of_ints(case: Case, kind: str, rank: int, options: dict[str, Any]) -> Any:
         order = DistributedSampler(dataset, case.ranks, rank, shuffle=False)
         return TorchLoader(dataset, sampler=order, **options)
     return ShardedDataLoader(dataset, **options)
+
+
+def _of_texts(case: Case, kind: str, rank: int, options: dict[str, Any]) -> Any:
+    build = partial(_make_texts, case.share * case.ranks)
+    if kind == "host":
+        dataset = shmloader.share_on_host(build)
+    else:
+        dataset = shmloader.share(build()) if kind == SHARE else build()
+    if kind == "torch":
+        order = DistributedSampler(dataset, case.ranks, rank)
+        return TorchLoader(dataset, case.batch_size, sampler=order, **options)
+    return ShardedDataLoader(dataset, case.batch_size, True, **options)
+
+
+def _make_texts(count: int) -> Texts:
+    return Texts(make_texts(count))
 
 
 def run(case: Case, kind: str) -> dict[str, float]:

@@ -10,6 +10,8 @@ even       4 ranks, 4 workers in all, samples of 2 ms: samples a second of all r
 uneven     half as many, but those of rank 0 take 5 times as long: seconds until all ranks end
 memory     4 ranks with 4 workers each, which share 4 in the pool: processes and their PSS, with the
            one that owns the pool
+strings    4 ranks with 2 workers each, a list of a million texts of 40 to 200 characters, shuffled:
+           PSS of all processes without that of a run with hardly any texts, to the list once
 main2      2 ranks, 2 workers in all, one int a batch: CPU time of a rank's process for a batch
 main4      the same with 4 ranks and 4 workers
 many       8 ranks, 64 workers in all, samples of 80 ms: samples a second, to the ideal
@@ -19,6 +21,10 @@ most       8 ranks, 512 workers in all, samples of 320 ms: the same, for the poo
 torchrun starts the ranks (``_host_rank.py``), which have a process group of gloo. Each has a
 session of its own, and the kernel shares the cores out among sessions (sched(7), "autogroup"). PSS
 is the proportional set size: a page that n processes share counts 1/n in each of them.
+
+The row ``strings`` is about the dataset: all kinds have workers of each rank there, which are
+forked. ``own`` and ``torch`` have a list in each rank, ``share`` is ``own`` with
+``shmloader.share`` in each rank, and ``host`` is ``own`` with ``shmloader.share_on_host``.
 
 The rows on the main process are measured as row A of ``peers.py`` is, whose loader has no seed and
 so neither streams of random numbers for each sample nor dynamic dispatch: ``unseeded`` is
@@ -42,10 +48,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _campaign import Campaign, Cells
-from _host_rank import KINDS, UNSEEDED, Case
+from _host_rank import KINDS, SHARE, UNSEEDED, Case
 from _record import Run, select
 from _sections import judge, write_table
 from _spread import with_spread_if_any
+from _usage import pss_bytes
+from memory import make_texts
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -56,6 +64,7 @@ CASES = {
     "even": Case(4, 4, 60, 16, 0.002),
     "uneven": Case(4, 4, 30, 16, 0.002, slower=5),
     "memory": Case(4, 4, 60, 16, 0.0, own=4),
+    "strings": Case(4, 8, 250, 1000, data="texts"),
     "main2": Case(2, 2, 5000, 1, data="ints"),
     "main4": Case(4, 4, 2500, 1, data="ints"),
     "many": Case(8, 64, 320, 4, 0.08),
@@ -63,11 +72,34 @@ CASES = {
 }
 SMALLEST = {
     "even": Case(2, 2, 4, 4, 0.001),
+    "strings": Case(2, 2, 16, 1000, data="texts", is_alone=True),
     "main2": Case(2, 2, 8, 1, data="ints"),
 }
 
 
 def run(case: Case, kind: str) -> dict[str, float]:
+    """Do a run, and return its figures."""
+    if case.data != "texts":
+        return _start_ranks(case, kind)
+    count = case.share * case.ranks
+    once = _list_bytes(count)  # first, while no memory is free that the texts could use
+    # With a batch for each worker, so that all take part.
+    empty = _start_ranks(case._replace(batches=case.own_workers), kind)
+    figures = _start_ranks(case, kind)
+    data_bytes = figures["all_bytes"] - empty["all_bytes"]
+    return figures | {"data_bytes": data_bytes, "list_bytes": once, "lists": data_bytes / once}
+
+
+def _list_bytes(count: int) -> int:
+    """Return how much memory the texts take in one list."""
+    before = pss_bytes()
+    texts = make_texts(count)
+    nbytes = pss_bytes() - before
+    assert len(texts) == count
+    return nbytes
+
+
+def _start_ranks(case: Case, kind: str) -> dict[str, float]:
     """Start the ranks as the program ``torchrun`` does, and wait for their end.
 
     If one fails, this process exits with 1, and what went wrong is the last line on stderr.
@@ -109,6 +141,7 @@ class Row(NamedTuple):
         key: The figure of a run, before ``figure`` computes with it.
         is_ratio: Whether the ratio to workers of each rank is judged.
         is_most: Whether ``wanted`` is the most; else it is the least.
+        own: The kind in the column of workers of each rank.
     """
 
     case: str
@@ -118,6 +151,7 @@ class Row(NamedTuple):
     key: str
     is_ratio: bool = True
     is_most: bool = True
+    own: str = "own"
 
     def figure(self, run: Mapping[str, float], case: Case) -> float:
         """What the row tells of a run."""
@@ -137,6 +171,8 @@ ROWS = (
     Row("even", "even: samples/s", ",.0f", 0.97, "elapsed_s", is_most=False),
     Row("memory", "memory: processes", ".0f", None, "processes"),
     Row("memory", "memory: PSS of these, MB", ",.0f", 0.4, "worker_bytes"),
+    Row("strings", "strings: memory to the list", ".2f", 1.2, "lists", is_ratio=False),
+    Row("strings", "strings: beside `share` in each rank", ".2f", None, "lists", own=SHARE),
     Row("main2", "main2: µs of CPU a batch", ".0f", 35, "main_us", is_ratio=False),
     Row("main4", "main4: µs of CPU a batch", ".0f", 35, "main_us", is_ratio=False),
     Row("many", "many: of the ideal", ".3f", 0.95, "elapsed_s", is_ratio=False, is_most=False),
@@ -152,14 +188,14 @@ def _cells(runs: Sequence[Run], row: Row, case: Case) -> list[str]:
             for run in select(runs, row.case, kind)
             if run.figures
         }
-        for kind in (*KINDS, UNSEEDED)
+        for kind in (*KINDS, UNSEEDED, SHARE)
     }
     told = {kind: list(of_kind.values()) for kind, of_kind in figures.items()}
     cells = [
         with_spread_if_any(told[kind], row.spec) if told[kind] else ""
-        for kind in ("host", "own", UNSEEDED, "torch")
+        for kind in ("host", row.own, UNSEEDED, "torch")
     ]
-    own, host = figures["own"], figures["host"]
+    own, host = figures[row.own], figures["host"]
     ratios = [host[round_] / own[round_] for round_ in host if round_ in own]
     ratio = with_spread_if_any(ratios, ".2f") if ratios else ""
     judged = ratios if row.is_ratio else told["host"]
