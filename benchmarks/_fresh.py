@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
+
+import psutil
+
+# What an interpreter says of a destructor, when all is over already.
+_IGNORED = re.compile(
+    r"^Exception ignored in.*\n(?:Traceback .*\n(?: .*\n)*\S.*\n?)?", re.MULTILINE
+)
 
 _T = TypeVar("_T")
 
@@ -36,18 +45,30 @@ def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, A
     except subprocess.TimeoutExpired:
         return f"no end after {limit_s:.0f} s"
     finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        else:
-            process.communicate()
+        _end(process)
     if process.returncode != 0:
-        # What the end brings forth is no cause.
-        told = stderr.partition("Exception ignored in")[0].strip() or stderr.strip()
+        told = _IGNORED.sub("", stderr).strip() or stderr.strip()
         last_line = (told.splitlines() or ["no message"])[-1]
         return f"exit code {process.returncode}: {last_line}"
     return json.loads(stdout.splitlines()[-1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a run and what it has started.
+
+    Some of that may have a session of its own, as torchrun's ranks have. It is found only while the
+    processes above it live, so while the run does.
+    """
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.returncode is None:
+            below = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.communicate()
 
 
 def run_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:

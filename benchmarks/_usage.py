@@ -106,12 +106,21 @@ def pss_bytes(kind: str = "Pss") -> int:
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            total += pss_bytes_of(process.pid, kind)
         except OSError:
             continue  # it has ended
-        sizes = [line.split()[1] for line in text.splitlines() if line.startswith(f"{kind}:")]
-        total += sum(int(size) << 10 for size in sizes)
     return total
+
+
+def pss_bytes_of(pid: int, kind: str = "Pss") -> int:
+    """The same of one process.
+
+    Raises:
+        OSError: If it has ended, or is another user's.
+    """
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    sizes = [line.split()[1] for line in text.splitlines() if line.startswith(f"{kind}:")]
+    return sum(int(size) << 10 for size in sizes)
 
 
 def descriptor_count() -> int:

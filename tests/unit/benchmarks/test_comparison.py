@@ -175,7 +175,8 @@ def test_what_has_failed_twice_is_hopeless(record_module, tmp_path):
 # ---------------------------------------------------------------- fresh processes
 
 
-def test_a_run_that_hangs_is_ended_with_its_children(fresh, tmp_path):
+@pytest.mark.parametrize("session", ["its own", "the run's"])
+def test_a_run_that_hangs_is_ended_with_its_children(fresh, tmp_path, session):
     program = tmp_path / "hangs.py"
     pids = tmp_path / "pids"
     program.write_text(
@@ -183,6 +184,8 @@ def test_a_run_that_hangs_is_ended_with_its_children(fresh, tmp_path):
         "child = os.fork()\n"
         "if child:\n"
         "    pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {child}')\n"
+        f"elif {session == 'its own'}:\n"
+        "    os.setsid()\n"
         "signal.pause()\n"
     )
     began = time.monotonic()
@@ -203,6 +206,19 @@ def test_a_run_that_fails_is_told_in_a_line(fresh, tmp_path):
         "raise ValueError('this is why')\n"
     )
     assert fresh.try_anew(str(program), [], 60.0) == "exit code 1: ValueError: this is why"
+
+
+def test_what_an_end_brings_forth_before_the_reason_hides_nothing(fresh, tmp_path):
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "import sys\n"
+        "class Noisy:\n"
+        "    def __del__(self):\n"
+        "        raise OSError('and then')\n"
+        "Noisy()\n"
+        "sys.exit('this is why')\n"
+    )
+    assert fresh.try_anew(str(program), [], 60.0) == "exit code 1: this is why"
 
 
 def test_a_run_gives_what_it_prints_last(fresh, tmp_path):
