@@ -47,7 +47,7 @@ help:
 	@echo "make sample  inject a sample of the faults that covers their kinds pairwise (3 minutes, in CI)"
 	@echo "make faults  inject every fault at every point (tests/faults; hours; ARGS=--help)"
 	@echo "make chaos   kill 1,000 times at random times (tests/faults/chaos.py)"
-	@echo "make chaos-host  kill or stop 300 times among ranks that share workers (tests/faults/host.py)"
+	@echo "make chaos-host  kill or stop 300 times among ranks that share workers or a dataset (tests/faults/host.py)"
 	@echo "make soak    run random mixes in one process for 20 minutes, which must not grow; MINUTES=n"
 	@echo "make environments  run under limits, system call filters, in a container (tests/faults/environments.py)"
 	@echo "make clean   remove .venv, .venv-peers, .venv-frameworks, .venv-cluster, caches and build outputs"

@@ -115,18 +115,27 @@ class Diagnosis:
         """Memory of one worker beside the interpreter: objects, and its share of the slots."""
         if self.batch_bytes is None:
             return None
-        return self.object_bytes + self.batch_bytes * self.slots // max(1, self.workers)
+        return self.object_bytes + self.slot_bytes // max(1, self.workers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory for the batches of one rank."""
+        if self.method == "threads":
+            return 0
+        return self.slots * (self.batch_bytes or 0)
 
     @property
     def rank_bytes(self) -> int:
         """Memory that each further rank of a host takes, for its dataset and its workers.
 
         Without the interpreters, and without what lies in shared memory or mapped files already.
+        Ranks that share the dataset and the workers take only ``slot_bytes`` each.
         """
         dataset = self.object_bytes + self.array_bytes
         if self.method == "threads":
             return dataset
-        return dataset + self.workers * (self.worker_bytes or 0)
+        objects = 0 if self.batch_bytes is None else self.object_bytes
+        return dataset + self.workers * objects + self.slot_bytes
 
     @property
     def is_healthy(self) -> bool:

@@ -52,6 +52,7 @@ def _values(found: Diagnosis) -> dict[str, object]:
     return {
         **dataclasses.asdict(found),
         "worker_bytes": found.worker_bytes,
+        "slot_bytes": found.slot_bytes,
         "rank_bytes": found.rank_bytes,
         "fitting": found.fitting,
         "is_healthy": found.is_healthy,
@@ -125,7 +126,7 @@ def _describe_batch(found: Diagnosis) -> tuple[str, str]:
     if found.method == "threads":
         return value, "The threads share everything, and batches stay as they are."
     slots = counted(found.slots, "batch", "batches")
-    whole = size(found.slots * found.batch_bytes)
+    whole = size(found.slot_bytes)
     return value, f"{counted(found.workers, 'worker')}: shared memory for {slots}, {whole}."
 
 
@@ -141,10 +142,13 @@ def _describe_ranks(found: Diagnosis) -> tuple[str, str]:
     if found.method == "threads":
         return value, "shmloader.share_on_host(build) has the dataset once for all of them."
     value += f" and {counted(found.workers, 'worker')}"
-    return value, (
+    meaning = (
         "shmloader.share_on_host(build) has the dataset once for all of them, and "
         "ShardedDataLoader(worker_scope='host') one pool of workers."
     )
+    if found.slot_bytes:
+        meaning += f" Each still takes {size(found.slot_bytes)} for its batches."
+    return value, meaning
 
 
 def _describe_methods(found: Diagnosis) -> tuple[str, str]:

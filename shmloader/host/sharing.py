@@ -102,6 +102,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         RuntimeError: If the process that builds ends before it has shared the object; or without
             Linux, if there is more than one rank.
         PermissionError: If another user holds the name of the run, or cannot be told from this one.
+        ValueError: If the environment says the number of ranks and not this one's, or the reverse.
 
     Note:
         Several calls are told apart by their number, so all ranks must make the same calls in the
@@ -113,7 +114,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             "build should be a function that makes the dataset, "
             f"but got {described_type(build)}: share_on_host(lambda: dataset) or share(dataset)"
         )
-    ranks = ranks_of_host(resolve_ranks(None, None)[1])
+    ranks = ranks_of_host(_world_size())
     if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:
         return share(build(), writable)
     if sys.platform != "linux":
@@ -141,6 +142,22 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             return found
         finally:
             meeting.close()
+
+
+def _world_size() -> int:
+    """Return the number of ranks.
+
+    Raises:
+        ValueError: If the environment is wrong, as in a process that Lightning has started and that
+            has not called ``fit`` yet.
+    """
+    try:
+        return resolve_ranks(None, None)[1]
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. share_on_host() needs a process that knows its rank; under Lightning, call "
+            "it in setup() or train_dataloader()"
+        ) from error
 
 
 # The rank that builds ------------------------------------------------------------------------

@@ -89,6 +89,36 @@ def write_chaos(
     _replace("chaos", lines)
 
 
+def write_host(seed: int, kills: int, minutes: float, table: dict[str, dict[str, int]]) -> None:
+    """What came of the kills among the ranks of a host.
+
+    Args:
+        seed: Of the run.
+        kills: How many.
+        minutes: How long they took.
+        table: For each victim, what was counted, by its name.
+    """
+    total: Counter[str] = Counter()
+    for counts in table.values():
+        total.update(counts)
+    names = [name for name in next(iter(table.values())) if name != "kills"]
+    problems = ", ".join(f"{total[name]} {name}" for name in names[:-1])
+    lines = [
+        (
+            f"{_where_and_when()}; {minutes:.0f} minutes, `--seed {seed}`: **{kills} kills, "
+            f"{problems}**."
+        ),
+        "",
+        "| killed | " + " | ".join(["times", *names]) + " |",
+        "|---|" + "---|" * (len(names) + 1),
+        *[
+            f"| {victim} | " + " | ".join(f"{count:,}" for count in counts.values()) + " |"
+            for victim, counts in table.items()
+        ],
+    ]
+    _replace("host", lines)
+
+
 def write_environments(results: Iterable[tuple[str, str, str]]) -> None:
     """The table of environments.
 

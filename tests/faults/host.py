@@ -1,10 +1,18 @@
-"""Kills among ranks that share workers: ``python -m tests.faults.host --times N``.
+"""Kills among ranks of one host: ``python -m tests.faults.host``; ``--help`` lists the options.
 
-Each time a few ranks read some epochs from one pool (``worker_scope="host"``), and one process is
-killed by SIGKILL at a random moment, or a rank is stopped until all others have ended. A worker or
-a rank that dies, or is stopped, must cost the other ranks nothing; of a dead owner each rank must
-learn by one clear error, in time, and then go on. In the end nothing may be left: no process, no
-name of a socket, nothing in /dev/shm, no memory of a dead rank in the workers.
+In most trials a few ranks read some epochs from one pool (``worker_scope="host"``), and one process
+is killed by SIGKILL at a random moment, or a rank is stopped until all others have ended. A worker
+or a rank that dies, or is stopped, must cost the other ranks nothing; of a dead owner each rank
+must learn by one clear error, in time, and then go on. In the others the ranks share a dataset
+(``share_on_host``), and the rank that builds it is killed, or one that takes it: if it was the
+builder, each rank must have the dataset or a clear error, in time, and after a restart of the run
+all must have it. In the end nothing may be left: no process, no name of a socket, nothing in
+/dev/shm, no memory of a dead rank in the workers.
+
+Each trial is a process that adopts the orphans of its ranks and has a /dev/shm of its own, if it
+may mount one, so several can run at a time. In most trials the ranks fork what they would spawn
+(:mod:`tests.faults.spares`), and in a few the owner is a new interpreter. A kill that comes too
+late, when all ranks have what they want, does not count, and the trial is made again.
 """
 
 from __future__ import annotations
@@ -14,32 +22,73 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
+import multiprocessing.connection
 import os
 import random
 import re
 import signal
 import sys
 import time
+import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from shmloader import ShardedDataLoader
+from shmloader import ShardedDataLoader, share_on_host
 from shmloader.host.meeting import name_of_run
-from tests.process.ranks import Rank, variables
+from tests.faults import docs
+from tests.faults.spares import Announcements, is_running, tell_forks_of_spawned
+from tests.process.ranks import FORK, Rank, variables
 
 _COUNT, _BATCH, _WORKERS, _EPOCHS = 240, 4, 2, 3
+_MOST_RANKS = 4
+# How long an epoch takes, about, and how long the dataset's building.
+_SAMPLE_S, _BUILD_S = 0.001, 0.1
 # How long a whole trial may take, and how long what a process used may outlive it.
 _HANG_S, _LEFT_S = 60.0, 10.0
-# How soon a rank learns that the owner is dead.
+# How soon a rank learns that the owner is dead, or the rank that builds.
 _TOLD_S = 2.0
-_VICTIMS = ("worker", "rank", "owner", "starting worker", "starting owner", "stopped rank")
+# Of so many trials, the owner of one is a new interpreter.
+_FRESH_OF = 20
+_VICTIMS = (
+    *("worker", "rank", "owner", "starting worker", "starting owner", "stopped rank"),
+    *("builder", "taking rank"),
+)
+_OWNER_ERRORS = ("owns the workers", "was to own the workers")
+_BUILDER_ERRORS = ("the rank that built the object for this host, ended before it had shared it",)
+# What is counted of each victim, and its name in the results. Problems begin with their sort.
+_COUNTED = (
+    ("trial", "kills"),
+    ("hang", "hangs"),
+    ("wrong batch", "wrong batches"),
+    ("leak", "leaks"),
+    ("other problem", "other problems"),
+    ("rank told", "ranks told of it"),
+)
+# From <sys/prctl.h>, <sched.h> and <sys/mount.h>.
 _PR_SET_CHILD_SUBREAPER = 36
+_NEW_MOUNTS, _PRIVATE_RECURSIVE = 0x20000, 0x44000
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What the ranks should get.
+
+    Attributes:
+        epochs: For each number of ranks, the epochs of each.
+        dataset: The digest of the shared dataset.
+    """
+
+    epochs: dict[int, list[Any]]
+    dataset: str
 
 
 class _Samples:
@@ -60,21 +109,32 @@ def _contents(batches: Any) -> list[Any]:
     return [(indices.tolist(), drawn.tolist()) for indices, drawn in batches]
 
 
-@functools.cache
-def _expected(rank: int, ranks: int) -> list[Any]:
-    """What a rank gets without workers."""
-    with ShardedDataLoader(
-        _Samples(0), _BATCH, True, rank=rank, world_size=ranks, last_batch="keep"
-    ) as alone:
-        return [_contents(alone) for _ in range(_EPOCHS)]
+def _expected() -> _Expected:
+    """What the ranks get without workers."""
+    found: dict[int, list[Any]] = {}
+    for ranks in range(2, _MOST_RANKS + 1):
+        found[ranks] = []
+        for rank in range(ranks):
+            with ShardedDataLoader(
+                _Samples(0), _BATCH, True, rank=rank, world_size=ranks, last_batch="keep"
+            ) as alone:
+                found[ranks].append([_contents(alone) for _ in range(_EPOCHS)])
+    return _Expected(found, _digest(_make_dataset()))
 
 
-def _read(is_persistent: bool) -> tuple[list[Any], list[tuple[str, float]]]:
-    """Read all epochs, and an epoch again if it fails. Returns them, and the errors' times."""
+# What a rank does ----------------------------------------------------------------------------
+
+# What it gets, and the errors with their times.
+_Found = tuple[list[Any], list[tuple[str, float]]]
+
+
+def _read(announcements: Announcements, spare_count: int, is_persistent: bool) -> _Found:
+    """Read all epochs, and an epoch again if it fails."""
+    announcements.spawn_from_spares(spare_count)
     found: list[Any] = []
     errors: list[tuple[str, float]] = []
     with ShardedDataLoader(
-        _Samples(0.002),
+        _Samples(_SAMPLE_S),
         _BATCH,
         True,
         num_workers=_WORKERS,
@@ -92,108 +152,316 @@ def _read(is_persistent: bool) -> tuple[list[Any], list[tuple[str, float]]]:
     return found, errors
 
 
+def _take(announcements: Announcements, late_s: float) -> _Found:
+    """Take the dataset, or build it."""
+    log = logging.getLogger("shmloader")
+    log.setLevel(logging.INFO)
+    log.addHandler(_WaitTeller(announcements))
+    time.sleep(late_s)
+    try:
+        found = share_on_host(functools.partial(_build, announcements))
+    except RuntimeError as error:
+        return [], [(f"{type(error).__name__}: {error}", time.monotonic())]
+    return [_digest(found)], []
+
+
+class _WaitTeller(logging.Handler):
+    """Announces a rank that waits for the one that builds, which is what it logs."""
+
+    def __init__(self, announcements: Announcements) -> None:
+        super().__init__()
+        self._announcements = announcements
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self._announcements.tell("waiting")
+
+
+def _build(announcements: Announcements) -> dict[str, Any]:
+    announcements.tell("building")
+    time.sleep(_BUILD_S)
+    found = _make_dataset()
+    announcements.tell("built")
+    return found
+
+
+def _make_dataset() -> dict[str, Any]:
+    return {"numbers": torch.arange(500_000), "texts": [str(index) for index in range(20_000)]}
+
+
+def _digest(dataset: dict[str, Any]) -> str:
+    digest = hashlib.sha256(dataset["numbers"].numpy().tobytes())
+    digest.update("\n".join(dataset["texts"]).encode())
+    return digest.hexdigest()
+
+
+# A trial -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What a trial has shown.
+
+    Attributes:
+        was_late: Whether all ranks had ended when a process was to be killed.
+        problems: What is not as it must be.
+        errors: Ranks that were told of a death.
+    """
+
+    was_late: bool
+    problems: list[str]
+    errors: int
+
+
 class _Trial:
     """One run of ranks, of which a process is killed."""
 
     def __init__(self, seed: str, victim: str) -> None:
         self._random = random.Random(seed)
-        self.victim = victim
-        self._ranks = self._random.randint(2, 4)
-        self._is_persistent = self._random.random() < 0.5
+        self._victim = victim
+        self._count = self._random.randint(2, _MOST_RANKS)
+        self._run_id = str(uuid.uuid4())
+        self._announcements = Announcements()
+        self._ranks: list[Rank] = []
         self._killed_s = 0.0
         self._dead_rank: int | None = None
         self._stopped_rank: int | None = None
+        self._was_late = False
+        self._errors = 0
         self._in_shm = set(Path("/dev/shm").iterdir())
-        self.problems: list[str] = []
+        self._problems: list[str] = []
 
-    def run(self) -> None:
-        run_id = str(uuid.uuid4())
-        os.environ.update(variables(run_id, 0, self._ranks))
-        read = functools.partial(_read, self._is_persistent)
-        ranks = [Rank(read, run_id, rank, self._ranks, 0) for rank in range(self._ranks)]
-        try:
-            self._kill(ranks)
-            for number, rank in enumerate(ranks):
-                if number not in (self._dead_rank, self._stopped_rank):
-                    self._check(number, rank)
-            if self._stopped_rank is not None:
-                stopped = ranks[self._stopped_rank]
-                os.kill(stopped.process.pid or 0, signal.SIGCONT)
-                self._killed_s = time.monotonic()
-                self._check(self._stopped_rank, stopped)
-        finally:
-            for rank in ranks:
-                if self.problems:
-                    rank.process.kill()  # also one that is stopped
-                rank.end()
-        self._check_left()
+    @property
+    def verdict(self) -> _Verdict:
+        return _Verdict(self._was_late, self._problems, self._errors)
 
-    def _kill(self, ranks: list[Rank]) -> None:
-        by_pid = {rank.process.pid: number for number, rank in enumerate(ranks)}
-        is_starting = self.victim.startswith("starting")
-        if "rank" in self.victim:
-            number = self._random.randrange(self._ranks)
-            pid = ranks[number].process.pid or 0
-            if self.victim == "rank":
-                self._dead_rank = number
-            else:
-                self._stopped_rank = number
-                _first(_workers)  # one that is stopped while it starts them keeps all waiting
-            if self._random.random() < 0.7:
-                _first(_owners)
-        else:
-            pid = self._random.choice(_first(_owners if "owner" in self.victim else _workers))
-        if is_starting:
-            time.sleep(self._random.choice([0.0, self._random.uniform(0, 2)]))
-        elif self.victim == "owner":
-            _first(_workers)
-        if not is_starting:
-            time.sleep(self._random.uniform(0, 1.5))
-        memory = _memory_of(pid) if pid in by_pid else set()
+    def _start_ranks(
+        self, function: Callable[[int], Callable[[], _Found]], restarts: int = 0
+    ) -> None:
+        os.environ.update(variables(self._run_id, 0, self._count, restarts))
+        for rank in range(self._count):
+            self._ranks.append(Rank(function(rank), self._run_id, rank, self._count, restarts))
+
+    def _end_ranks(self) -> None:
+        for rank in self._ranks:
+            if self._problems:
+                rank.process.kill()  # also one that is stopped
+            rank.end()
+        self._ranks.clear()
+
+    def run(self, expected: _Expected) -> None:
+        """Run the trial to its end."""
+        raise NotImplementedError
+
+    def _pids_of_ranks(self) -> list[int]:
+        return [rank.process.pid or 0 for rank in self._ranks]
+
+    def _signal(self, pid: int, number: signal.Signals) -> None:
+        """Kill or stop a process, unless it has ended, or all ranks have what they want."""
+        self._was_late = not is_running(pid) or all(rank._ours.poll(0) for rank in self._ranks)
+        self._killed_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
-            self._killed_s = time.monotonic()
-            os.kill(pid, signal.SIGKILL if self._stopped_rank is None else signal.SIGSTOP)
-        if self._dead_rank is not None:
-            ranks[by_pid[pid]].process.join()
-            if not _is_soon(lambda: not any(memory & _memory_of(one) for one in _workers())):
-                self.problems.append("leak: workers keep memory of a dead rank")
+            os.kill(pid, number)
 
-    def _check(self, number: int, rank: Rank) -> None:
+    def _wait_for(self, what: str) -> list[int]:
+        return self._announcements.wait_for(what, _HANG_S)
+
+    def _pause(self, *most_s: float) -> None:
+        """Wait for a random time, up to one of these."""
+        time.sleep(self._random.uniform(0, self._random.choice(most_s)))
+
+    def _result(self, number: int) -> _Found | None:
+        """Return what a rank has found; None if that is a problem."""
+        rank = self._ranks[number]
         if not rank._ours.poll(max(0.0, self._killed_s + _HANG_S - time.monotonic())):
-            self.problems.append(f"hang: rank {number}")
-            return
-        result = rank.result()
+            self._problems.append(f"hang: rank {number}")
+            return None
+        try:
+            result = rank.result()
+        except EOFError:
+            result = RuntimeError("it has died")
         if isinstance(result, BaseException):
-            self.problems.append(f"other problem: rank {number}: {result!r}")
-            return
-        found, errors = result
-        if found != _expected(number, self._ranks):
-            self.problems.append(f"wrong batch: rank {number}")
-        if len(errors) > ("owner" in self.victim):
-            self.problems.append(f"other problem: rank {number}: {errors}")
+            self._problems.append(f"other problem: rank {number}: {result!r}")
+            return None
+        self._errors += bool(result[1])
+        return result
+
+    def _check_errors(self, number: int, errors: list[tuple[str, float]], *clear: str) -> None:
+        """Check that a rank was told once, clearly, and in time.
+
+        Args:
+            number: The rank.
+            errors: What it was told.
+            clear: What an error says; none if there must be no error.
+        """
+        if len(errors) > bool(clear):
+            self._problems.append(f"other problem: rank {number}: {errors}")
         for text, at_s in errors:
-            if "owns the workers" not in text and "was to own the workers" not in text:
-                self.problems.append(f"other problem: rank {number}: unclear: {text}")
+            if not any(each in text for each in clear):
+                self._problems.append(f"other problem: rank {number}: unclear: {text}")
             if at_s > self._killed_s + _TOLD_S:
                 late_s = at_s - self._killed_s
-                self.problems.append(f"other problem: rank {number}: error after {late_s:.1f} s")
+                self._problems.append(f"other problem: rank {number}: error after {late_s:.1f} s")
 
-    def _check_left(self) -> None:
+    def _check_left(self, *topics: str, restarts: int = 0) -> None:
+        """Check that nothing is left of a run."""
         if not _is_soon(lambda: not _processes()):
             left = [(one.pid, one.name(), one.status()) for one in _processes()]
-            self.problems.append(f"leak: processes {left}")
+            self._problems.append(f"leak: processes {left}")
             for one in _processes():
                 one.kill()
-        names = {_name_of_pool(number) for number in range(2 * _EPOCHS)}
+        os.environ.update(variables(self._run_id, 0, self._count, restarts))
+        names = {_name_of_meeting(topic) for topic in topics}
         text = Path("/proc/net/unix").read_text()
         if names & set(re.findall(r"@(\S+)", text)):
-            self.problems.append("leak: the name of a socket")
-        if files := set(Path("/dev/shm").iterdir()) - self._in_shm:
-            self.problems.append(f"leak: {sorted(map(str, files))}")
+            self._problems.append("leak: the name of a socket")
+        # Without a /dev/shm of its own, a trial tells of all files that others leave meanwhile.
+        if not _is_soon(lambda: not set(Path("/dev/shm").iterdir()) - self._in_shm):
+            files = set(Path("/dev/shm").iterdir()) - self._in_shm
+            self._problems.append(f"leak: {sorted(map(str, files))}")
 
 
-def _name_of_pool(number: int) -> str:
-    digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\nworkers {number}")).hexdigest()[:32]
+class _PoolTrial(_Trial):
+    """Ranks that read from one pool of workers."""
+
+    def __init__(self, seed: str, victim: str) -> None:
+        super().__init__(seed, victim)
+        self._is_persistent = self._random.random() < 0.5
+        self._is_fresh = self._random.randrange(_FRESH_OF) == 0
+
+    def run(self, expected: _Expected) -> None:
+        # A rank may start an owner, and another one when that is dead.
+        spare_count = 0 if self._is_fresh else 2
+        read = functools.partial(_read, self._announcements, spare_count, self._is_persistent)
+        self._start_ranks(lambda _: read)
+        try:
+            self._kill()
+            for number in range(self._count):
+                if number not in (self._dead_rank, self._stopped_rank):
+                    self._check(number, expected.epochs[self._count][number])
+            if self._stopped_rank is not None:
+                os.kill(self._pids_of_ranks()[self._stopped_rank], signal.SIGCONT)
+                self._killed_s = time.monotonic()
+                self._check(self._stopped_rank, expected.epochs[self._count][self._stopped_rank])
+        finally:
+            self._end_ranks()
+        self._check_left(*[f"workers {number}" for number in range(2 * _EPOCHS)])
+
+    def _kill(self) -> None:
+        match self._victim:
+            case "worker":
+                self._wait_for("forked")
+                self._pause(0.4)
+                self._signal(self._random.choice(self._workers() or [0]), signal.SIGKILL)
+            case "starting worker":
+                pid = self._random.choice(self._wait_for("forked") or [0])
+                self._pause(0.0, 0.05)
+                self._signal(pid, signal.SIGKILL)
+            case "owner":
+                owners = self._wait_for("spawned")
+                self._wait_for("forked")
+                self._pause(0.4)
+                self._signal(self._random.choice(owners or [0]), signal.SIGKILL)
+            case "starting owner":
+                owners = self._wait_for("spawned")
+                self._pause(0.0, 2.0 if self._is_fresh else 0.1)
+                self._signal(self._random.choice(owners or [0]), signal.SIGKILL)
+            case "rank":
+                self._dead_rank = self._random.randrange(self._count)
+                if self._random.random() < 0.7:
+                    self._wait_for("spawned")
+                self._pause(0.4)
+                pid = self._pids_of_ranks()[self._dead_rank]
+                memory = _memory_of(pid)
+                self._signal(pid, signal.SIGKILL)
+                self._ranks[self._dead_rank].process.join()
+                if not _is_soon(lambda: not self._is_used(memory)):
+                    self._problems.append("leak: workers keep memory of a dead rank")
+            case "stopped rank":
+                # One that is stopped while it starts the owner keeps all waiting.
+                self._wait_for("forked")
+                self._pause(0.4)
+                self._stopped_rank = self._random.randrange(self._count)
+                self._signal(self._pids_of_ranks()[self._stopped_rank], signal.SIGSTOP)
+
+    def _workers(self) -> list[int]:
+        return self._announcements.pids("forked")
+
+    def _is_used(self, memory: set[str]) -> bool:
+        return any(memory & _memory_of(pid) for pid in self._workers())
+
+    def _check(self, number: int, expected: list[Any]) -> None:
+        result = self._result(number)
+        if result is not None:
+            found, errors = result
+            if found != expected:
+                self._problems.append(f"wrong batch: rank {number}")
+            self._check_errors(number, errors, *(_OWNER_ERRORS if "owner" in self._victim else ()))
+
+
+class _ShareTrial(_Trial):
+    """Ranks that share a dataset."""
+
+    _in_vain: set[int]
+
+    def run(self, expected: _Expected) -> None:
+        for restarts in range(2):
+            late_s = [self._random.uniform(0, _BUILD_S) for _ in range(self._count)]
+            late_s[self._random.randrange(self._count)] = 0
+            self._start_ranks(
+                lambda rank, late_s=late_s: functools.partial(  # type: ignore[misc]
+                    _take, self._announcements, late_s[rank]
+                ),
+                restarts,
+            )
+            try:
+                if restarts:
+                    self._dead_rank, self._killed_s = None, time.monotonic()
+                else:
+                    self._kill()
+                for number in range(self._count):
+                    if number != self._dead_rank:
+                        may_fail = self._victim == "builder" and not restarts
+                        self._check(number, expected.dataset, may_fail=may_fail)
+            finally:
+                self._end_ranks()
+            self._check_left("share_on_host 0", restarts=restarts)
+
+    def _kill(self) -> None:
+        (builder,) = self._wait_for("building")
+        if self._random.random() < 0.5:
+            self._pause(1.2 * _BUILD_S)
+        else:
+            self._wait_for("built")
+            self._pause(0.0, 0.03)
+        pids = self._pids_of_ranks()
+        if self._victim == "builder":
+            self._dead_rank = pids.index(builder)
+        else:
+            self._dead_rank = self._random.choice(
+                [number for number, pid in enumerate(pids) if pid != builder]
+            )
+        waiting = self._announcements.pids("waiting")
+        self._signal(pids[self._dead_rank], signal.SIGKILL)
+        self._ranks[self._dead_rank].process.join()
+        # Those that had begun to wait for what was never built.
+        self._in_vain = set()
+        if self._victim == "builder" and not self._announcements.was_told("built", builder):
+            self._in_vain = {pids.index(pid) for pid in waiting}
+
+    def _check(self, number: int, expected: str, *, may_fail: bool) -> None:
+        result = self._result(number)
+        if result is not None:
+            found, errors = result
+            if may_fail and number in self._in_vain and not errors:
+                self._problems.append(f"other problem: rank {number} was not told")
+            if found != ([] if errors else [expected]):
+                self._problems.append(f"wrong batch: rank {number} has another dataset")
+            self._check_errors(number, errors, *(_BUILDER_ERRORS if may_fail else ()))
+
+
+def _name_of_meeting(topic: str) -> str:
+    digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}")).hexdigest()[:32]
     return f"shmloader-{os.geteuid()}-{digest}"
 
 
@@ -210,44 +478,12 @@ def _processes() -> list[psutil.Process]:
     return found
 
 
-def _owners() -> list[int]:
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if any("spawn_main" in part for part in one.cmdline()) and not _is_owner(one.ppid()):
-                found.append(one.pid)
-    return found
-
-
-def _is_owner(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return any("spawn_main" in part for part in psutil.Process(pid).cmdline())
-    return False
-
-
-def _workers() -> list[int]:
-    found = []
-    for pid in _owners():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [one.pid for one in psutil.Process(pid).children()]
-    return found
-
-
 def _memory_of(pid: int) -> set[str]:
     """The inodes of the anonymous files that a process has mapped."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {line.split()[4] for line in lines if "/memfd:" in line}
     return set()
-
-
-def _first(pids: Callable[[], list[int]]) -> list[int]:
-    """Wait until there are such processes."""
-    until = time.monotonic() + _HANG_S
-    while not (found := pids()):
-        assert time.monotonic() < until, "no process has started"
-        time.sleep(0.001)
-    return found
 
 
 def _is_soon(condition: Callable[[], bool]) -> bool:
@@ -259,8 +495,105 @@ def _is_soon(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def main() -> None:
-    """Kill as often as the command line says; exit code 1 if anything was wrong."""
+# All trials ----------------------------------------------------------------------------------
+
+
+def _adopt_orphans() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _mount_shm() -> None:
+    """Give this process a /dev/shm of its own, if it may."""
+    libc = ctypes.CDLL(None)
+    if libc.unshare(_NEW_MOUNTS) == 0:
+        libc.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
+        libc.mount(b"none", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
+
+
+class _TrialProcess:
+    """A process that runs one trial.
+
+    Attributes:
+        number: The trial's number.
+        victim: What is killed.
+        attempt: How often kills of this trial came too late.
+        connection: Readable when the process has ended.
+    """
+
+    def __init__(self, seed: int, number: int, attempt: int, expected: _Expected) -> None:
+        self.number, self.attempt = number, attempt
+        self.victim = _VICTIMS[number % len(_VICTIMS)]
+        self.connection, theirs = FORK.Pipe(duplex=False)
+        arguments = (theirs, f"{seed}/{number}/{attempt}", self.victim, expected)
+        self._process = FORK.Process(target=_run_trial, args=arguments)
+        self._process.start()
+        theirs.close()
+        self.until_s = time.monotonic() + 3 * _HANG_S
+
+    def verdict(self) -> _Verdict:
+        """Return its verdict, if the connection is readable; otherwise that it hangs."""
+        verdict = _Verdict(was_late=False, problems=["hang: the trial"], errors=0)
+        if self.connection.poll(0):
+            try:
+                verdict = self.connection.recv()
+            except EOFError:
+                verdict = _Verdict(was_late=False, problems=["other problem: it died"], errors=0)
+        else:
+            children = psutil.Process(self._process.pid).children(recursive=True)
+            for one in [psutil.Process(self._process.pid), *children]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+        self.connection.close()
+        self._process.join()
+        return verdict
+
+
+def _run_trial(connection: Any, seed: str, victim: str, expected: _Expected) -> None:
+    _adopt_orphans()
+    _mount_shm()
+    is_of_share = victim in ("builder", "taking rank")
+    trial = (_ShareTrial if is_of_share else _PoolTrial)(seed, victim)
+    try:
+        trial.run(expected)
+    except BaseException:
+        trial._problems.append(f"other problem: {traceback.format_exc()}")
+    connection.send(trial.verdict)
+
+
+def _verdicts(
+    seed: int, times: int, jobs: int, expected: _Expected
+) -> Iterator[tuple[_TrialProcess, _Verdict]]:
+    """Run trials, and yield each with its verdict."""
+    numbers = iter(range(times))
+    running: list[_TrialProcess] = []
+    while True:
+        while len(running) < jobs and (number := next(numbers, None)) is not None:
+            running.append(_TrialProcess(seed, number, 0, expected))
+        if not running:
+            return
+        left_s = max(0.0, min(one.until_s for one in running) - time.monotonic())
+        ready = multiprocessing.connection.wait([one.connection for one in running], left_s)
+        for one in list(running):
+            if one.connection in ready or time.monotonic() > one.until_s:
+                running.remove(one)
+                verdict = one.verdict()
+                yield one, verdict
+                if verdict.was_late and not verdict.problems:
+                    running.append(_TrialProcess(seed, one.number, one.attempt + 1, expected))
+
+
+def _in_child(function: Callable[[], Any]) -> Any:
+    """Call a function in a child: threads that torch starts are not to be forked."""
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: theirs.send(function()))
+    process.start()
+    theirs.close()
+    result = ours.recv()
+    process.join()
+    return result
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.host", description=(__doc__ or "").split("\n\n")[0]
     )
@@ -268,24 +601,48 @@ def main() -> None:
         "--times", type=int, default=300, metavar="N", help="how many (300), each victim in turn"
     )
     parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
-    options = parser.parse_args()
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at a time (1)")
+    parser.add_argument("--docs", action="store_true", help="write the result into the docs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Kill as often as the command line says; exit code 1 if anything was wrong."""
+    options = _arguments()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"--seed {seed}", flush=True)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    counts: Counter[str] = Counter()
-    wrong = 0
+    _adopt_orphans()
+    resource_tracker.ensure_running()  # once for all ranks
+    expected = _in_child(_expected)
+    counts: dict[str, Counter[str]] = {victim: Counter() for victim in _VICTIMS}
     began_s = time.monotonic()
-    for number in range(options.times):
-        trial = _Trial(f"{seed}/{number}", _VICTIMS[number % len(_VICTIMS)])
-        trial.run()
-        counts[trial.victim] += 1
-        wrong += bool(trial.problems)
+    wrong = 0
+    for trial, verdict in _verdicts(seed, options.times, options.jobs, expected):
+        found = Counter(problem.partition(":")[0] for problem in verdict.problems)
+        count = counts[trial.victim]
+        count += found
+        if verdict.was_late and not verdict.problems:
+            continue
+        count["trial"] += 1
+        count["rank told"] += verdict.errors
+        wrong += bool(verdict.problems)
         elapsed_s = time.monotonic() - began_s
-        told = "; ".join(trial.problems) or "right"
-        print(f"{number} {elapsed_s:.0f} s  {trial.victim}: {told}", flush=True)
-    print(f"--seed {seed}: {options.times} kills {dict(counts)}: {wrong} with problems")
+        told = "; ".join(verdict.problems) or "right"
+        print(f"{trial.number} {elapsed_s:.0f} s  {trial.victim}: {told}", flush=True)
+    for victim, count in counts.items():
+        print(f"{victim}: " + ", ".join(f"{count[what]} {several}" for what, several in _COUNTED))
+    minutes = (time.monotonic() - began_s) / 60
+    print(f"--seed {seed}: {options.times} kills in {minutes:.1f} minutes: {wrong} with problems")
+    if options.docs:
+        table = {
+            victim: {several: count[what] for what, several in _COUNTED}
+            for victim, count in counts.items()
+        }
+        docs.write_host(seed, options.times, minutes, table)
     sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    tell_forks_of_spawned()

@@ -53,6 +53,17 @@ def test_after_a_few_kills_at_random_times_nothing_is_amiss() -> None:
     assert not chaos.problems, "\n".join(text for _, text in chaos.problems)
 
 
+@pytest.mark.slow
+def test_after_a_kill_of_each_victim_among_ranks_nothing_is_amiss() -> None:
+    command = [sys.executable, "-m", "tests.faults.host", "--times=8", "--jobs=2", "--seed=6"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": right\n") == 8
+    assert "\nbuilder: 1 kills, 0 hangs, 0 wrong batches, 0 leaks, 0 other problems" in done.stdout
+
+
 def test_chaos_tells_problems_by_their_sort() -> None:
     chaos = Chaos(seed=5, kills=0)
     chaos.tell(3, Counter(), ["hang:\na stack", "leak: a process"])

@@ -1,4 +1,4 @@
-"""``worker_scope="host"`` in the processes that Lightning and accelerate start."""
+"""What ranks of a host share, in the processes that Lightning and accelerate start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import one_dataset
 from tests.process.one_pool import check
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
@@ -83,12 +84,66 @@ def test_under_lightnings_ddp_the_ranks_share_workers(tmp_path):
     check(tmp_path, 2)
 
 
+LIGHTNING_DATASET = """
+    import os
+    from pathlib import Path
+
+    import tests.frameworks.support  # lets torchvision be imported, before all others
+    import lightning
+    import torch
+
+    import shmloader
+    from tests.process import one_dataset
+
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.batches = []
+
+        def train_dataloader(self):
+            dataset = shmloader.share_on_host(one_dataset.Texts)
+            self.found = one_dataset.find(dataset)
+            return shmloader.ShardedDataLoader(dataset, 1_000, True, num_workers=1, seed=1)
+
+        def training_step(self, batch, _):
+            self.batches.append([part.clone() for part in batch])
+            return self.layer(batch[1][:1, None].float()).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+    if __name__ == "__main__":
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module)
+        found = module.found | {"totals": one_dataset.totals(module.batches)}
+        one_dataset.write(Path(), trainer.global_rank, 2, found)
+"""
+
+
+def test_under_lightnings_ddp_the_ranks_share_a_dataset(tmp_path):
+    run(tmp_path, LIGHTNING_DATASET)
+    one_dataset.check(tmp_path, 2)
+
+
 ACCELERATE = """
     from pathlib import Path
 
     from accelerate import Accelerator
 
-    from tests.process.one_pool import run_rank
+    from tests.process.MODULE import run_rank
 
     if __name__ == "__main__":
         accelerator = Accelerator(cpu=True)
@@ -96,9 +151,17 @@ ACCELERATE = """
         run_rank(Path(), accelerator.process_index, 2)
         accelerator.end_training()
 """
+LAUNCH = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"),
+    *("--num_machines=1", "--main_process_port=0"),
+)
 
 
 def test_under_accelerate_launch_the_ranks_share_workers(tmp_path):
-    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
-    run(tmp_path, ACCELERATE, *launcher, "--num_machines=1", "--main_process_port=0")
+    run(tmp_path, ACCELERATE.replace("MODULE", "one_pool"), *LAUNCH)
     check(tmp_path, 2)
+
+
+def test_under_accelerate_launch_the_ranks_share_a_dataset(tmp_path):
+    run(tmp_path, ACCELERATE.replace("MODULE", "one_dataset"), *LAUNCH)
+    one_dataset.check(tmp_path, 2)

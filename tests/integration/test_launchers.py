@@ -1,10 +1,11 @@
-"""``worker_scope="host"`` under what starts the ranks: torch's spawn, and Slurm.
+"""What ranks of a host share, under what starts them: torch's spawn, and Slurm.
 
 torchrun has a file of its own, and Lightning and accelerate are among the frameworks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_torchrun import LIMIT_S, Run
+from tests.process import one_dataset
 from tests.process.one_pool import check
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
@@ -45,30 +47,37 @@ SPAWNED = """
     import torch.distributed as dist
     import torch.multiprocessing
 
-    from tests.process.one_pool import run_rank
+    from tests.process import one_dataset, one_pool
 
 
-    def main(rank, ranks, by_variables):
-        if by_variables:
+    def main(rank, ranks, how, shared):
+        run_rank = {"workers": one_pool, "dataset": one_dataset}[shared].run_rank
+        if how == "variables":
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
         else:
             store = f"file://{Path().absolute()}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         run_rank(Path(), rank, ranks)
-        if not by_variables:
+        if how == "group":
             dist.destroy_process_group()
 
 
     if __name__ == "__main__":
-        torch.multiprocessing.spawn(main, (2, sys.argv[1] == "variables"), nprocs=2)
+        torch.multiprocessing.spawn(main, (2, *sys.argv[1:]), nprocs=2)
 """
 
 
 @pytest.mark.parametrize("how", ["group", "variables"])
-def test_ranks_that_torch_spawns(tmp_path, how) -> None:
+def test_ranks_that_torch_spawns_share_workers(tmp_path, how) -> None:
     """They have nothing in common but the process that started them."""
-    run(tmp_path, SPAWNED, how)
+    run(tmp_path, SPAWNED, how, "workers")
     check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("how", ["group", "variables"])
+def test_ranks_that_torch_spawns_share_a_dataset(tmp_path, how) -> None:
+    run(tmp_path, SPAWNED, how, "dataset")
+    one_dataset.check(tmp_path, 2)
 
 
 SRUN = """
@@ -81,11 +90,12 @@ SRUN = """
 
     import torch.distributed as dist
 
-    from tests.process.one_pool import run_rank
+    from tests.process import one_dataset, one_pool
 
     if __name__ == "__main__":
         rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        how, *cores = sys.argv[1:]
+        how, shared, *cores = sys.argv[1:]
+        run_rank = {"workers": one_pool, "dataset": one_dataset}[shared].run_rank
         if cores:  # --cpu-bind=cores
             os.sched_setaffinity(0, {int(cores[rank])})
         if how == "group":
@@ -106,8 +116,8 @@ SRUN = """
                 ["sh", "-c", f"{sys.executable} rank.py {' '.join(sys.argv[1:])}; exit $?"],
                 env={
                     **os.environ,
-                    "SLURM_JOB_ID": str(os.getpid()),
-                    "SLURM_STEP_ID": "0",
+                    "SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID", str(os.getpid())),
+                    "SLURM_STEP_ID": os.environ.get("STEP", "0"),
                     "SLURM_PROCID": str(rank),
                     "SLURM_LOCALID": str(rank),
                     "SLURM_NTASKS": "2",
@@ -123,9 +133,33 @@ SRUN = """
 
 
 @pytest.mark.parametrize("how", ["group", "variables"])
-def test_tasks_of_a_step_of_slurm(tmp_path, how) -> None:
-    run(tmp_path, SRUN, how)
+def test_tasks_of_a_step_of_slurm_share_workers(tmp_path, how) -> None:
+    run(tmp_path, SRUN, how, "workers")
     check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("how", ["group", "variables"])
+def test_tasks_of_a_step_of_slurm_share_a_dataset(tmp_path, how) -> None:
+    run(tmp_path, SRUN, how, "dataset")
+    one_dataset.check(tmp_path, 2)
+
+
+def test_tasks_of_two_steps_of_slurm_have_a_dataset_each(tmp_path) -> None:
+    """Steps of one job that run on the same node are runs of their own."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "program.py").write_text(textwrap.dedent(SRUN))
+    command = [sys.executable, "program.py", "variables", "dataset"]
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(Run(command, folder, SLURM_JOB_ID=str(os.getpid()), STEP=str(step)))
+            for step, folder in enumerate(folders)
+        ]
+        for each in runs:
+            assert each.finish().returncode == 0
+    builders = [one_dataset.check(folder, 2) for folder in folders]
+    assert builders[0] != builders[1]
 
 
 def test_the_workers_run_on_the_cores_of_all_ranks(tmp_path) -> None:
@@ -133,6 +167,6 @@ def test_the_workers_run_on_the_cores_of_all_ranks(tmp_path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("there is one core")
-    run(tmp_path, SRUN, "variables", *map(str, cores))
+    run(tmp_path, SRUN, "variables", "workers", *map(str, cores))
     for rank in check(tmp_path, 2):
         assert rank["cores"] == [cores] * 2

@@ -11,32 +11,41 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
 import torch
 
 from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.payload import ForkedPayload
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.host.meeting import Meeting
 from shmloader.memory.slot import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.executor import ExecutorPool, ProcessNumbers
+from shmloader.pools.host_pool import HostPool
+from shmloader.pools.host_service import ServiceStart, serve_host
+from shmloader.pools.host_workers import HostWorkers
 from shmloader.pools.inline import InlinePool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.status_page import Phase
+from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadPool
 from shmloader.pools.thread_task import ThreadConfig
 from shmloader.pools.worker_processes import WorkerProcesses
+from shmloader.threads.fork_safety import all_parked
 from tests.pools.calling import CallingPool
 from tests.process.bytecodes import Preempted, interrupt
 from tests.process.support import Bad, Calls, Gate, wait_until
@@ -59,6 +68,51 @@ def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
         may_replace=True,
     )
     return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
+
+
+NUMBERS = itertools.count()
+POOLS_OF_HOST: list[HostPool] = []
+
+
+def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    """Workers that ranks share. This process is the only rank."""
+    start = ServiceStart(worker_count, None, 1, "squares")
+    # A topic of its own, also among processes that run tests side by side.
+    number = os.getpid() << 32 | next(NUMBERS)
+    pool = HostPool(Calls(make, 1 << 20), None, start, number)
+    try:
+        workers = HostWorkers(pool, (as_it_is, "raise"), TaskConfig(PLAN))
+        # The owner's notices end a wait early, and without them the pids are not known.
+        while not all(map(workers.pid, range(worker_count))):
+            assert not workers.wait(1)
+    except BaseException:
+        pool.close()
+        raise
+    POOLS_OF_HOST.append(pool)
+    return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
+
+
+def fork_owner(
+    meeting: Meeting, objects: tuple[object, ...], start: ServiceStart
+) -> tuple[BaseProcess, socket.socket]:
+    """Fork the owner, which is spawned elsewhere, so that its workers have the gates of a test."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def serve() -> None:
+        ours.close()
+        serve_host(listener, theirs, ForkedPayload(objects), start)  # type: ignore[arg-type]
+
+    listener = meeting.detach()
+    with theirs, listener, all_parked():
+        process = multiprocessing.get_context("fork").Process(target=serve)
+        process.start()
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process, ours
+
+
+def leave_host() -> None:
+    while POOLS_OF_HOST:
+        POOLS_OF_HOST.pop().close()
 
 
 CONFIGS = []
@@ -103,9 +157,15 @@ def end_executors() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _owners_are_forked(monkeypatch) -> None:
+    monkeypatch.setattr("shmloader.pools.host_pool._start_owner", fork_owner)
+
+
+@pytest.fixture(autouse=True)
 def _executors_end() -> Iterator[None]:
     yield
     end_executors()
+    leave_host()
 
 
 def inline(make: Callable[[Any], Any], worker_count: int) -> Pool:
@@ -137,6 +197,7 @@ class Kind:
 
 KINDS = {
     "processes": Kind(processes, has_slots=True),
+    "host": Kind(host, has_slots=True),
     "threads": Kind(threads),
     "executor": Kind(executor, has_slots=True, shows_stacks=False),
     "inline": Kind(inline, is_apart=False, is_inline=True),
@@ -172,6 +233,7 @@ def opened(kind: Kind, make: Callable[[Any], Any], worker_count: int = 2) -> Ite
         pool.close()
         CONFIGS.clear()
         end_executors()
+        leave_host()
 
 
 class Told:
@@ -393,6 +455,7 @@ def test_an_interruption_of_a_wait_loses_nothing(waiting) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # 700 pools, one after the other
 def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apart) -> None:
     while_waiting = 0
     for nth in itertools.count(1):

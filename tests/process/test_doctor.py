@@ -26,6 +26,7 @@ import shmloader
 from shmloader.cli.hazards import find_hazard
 from shmloader.cli.main import main
 from shmloader.cli.parts import Part, Parts
+from shmloader.insight.text import size
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -394,11 +395,13 @@ def test_the_report_of_a_healthy_loader_has_all_rows_and_says_so(doctor) -> None
 def test_what_further_ranks_of_a_host_would_take_is_told(doctor) -> None:
     array = np.zeros(1 << 20, np.uint8)
     found = doctor.examine(shmloader.DataLoader(array, 4, num_workers=3))
-    assert found["rank_bytes"] == (1 << 20) + found["object_bytes"] + 3 * found["worker_bytes"]
+    assert found["slot_bytes"] == found["slots"] * found["batch_bytes"] > 0
+    assert found["rank_bytes"] == (1 << 20) + 4 * found["object_bytes"] + found["slot_bytes"]
     found = doctor.examine(shmloader.DataLoader(shmloader.share(array), 4, num_workers=3))
     assert found["rank_bytes"] < 1 << 20
     _, out, _ = doctor.run(lambda: shmloader.DataLoader(array, 4, num_workers=3))
     assert "ShardedDataLoader(worker_scope='host') one pool of workers" in out
+    assert f"Each still takes {size(found['slot_bytes'])} for its batches." in out
     _, out, _ = doctor.run(lambda: shmloader.DataLoader(array, 4, num_workers=3, thread_pool=True))
     assert "share_on_host(build) has the dataset once for all of them." in out
 

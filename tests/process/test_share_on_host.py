@@ -279,6 +279,14 @@ def test_what_is_no_function_is_refused() -> None:
         share_on_host([1, 2])
 
 
+def test_a_process_that_knows_no_rank_is_told_where_to_call_it(monkeypatch) -> None:
+    """Lightning sets this in the processes that it starts, before fit() makes them ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=r"RANK=None.*under Lightning, call it in setup\(\)"):
+        share_on_host(must_not_build)
+
+
 def test_an_exception_of_build_is_raised_in_all_ranks(run) -> None:
     def fail() -> Any:
         raise KeyError("no such file")
