@@ -4,12 +4,20 @@
 is known but its futures.
 """
 
+import concurrent.futures
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.interruptions import is_interruption
+
+Future = concurrent.futures.Future[Any]
+
 # How long Dask's scheduler is waited for when it is asked where a task is, in seconds.
 _ASK_S = 0.5
+
+_CLOSED = "Dask's client was closed, or it has lost its scheduler for good"
 
 
 class AnyExecutor:
@@ -46,16 +54,66 @@ class AnyExecutor:
 
 
 class DaskExecutor(AnyExecutor):
-    """The executor of a client of Dask's."""
+    """The executor of a client of Dask's.
+
+    Its own ``submit`` is not used: a result that is on its way when the connection to the scheduler
+    breaks leaves that method's future pending for ever.
+    """
 
     def __init__(self, executor: Any) -> None:
         super().__init__(executor)
+        self._executor = executor
         self._client = executor._client
+        self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
+        self.check = self._fail_if_closed
 
     def submit(self, name: str, *call: Any) -> Any:
         """Submit a call under its name, as its key."""
+        if getattr(self._executor, "_shutdown", False):
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        if self._is_closed():  # a client that is closing takes calls, and drops them
+            raise ConnectionError(_CLOSED)
         # Without a key, Dask computes a hash of all arguments.
-        return self._submit(*call, key=name)
+        options = {**getattr(self._executor, "_kwargs", {}), "key": name}
+        there = self._client.submit(*call, **options)
+        with contextlib.suppress(AttributeError):
+            self._executor._futures.add(there)  # for its shutdown()
+
+        def cancel(future: Future) -> None:
+            if future.cancelled():
+                with contextlib.suppress(Exception):  # the client may be closed
+                    there.cancel()
+
+        future = Future()
+        future.add_done_callback(cancel)
+        self._futures.add(future)
+        self._client.loop.add_callback(self._follow, there, future)
+        return future
+
+    async def _follow(self, there: Any, future: Future) -> None:
+        """Pass on what comes of a call. Runs in the client's event loop."""
+        try:
+            result = await there
+        except BaseException as error:
+            _settle(future, ConnectionError(_CLOSED) if self._is_closed() else error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            _settle(future, None, result)
+        finally:
+            del there, future  # the error's traceback keeps this frame
+
+    def _is_closed(self) -> bool:
+        return self._client.status in ("closing", "closed")
+
+    def _fail_if_closed(self) -> None:
+        """Fail all futures if the client is closed: its event loop may have ended before them.
+
+        A client that has lost its scheduler closes itself when it cannot connect again in time.
+        """
+        if self._is_closed():
+            for future in list(self._futures):
+                _settle(future, ConnectionError(_CLOSED))
 
     def share(self, contents: Any) -> Any:
         """Put an object into the memory of Dask's workers: of all, by the fewest transfers."""
@@ -63,14 +121,26 @@ class DaskExecutor(AnyExecutor):
 
     def place_of(self, name: str) -> str:
         """Ask the scheduler which worker has a call."""
-        with contextlib.suppress(Exception):  # the scheduler may be gone, or slow
-            client = self._client
+        client = self._client
+        try:
             tasks = client.sync(client.scheduler.processing, callback_timeout=_ASK_S)
-            for address, names in tasks.items():
-                if name in names:
-                    return f"with Dask's worker at {address}"
-            return "not with a worker of Dask's yet"
-        return ""
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            return "and Dask's scheduler does not answer"
+        for address, names in tasks.items():
+            if name in names:
+                return f"with Dask's worker at {address}"
+        return "not with a worker of Dask's yet" if tasks else "and Dask has no workers now"
+
+
+def _settle(future: Future, error: BaseException | None, result: Any = None) -> None:
+    """End a future, unless it has ended or was cancelled."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 def open_executor(executor: Any) -> AnyExecutor:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,52 @@ class Bad(Mixed):
         if index == 5:
             raise LookupError("no 5")
         return index
+
+
+class Large(Mixed):
+    """Gives samples of 4 MB."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4_000_000,), index % 251, dtype=torch.uint8)
+
+
+class Overtaken(Mixed):
+    """Its first sample comes after its fourth, which another process has to load."""
+
+    def __init__(self, length: int, file: Path) -> None:
+        super().__init__(length)
+        self.file = file
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            self.file.touch()
+        while index == 0 and not self.file.exists():
+            time.sleep(0.01)
+        return index
+
+
+class Held(Mixed):
+    """Gives samples once a file exists."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(4)
+        self.file = file
+
+    def __getitem__(self, index: int) -> Any:
+        while not self.file.exists():
+            time.sleep(0.01)
+        return index
+
+
+class Killing(Mixed):
+    """The first process to load sample 9 is killed, and notes that in a file."""
+
+    def __init__(self, killed: Path) -> None:
+        super().__init__(24)
+        self.killed = killed
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9 and not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)

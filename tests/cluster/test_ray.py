@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
-from shmloader import DataLoader, PipelineBuilder, WorkerDiedError
+from shmloader import (
+    DataLoader,
+    LoaderTimeoutError,
+    PipelineBuilder,
+    TooManyFailures,
+    WorkerDiedError,
+)
 from shmloader.cluster import RayExecutor
+from shmloader.pools.executor import ExecutorPool
 from tests.cluster import datasets
-from tests.cluster.datasets import Bad, Mixed, Notes, Pids
+from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Overtaken, Pids
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
-from tests.process.support import wait_until
+from tests.process.support import ROOT, wait_until
 
 ray = needed("ray")
 cluster_utils = needed("ray.cluster_utils")
@@ -35,16 +49,22 @@ ray.cloudpickle.register_pickle_by_value(datasets)
 STORE_BYTES = 100 << 20
 
 
-@pytest.fixture
-def connected() -> Iterator[None]:
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=STORE_BYTES,
-        log_to_driver=False,
-    )
+@pytest.fixture(scope="module")
+def disconnected_at_the_end() -> Iterator[None]:
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def connected(disconnected_at_the_end) -> None:
+    """Ray on this machine, which takes seconds to start: tests share it unless they end it."""
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=STORE_BYTES,
+            log_to_driver=False,
+        )
 
 
 def local(dataset: Any, **options: Any) -> list[Any]:
@@ -71,6 +91,123 @@ def test_batches_are_those_of_local_workers(connected) -> None:
         executor.submit(abs, 1)
     with pytest.raises(WorkerDiedError, match="refuses tasks"):
         next(iter(loader))
+
+
+def test_a_state_goes_there_and_back_in_mid_epoch(connected) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "seed": 5, "shuffle": True, "num_workers": 3}
+    found, state = [], None
+    for executor, count in ((RayExecutor(), 4), (None, 5), (RayExecutor(), 3), (None, 8)):
+        loader = DataLoader(Mixed(), executor=executor, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        found += [next(iterator) for _ in range(count)]
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+        loader.close()
+    assert_same(found, local(Mixed(), batch_size=2, seed=5, shuffle=True))
+
+
+def test_bad_samples_are_skipped_counted_and_limited(connected) -> None:
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "on_error": "skip"}
+    there = DataLoader(Bad(), executor=RayExecutor(), **options)
+    own = DataLoader(Bad(), **options)
+    assert_same(list(there), list(own))
+    assert there.failures.total == own.failures.total == 1
+    with pytest.raises(TooManyFailures):
+        list(DataLoader(Bad(), executor=RayExecutor(), max_failures=0, **options))
+
+
+def test_any_order_has_each_batch_once(connected, tmp_path) -> None:
+    dataset = Overtaken(24, tmp_path / "fourth")
+    loader = DataLoader(dataset, None, num_workers=4, executor=RayExecutor(), in_order=False)
+    found = list(loader)
+    assert sorted(found) == list(range(24))
+    assert found[0] != 0
+
+
+def test_a_late_batch_is_named_and_not_lost(connected, tmp_path) -> None:
+    dataset = Held(tmp_path / "go")
+    iterator = iter(DataLoader(dataset, None, num_workers=2, executor=RayExecutor(), timeout=1))
+    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(index 0\)") as caught:
+        next(iterator)
+    assert "Worker 0 (of the executor) has been loading batch 0 (index 0)" in str(caught.value)
+    (tmp_path / "go").touch()
+    found, deadline = [], time.monotonic() + 60
+    while len(found) < 4 and time.monotonic() < deadline:
+        with contextlib.suppress(LoaderTimeoutError):
+            found.append(next(iterator))
+    assert found == [0, 1, 2, 3]
+
+
+def test_a_killed_process_s_batch_is_made_again_by_ray_alone(connected, tmp_path, caplog) -> None:
+    dataset = Killing(tmp_path / "killed")
+    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
+    loader = DataLoader(dataset, num_workers=4, executor=RayExecutor(), **options)
+    found = list(loader)
+    assert (tmp_path / "killed").exists()
+    assert not caplog.records, "Ray says nothing to the loader"
+    assert_same(found, local(Mixed(24), **options))
+
+
+def test_what_ray_is_told_to_give_up_is_made_again_by_worker_restarts(
+    connected, tmp_path, caplog
+) -> None:
+    executor = RayExecutor(max_retries=0)
+    options: dict[str, Any] = {"batch_size": 2, "seed": 3}
+    given: dict[str, Any] = {"num_workers": 4, "executor": executor, **options}
+    dataset = Killing(tmp_path / "killed")
+    assert_same(list(DataLoader(dataset, worker_restarts=4, **given)), local(Mixed(24), **options))
+    assert "WorkerCrashedError" in caplog.text
+
+    iterator, found = iter(DataLoader(Killing(tmp_path / "again"), **given)), []
+    with pytest.raises(WorkerDiedError, match="WorkerCrashedError"):
+        found.extend(iterator)
+    assert_same(found, local(Mixed(24), **options)[: len(found)])
+
+
+def test_more_batches_than_the_store_holds_all_come(connected) -> None:
+    """While nothing is taken, 240 MB wait for a store of 100 MB: Ray puts the rest on the disk."""
+    loader = DataLoader(Large(60), 1, num_workers=60, executor=RayExecutor())
+    iterator = iter(loader)
+    first = next(iterator)
+    sent = iterator._pool._tasks
+    wait_until(lambda: all(one.future.done() for one in sent.copy().values()), 120)
+    for index, batch in enumerate([first, *iterator]):
+        assert batch.unique().tolist() == [index]
+    assert index == 59
+
+
+def test_a_dataset_that_is_larger_than_the_store_reaches_it(connected) -> None:
+    executor = RayExecutor()
+    reference = executor.share(np.ones(STORE_BYTES + 1, np.uint8))
+    assert executor.submit(np.sum, reference).result(60) == STORE_BYTES + 1
+
+
+def test_a_batch_is_written_to_its_slot_from_ray_s_store(connected, monkeypatch) -> None:
+    """Without a copy between: what is written there is a view of the store's own memory."""
+    seen = []
+    write = ExecutorPool._write
+
+    def look(self: Any, slot_id: int, contents: Any) -> None:
+        seen.append((contents.flags.writeable, _file_at(contents.ctypes.data)))
+        write(self, slot_id, contents)
+
+    monkeypatch.setattr(ExecutorPool, "_write", look)
+    assert len(list(DataLoader(Large(6), 1, num_workers=2, executor=RayExecutor()))) == 6
+    assert len(seen) == 6
+    for is_writeable, file in seen:
+        assert not is_writeable
+        assert "plasma" in file, seen
+
+
+def _file_at(address: int) -> str:
+    """Return which file is mapped at an address of this process; "" if none is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *others = line.split(maxsplit=5)
+        begin, end = (int(number, 16) for number in span.split("-"))
+        if begin <= address < end:
+            return others[4] if len(others) > 4 else ""
+    return ""
 
 
 def test_a_closed_loader_cancels_what_is_pending(connected) -> None:
@@ -120,6 +257,80 @@ def test_a_cluster_that_is_gone_is_one_error(connected) -> None:
     with pytest.raises(WorkerDiedError, match="the executor "):
         list(iterator)
     assert time.monotonic() - began < 60
+
+
+def test_a_full_disk_under_a_full_store_is_one_clear_error() -> None:
+    ray.shutdown()
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=STORE_BYTES,
+        log_to_driver=False,
+        _system_config={"local_fs_capacity_threshold": 0.0001},  # any disk is full
+    )
+    try:
+        executor = RayExecutor()
+        loader = DataLoader(Large(60), 1, num_workers=60, executor=executor)
+        iterator, found = iter(loader), []
+        sent = iterator._pool._tasks
+        wait_until(
+            lambda: any(
+                one.future.done() and one.future.exception() for one in sent.copy().values()
+            ),
+            120,
+        )
+        with pytest.raises(WorkerDiedError, match=r"OutOfDiskError.* object store is full"):
+            found.extend(iterator)
+        for index, batch in enumerate(found):
+            assert batch.unique().tolist() == [index]
+    finally:
+        ray.shutdown()
+
+
+def test_a_killed_raylet_of_the_driver_is_one_error() -> None:
+    """In a program of its own, which Ray may end."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS_ITS_RAYLET],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    told = r"^WorkerDiedError after .*LocalRayletDiedError"
+    assert re.search(told, done.stdout, re.MULTILINE), done
+
+
+KILLS_ITS_RAYLET = """
+import os, signal, time
+import cloudpickle, psutil, ray
+from shmloader import DataLoader
+from shmloader.cluster import RayExecutor
+from tests.cluster import datasets
+cloudpickle.register_pickle_by_value(datasets)
+ray.cloudpickle.register_pickle_by_value(datasets)
+
+ray.init(
+    num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
+    _system_config={
+        "health_check_initial_delay_ms": 0, "health_check_period_ms": 500,
+        "health_check_timeout_ms": 500, "health_check_failure_threshold": 2,
+    },
+)
+raylets = [one for one in psutil.Process().children(True) if one.name() == "raylet"]
+loader = DataLoader(datasets.Pids(100_000, 0.05), None, num_workers=4, executor=RayExecutor())
+iterator = iter(loader)
+next(iterator)
+assert raylets
+for one in raylets:
+    one.kill()
+began = time.monotonic()
+try:
+    list(iterator)
+except Exception as error:
+    print(type(error).__name__, "after", time.monotonic() - began, "s:", error, flush=True)
+os._exit(0)
+"""
 
 
 def test_a_killed_node_s_batches_are_made_again() -> None:
