@@ -40,7 +40,7 @@ from shmloader import (
 from shmloader.batch.portable import PortablePayload
 from shmloader.cluster import RayExecutor
 from shmloader.pools.executor_task import Own, make_batch
-from tests.late import reason_to_skip, switched_on, to_host
+from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
 
@@ -152,16 +152,14 @@ def test_batches_are_those_of_local_workers_to_the_bit(pool, options) -> None:
             assert_same(list(there), list(local))
 
 
-@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "")
 @pytest.mark.parametrize("options", [{"pin_memory": True}, {"device": "late"}], ids=str)
-def test_batches_are_pinned_and_reach_a_device(pool, options) -> None:
+def test_batches_are_pinned_and_reach_a_device(late, pool, options) -> None:
     given = {"batch_size": 4, "seed": 11, **options}
-    with switched_on():
-        with DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there:
-            batches = list(there)
-        with DataLoader(Mixed(), num_workers=2, **given) as local:
-            assert_same([to_host(one) for one in batches], [to_host(one) for one in local])
-        assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
+    with DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there:
+        batches = list(there)
+    with DataLoader(Mixed(), num_workers=2, **given) as local:
+        assert_same([to_host(one) for one in batches], [to_host(one) for one in local])
+    assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
 
 
 def test_arrays_and_lists_come_as_from_local_workers(pool) -> None:
