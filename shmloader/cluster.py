@@ -135,14 +135,34 @@ def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Ray interrupts a task that is cancelled while it runs, as Ctrl-C would. Such a task is left to
     end: the interruption could hit the user's code anywhere, in a process that runs further tasks.
+
+    Ray ends a process by SIGTERM, for instance on a node that is drained: its handler raises
+    SystemExit in the function. One that catches it, as what makes batches does, has no result for
+    all that: the exception is raised again, by which Ray knows that the task has to run elsewhere.
     """
     if threading.current_thread() is not threading.main_thread():
         return fn(*args, **kwargs)
+    ended: list[SystemExit] = []
+    before_term: Any = signal.getsignal(signal.SIGTERM)
+
+    def end(number: int, frame: object) -> None:
+        try:
+            before_term(number, frame)
+        except SystemExit as error:
+            ended.append(error)
+            raise
+
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if callable(before_term):
+        signal.signal(signal.SIGTERM, end)
     try:
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, before_term)
+    if ended:
+        raise ended[0]
+    return result
 
 
 def _pass_on(done: "concurrent.futures.Future[Any]", future: _RayFuture) -> None:

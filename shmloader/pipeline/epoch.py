@@ -47,6 +47,7 @@ from shmloader.pipeline.lateness import describe_flow
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.meters import Clock, Meter
 from shmloader.pipeline.source import SourceReader
+from shmloader.pools.executor_kinds import CHECK_S
 from shmloader.threads.wakeup import Wakeup
 
 
@@ -127,6 +128,13 @@ class Epoch:
         self._wakeup = Wakeup()
         self._config = config
         self._stage_ops = stage_ops
+        # For executors that may be gone without a word.
+        self._checks: list[Callable[[], None]] = [
+            check
+            for op in stage_ops
+            if op is not None and (check := getattr(op.executor, "check", None)) is not None
+        ]
+        self._check_at_s = time.monotonic() + CHECK_S
         self._reader = reader
         self.clock = Clock(time.monotonic_ns())
         flow = _make_flow(config, failures, self.clock, reader)
@@ -290,7 +298,18 @@ class Epoch:
                     f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
                     f"ask again.{self._stop_waiting()}"
                 )
-            self._wakeup.wait(left_s)
+            self._wait(left_s)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait for news, at most ``timeout_s`` seconds. May return early."""
+        if not self._checks:
+            self._wakeup.wait(timeout_s)
+            return
+        self._wakeup.wait(CHECK_S if timeout_s is None else min(timeout_s, CHECK_S))
+        if time.monotonic() >= self._check_at_s:
+            self._check_at_s = time.monotonic() + CHECK_S
+            for check in self._checks:
+                check()
 
     def _take_now(self) -> object:
         with self._lock:

@@ -217,6 +217,8 @@ class FuturesExecutor:
 
     def __init__(self, executor: concurrent.futures.Executor) -> None:
         self._executor = open_executor(executor)
+        # What the consumer calls now and then while it waits; None if there is nothing to check.
+        self.check: Callable[[], None] | None = self._check if self._executor.check else None
         # Dask takes calls of one name for one call, and so those with equal arguments, if they have
         # no names.
         self._prefix = f"shmloader-{secrets.token_hex(8)}-"
@@ -276,6 +278,15 @@ class FuturesExecutor:
             adding_on = None
         if future.done():
             self._finish(future)
+
+    def _check(self) -> None:
+        """Fail the tasks of an executor that is gone and leaves them pending.
+
+        On a thread of its own, since that calls the callbacks of their futures.
+        """
+        check = self._executor.check
+        if self._tasks and check is not None:
+            threading.Thread(target=check, name="shmloader_executor_check", daemon=True).start()
 
     def _finish(self, future: "concurrent.futures.Future[object]") -> None:
         """Handle a future's result, unless another thread does. On any thread."""

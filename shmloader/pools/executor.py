@@ -54,7 +54,7 @@ from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, FromWorker, T
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import UNKNOWN_PID, Death, Empty, Failure
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.executor_kinds import open_executor
+from shmloader.pools.executor_kinds import CHECK_S, open_executor
 from shmloader.pools.executor_task import (
     Own,
     ProcessName,
@@ -71,9 +71,6 @@ from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
 Future = concurrent.futures.Future[Any]
-
-# How often an executor that has a ``check()`` is asked whether it is there, in seconds.
-_CHECK_S = 2.0
 
 # From this size on, bytes are copied while other threads run, such as the executor's own.
 _FREE_BYTES = 1 << 18
@@ -338,7 +335,7 @@ class ExecutorPool(SlotReader):
         if not self._post.done and not self._reports:
             wait_s = math.inf if timeout_s is None else max(0.0, timeout_s)
             if self._check is not None:
-                wait_s = min(wait_s, _CHECK_S)
+                wait_s = min(wait_s, CHECK_S)
             self._post.wakeup.wait(None if math.isinf(wait_s) else wait_s)
             if self._check is not None and not self._post.done:
                 self._check()

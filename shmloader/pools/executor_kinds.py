@@ -14,6 +14,9 @@ from shmloader.interruptions import is_interruption
 
 Future = concurrent.futures.Future[Any]
 
+#: How often an executor that has a ``check()`` is asked whether it is there, in seconds.
+CHECK_S = 2.0
+
 # How long Dask's scheduler is waited for when it is asked where a task is, in seconds.
 _ASK_S = 0.5
 

@@ -116,14 +116,29 @@ class Held(Mixed):
 
 
 class Killing(Mixed):
-    """The first process to load sample 9 is killed, and notes that in a file."""
+    """The first process to load sample 9 gets a signal, and notes that in a file."""
 
-    def __init__(self, killed: Path) -> None:
+    def __init__(self, killed: Path, number: int = signal.SIGKILL) -> None:
         super().__init__(24)
-        self.killed = killed
+        self.killed, self.number = killed, number
 
     def __getitem__(self, index: int) -> Any:
         if index == 9 and not self.killed.exists():
             self.killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
         return super().__getitem__(index)
+
+
+class Hungry(Mixed):
+    """Its sample 5 takes more memory than a worker may have, which Dask sees within a second."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(8)
+        self.nbytes = nbytes
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            taken = np.ones(self.nbytes, np.uint8)
+            time.sleep(60)
+            return taken[:1]
+        return index

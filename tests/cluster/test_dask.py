@@ -19,11 +19,12 @@ from shmloader import (
     WorkerDiedError,
 )
 from tests.cluster import datasets
-from tests.cluster.datasets import Bad, Mixed, Pids
+from tests.cluster.datasets import Bad, Hungry, Mixed, Pids
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
 from tests.process.support import wait_until
 
+dask = needed("dask")
 distributed = needed("distributed")
 
 pytestmark = [
@@ -184,6 +185,23 @@ def test_a_cluster_that_is_gone_is_one_error(cluster, client) -> None:
     with pytest.raises(WorkerDiedError, match="the executor "):
         list(iterator)
     assert time.monotonic() - began < 60
+
+
+def test_a_worker_killed_for_its_memory_is_one_clear_error() -> None:
+    limit_bytes = 900_000_000
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),  # once, not four times
+        distributed.LocalCluster(
+            n_workers=1, memory_limit=limit_bytes, processes=True, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        dataset = Hungry(limit_bytes)
+        executor = client.get_executor()
+        iterator, found = iter(DataLoader(dataset, None, num_workers=1, executor=executor)), []
+        with pytest.raises(WorkerDiedError, match=r"KilledWorker: .*loading batch 5 \(index 5\)"):
+            found.extend(iterator)
+        assert found == list(range(5))
 
 
 def test_threads_of_this_process_are_refused() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -139,8 +140,12 @@ def test_a_late_batch_is_named_and_not_lost(connected, tmp_path) -> None:
     assert found == [0, 1, 2, 3]
 
 
-def test_a_killed_process_s_batch_is_made_again_by_ray_alone(connected, tmp_path, caplog) -> None:
-    dataset = Killing(tmp_path / "killed")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_ended_process_s_batch_is_made_again_by_ray_alone(
+    connected, tmp_path, caplog, number
+) -> None:
+    """By SIGTERM, Ray itself ends a process, which raises SystemExit in the dataset."""
+    dataset = Killing(tmp_path / "killed", number)
     options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     loader = DataLoader(dataset, num_workers=4, executor=RayExecutor(), **options)
     found = list(loader)
@@ -257,6 +262,18 @@ def test_a_cluster_that_is_gone_is_one_error(connected) -> None:
     with pytest.raises(WorkerDiedError, match="the executor "):
         list(iterator)
     assert time.monotonic() - began < 60
+
+
+def test_a_pipeline_whose_cluster_is_gone_ends_with_one_error(connected, tmp_path) -> None:
+    """All items are under way, so nothing would be submitted that Ray could refuse."""
+    stage = Notes(tmp_path, 1000.0).__getitem__
+    builder = PipelineBuilder().add_source([0]).pipe(stage, executor=RayExecutor())
+    pipeline = builder.add_sink(4).build()
+    with pipeline.auto_stop():
+        wait_until((tmp_path / "begun").exists, 60)
+        ray.shutdown()
+        with pytest.raises(ConnectionError, match="Ray was shut down"):
+            pipeline.get_item(timeout=60)
 
 
 def test_a_full_disk_under_a_full_store_is_one_clear_error() -> None:

@@ -40,7 +40,7 @@ from shmloader import (
 from shmloader.batch.portable import PortablePayload
 from shmloader.cluster import RayExecutor
 from shmloader.pools.executor_task import Own, make_batch
-from tests.late import reason_to_skip, switched_on, to_host
+from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
 
@@ -152,16 +152,14 @@ def test_batches_are_those_of_local_workers_to_the_bit(pool, options) -> None:
             assert_same(list(there), list(local))
 
 
-@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "")
 @pytest.mark.parametrize("options", [{"pin_memory": True}, {"device": "late"}], ids=str)
-def test_batches_are_pinned_and_reach_a_device(pool, options) -> None:
+def test_batches_are_pinned_and_reach_a_device(late, pool, options) -> None:
     given = {"batch_size": 4, "seed": 11, **options}
-    with switched_on():
-        with DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there:
-            batches = list(there)
-        with DataLoader(Mixed(), num_workers=2, **given) as local:
-            assert_same([to_host(one) for one in batches], [to_host(one) for one in local])
-        assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
+    with DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there:
+        batches = list(there)
+    with DataLoader(Mixed(), num_workers=2, **given) as local:
+        assert_same([to_host(one) for one in batches], [to_host(one) for one in local])
+    assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
 
 
 def test_arrays_and_lists_come_as_from_local_workers(pool) -> None:
@@ -333,6 +331,48 @@ def test_an_epoch_that_is_left_is_not_waited_for(pool) -> None:
     assert list(iterator) == list(range(1, 24))
     loader.close()
     gate.close()
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(persistent_workers) -> None:
+    gate, executor = Gate(), _Keeping(2, multiprocessing.get_context("fork"))
+    running = 2 + 3  # one in each process, and those that a process pool sends ahead
+    loader = numbers(
+        executor,
+        lambda index: gate.pass_through() or index,
+        num_workers=20,
+        persistent_workers=persistent_workers,
+    )
+    iterator = iter(loader)
+    wait_until(lambda: any(future.running() for future in executor.futures))
+    for _ in range(4):
+        del iterator
+        iterator = iter(loader)
+        wait_until(lambda: len(executor.pending()) <= 20 + running)
+    left = [future for future in executor.futures[:-20] if not future.done()]
+    assert 0 < len(left) <= running
+    gate.open(len(left) + 24)
+    assert list(iterator) == list(range(24))
+    assert len(executor.futures) == 4 * 20 + 24
+    loader.close()
+    gate.close()
+    end(executor)
+
+
+class _Keeping(Pool):
+    """Keeps the futures of what is submitted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.futures: list[concurrent.futures.Future[Any]] = []
+
+    def pending(self) -> list[concurrent.futures.Future[Any]]:
+        return [future for future in self.futures if not future.done()]
+
+    def submit(self, *args: Any, **named: Any) -> Any:
+        future = super().submit(*args, **named)
+        self.futures.append(future)
+        return future
 
 
 def test_a_late_batch_is_named_and_not_lost(pool) -> None:
@@ -665,6 +705,35 @@ def test_what_a_sample_misses_there_is_told(pool, sample, kind, text) -> None:
     ):
         next(iter(loader))
     assert text in str(caught.value)
+
+
+def test_a_memory_map_whose_file_is_missing_there_is_told(tmp_path) -> None:
+    file, away = tmp_path / "rows.npy", tmp_path / "away.npy"
+    np.save(file, np.arange(40))
+
+    class Elsewhere(Pool):
+        """The file is gone when the first task reaches a process."""
+
+        def submit(self, *args: Any, **named: Any) -> Any:
+            if file.exists() and not self.has_file:
+                file.rename(away)
+            return super().submit(*args, **named)
+
+        has_file = False
+
+    executor = Elsewhere(2, multiprocessing.get_context("fork"))
+    loader = DataLoader(np.load(file, mmap_mode="r"), 4, num_workers=2, executor=executor)
+    with pytest.raises(FileNotFoundError) as caught:
+        next(iter(loader))
+    text = "".join([str(caught.value), *caught.value.__notes__])
+    assert "in a process of the executor (pid " in text
+    assert str(file) in text
+    assert "it has to exist on each machine that makes batches" in text
+    away.rename(file)
+    executor.has_file = True
+    assert torch.cat(list(loader)).tolist() == list(range(40))
+    loader.close()
+    end(executor)
 
 
 def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
