@@ -158,8 +158,10 @@ def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         result = fn(*args, **kwargs)
     finally:
-        signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGTERM, before_term)
+        if before is not None:  # else it was not set by Python, and cannot be set again
+            signal.signal(signal.SIGINT, before)
+        if callable(before_term):
+            signal.signal(signal.SIGTERM, before_term)
     if ended:
         raise ended[0]
     return result
