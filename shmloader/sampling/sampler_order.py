@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from shmloader.interruptions import is_interruption
 from shmloader.sampling.indices import PositionedStreams, array_batches, as_list
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
@@ -201,6 +202,7 @@ class ResumableSampler(Iterator[Any]):
         self._number = self._begun_at = progress.position
         self._done_ahead = progress.ahead
         self._items: Iterator[Any] | None = None
+        self._why_not_begun = ""
         # The batches drawn, from the one before the position on, with their numbers.
         self._drawn: collections.deque[tuple[int, Any]] = collections.deque()
         # The sampler, or its iterator, that has a state of its own; and states taken of it, each
@@ -214,7 +216,7 @@ class ResumableSampler(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._items is None:
-            self._items = self._begin()
+            self._items = self._begin_once()
         item = next(self._items)
         while self._number in self._done_ahead:
             self._number += 1
@@ -232,7 +234,7 @@ class ResumableSampler(Iterator[Any]):
         if self._items is None:
             # Begin now: if the process's global generators were used before the first batch is
             # drawn, the epoch would be another one.
-            items = self._begin()
+            items = self._begin_once()
             self._items = itertools.chain(list(islice(items, 1)), items)
         assert self._state is not None
         state = dict(self._state)
@@ -245,6 +247,20 @@ class ResumableSampler(Iterator[Any]):
         return state
 
     # -------------------------------------------------------------------------------------
+
+    def _begin_once(self) -> Iterator[Any]:
+        """Begin. That cannot be repeated: once it has raised, each further call raises, too."""
+        if self._why_not_begun:
+            raise ValueError(
+                f"the epoch could not be begun: {self._why_not_begun}. Begin a new one with "
+                "iter(loader)"
+            )
+        try:
+            return self._begin()
+        except Exception as error:
+            if not is_interruption(error):
+                self._why_not_begun = f"{type(error).__name__}: {error}"
+            raise
 
     def _begin(self) -> Iterator[Any]:
         """Return an iterator of the epoch's batches; if it is continued, the first one is drawn."""

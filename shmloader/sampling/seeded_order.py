@@ -357,7 +357,7 @@ class SeededOrder(Sampler[list[Any]]):
             number = steps.drawn - 1
             try:
                 step = self._form(items, number)
-            except ValueError:
+            except BaseException:
                 steps.is_over = True  # what follows would be counted wrongly
                 raise
             if not self._is_positioned:

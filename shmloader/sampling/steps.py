@@ -281,9 +281,9 @@ class DrawnSteps(Steps):
             return self._draw_items(count)
 
     def _draw_items(self, count: int) -> list[Any]:
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
         if self._items is None:
             self._items = only_next(self._draw())
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
         waited = len(taken)
         try:
             taken.extend(islice(self._items, count - waited))

@@ -1121,3 +1121,58 @@ def test_an_error_while_a_resumed_epoch_passes_over_what_was_delivered_repeats_n
     again.load_state_dict(state)
     assert steps(iter(again)) == ["error", [9]]
     assert delivered == [[number] for number in range(7)]
+
+
+def test_without_a_seed_such_an_error_is_told_as_long_as_the_epoch_cannot_be_begun() -> None:
+    def load() -> DataLoader:
+        return DataLoader(range(10), batch_sampler=Failing(True), collate_fn=list)
+
+    loader = load()
+    batches = iter(loader)
+    assert steps(itertools.islice(batches, 7)) == [[number] for number in range(7)]
+    with pytest.raises(LookupError):
+        next(batches)
+    assert next(batches) == [8]
+    state = loader.state_dict()
+    again = load()
+    again.load_state_dict(state)
+    resumed = iter(again)
+    with pytest.raises(LookupError):
+        next(resumed)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="could not be begun: LookupError: the sampler's own"):
+            next(resumed)
+
+
+class Late:
+    """A sampler that cannot be iterated yet in its second epoch."""
+
+    def __init__(self) -> None:
+        self.iterated = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterated += 1
+        if self.iterated == 2:
+            raise LookupError("not there yet")
+        return iter(range(7))
+
+
+def test_a_sampler_that_cannot_be_iterated_yet_costs_no_sample_that_was_carried_over() -> None:
+    loader = DataLoader(range(7), 4, sampler=Late(), seed=0, last_batch="rollover", collate_fn=list)
+    assert steps(iter(loader)) == [[0, 1, 2, 3]]
+    assert steps(iter(loader)) == ["error", [4, 5, 6, 0], [1, 2, 3, 4]]
+
+
+def test_an_epoch_ends_with_a_step_that_cannot_be_counted() -> None:
+    loader = ShardedDataLoader(
+        range(9), batch_sampler=[[0], np.array(1), [2]], collate_fn=list, seed=0, rank=0,
+        world_size=1,
+    )  # fmt: skip
+    batches = iter(loader)
+    assert next(batches) == [0]
+    with pytest.raises(TypeError):
+        next(batches)
+    assert list(batches) == []
