@@ -47,9 +47,15 @@ class Raised:
 
 
 class Request(enum.Enum):
-    """A request of the engine's thread, which does not wait for the answer."""
+    """A request of the engine's thread for a ticket. That thread does not wait for it.
 
-    TICKET = enum.auto()
+    Attributes:
+        REPLACEMENT: In place of a ticket that was answered, and yields no batch.
+        ADDITION: Beside all others, as there are more workers now.
+    """
+
+    REPLACEMENT = enum.auto()
+    ADDITION = enum.auto()
 
 
 class UserThreadCall:

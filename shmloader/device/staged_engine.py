@@ -190,8 +190,9 @@ class StagedEngine:
         thread.results.drop_first()
         if isinstance(request, UserThreadCall):
             request.make()
-        else:  # a ticket in place of one that was answered, and yields no batch
-            self._tickets_out -= 1
+        else:
+            if request is Request.REPLACEMENT:
+                self._tickets_out -= 1
             self._draw_one(thread)
 
     def _take(self, thread: EngineThread, result: Ready | Raised) -> object:

@@ -49,6 +49,10 @@ def _explained(error: StopIteration) -> RuntimeError:
     return explained
 
 
+def _ask(results: Results, is_addition: bool) -> None:
+    results.put(Request.ADDITION if is_addition else Request.REPLACEMENT)
+
+
 class EngineThread(BackgroundThread):
     """Runs the engine and the stage for one epoch.
 
@@ -72,7 +76,7 @@ class EngineThread(BackgroundThread):
         self.semaphore = Semaphore(stage.ahead) if stage.ahead else None
         self.is_stopping = False
         # Does not refer to this object: a reference cycle would delay the end of what it holds.
-        self.inbox = Inbox(functools.partial(self.results.put, Request.TICKET))
+        self.inbox = Inbox(functools.partial(_ask, self.results))
 
     def wake(self) -> None:
         """Get the thread out of the engine's wait."""

@@ -319,12 +319,12 @@ class EngineBase(abc.ABC):
             now_ns: The time.
         """
 
-    def _replace_ticket(self) -> None:
-        """Offer a ticket in place of one that yields no batch."""
+    def _offer_another(self, *, is_addition: bool = False) -> None:
+        """Offer a ticket in place of one that yields no batch, or in addition to all others."""
         if self._inbox is None:
             self._offer()
         else:
-            self._inbox.ask()
+            self._inbox.ask(is_addition)
 
     def _awaits_tickets(self) -> bool:
         """Return whether the user's thread may still send a ticket that a worker takes."""

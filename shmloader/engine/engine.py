@@ -395,7 +395,7 @@ class Engine(EngineBase):
         self._free_slot(ticket, is_kept=answer.is_kept)
         self._left_out.append(ticket.seq)
         if self._window:
-            self._replace_ticket()
+            self._offer_another()
         return True
 
     def _hand_over(self, ticket: Ticket) -> object:
@@ -493,8 +493,10 @@ class Engine(EngineBase):
             self._send(ticket)
 
     def _ask_for_tickets(self) -> None:
+        # With dynamic dispatch no stream ends: there are more workers. Else a stream has ended, and
+        # took a ticket.
         for _ in range(self._scheduler.take_wanted_tickets()):
-            self._replace_ticket()
+            self._offer_another(is_addition=self.is_dynamic)
 
     def _send(self, ticket: Ticket) -> None:
         """Send a ticket's task to its worker."""

@@ -16,10 +16,11 @@ class Inbox:
             by itself before it waits. Set by the engine's thread.
 
     Args:
-        ask: Asks the user's thread for one more index batch.
+        ask: Asks the user's thread for one more index batch. Gets whether it is an addition, rather
+            than in place of one that yielded no batch.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[bool], None]) -> None:
         self._waiting: collections.deque[object] = collections.deque()
         self.ask = ask
         self.is_ended = False

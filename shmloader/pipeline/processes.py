@@ -135,7 +135,7 @@ class _Tickets(Inbox):
         return bool(self.tasks) and len(self.sent) < self._window
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: object) -> None:
     """Do nothing when the engine requests a ticket: tickets come by themselves."""
 
 

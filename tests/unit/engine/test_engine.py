@@ -325,18 +325,19 @@ def test_a_slot_that_its_worker_keeps_is_dropped_and_never_filled_again():
 def test_a_wanted_worker_is_started_and_an_unwanted_one_ends_when_it_is_idle():
     engine, pool = engine_of(is_dynamic=True, present=1, window=4)
     numbers = iter(range(100))
-    inbox = Inbox(lambda: inbox.put(next(numbers), engine.wake))  # as the user's thread draws
+    # As the user's thread draws.
+    inbox = Inbox(lambda _: inbox.put(next(numbers), engine.wake))
     engine.attach(inbox, lambda: None, lambda function: function())
 
     def take(count: int) -> list[int]:
         found = []
         for _ in range(count):
             found.append(engine.next_batch())
-            inbox.ask()
+            inbox.ask(False)
         return found
 
     for _ in range(2):  # a worker's share of the window
-        inbox.ask()
+        inbox.ask(False)
     engine.want_workers(2)
     assert take(3) == [0, 1, 2]
     assert pool.log == [("start", 1)]

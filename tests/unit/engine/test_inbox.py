@@ -45,5 +45,5 @@ def test_nobody_is_woken_while_nothing_is_awaited_but_for_the_end() -> None:
 
 def test_it_asks_by_what_it_was_given() -> None:
     asked = []
-    Inbox(lambda: asked.append(1)).ask()
+    Inbox(asked.append).ask(True)
     assert asked == [1]
