@@ -37,8 +37,11 @@ class RemoteClock:
         least_ns, most_ns = sent_ns - began_ns, received_ns - ended_ns
         if self._least_ns is not None:
             drift_ns = max(0, received_ns - self._noted_ns) * _DRIFT_PPM // 1_000_000
-            least_ns = max(least_ns, self._least_ns - drift_ns)
-            most_ns = min(most_ns, self._most_ns + drift_ns)
+            at_least_ns = max(least_ns, self._least_ns - drift_ns)
+            at_most_ns = min(most_ns, self._most_ns + drift_ns)
+            if at_least_ns <= at_most_ns:
+                least_ns, most_ns = at_least_ns, at_most_ns
+            # Else a clock has jumped, as in a virtual machine that was suspended.
         self._least_ns, self._most_ns, self._noted_ns = least_ns, most_ns, received_ns
 
     @property

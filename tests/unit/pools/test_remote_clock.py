@@ -53,5 +53,14 @@ def test_clocks_that_drift_apart_are_followed() -> None:
         assert abs(clock.ahead_ns - AHEAD_NS + drift_ns) < MS
 
 
+def test_after_a_jump_of_a_clock_the_newest_call_counts() -> None:
+    clock = RemoteClock()
+    call(clock, 0, there_ms=5, work_ms=1, back_ms=5)
+    # The other machine was suspended for an hour, in which its clock stood still.
+    began_ns = 3_600_000 * MS + 5 * MS - AHEAD_NS
+    clock.note(7_200_000 * MS, began_ns, began_ns + MS, 7_200_011 * MS)
+    assert clock.ahead_ns == AHEAD_NS + 3_600_000 * MS
+
+
 def test_nothing_is_added_before_the_first_call() -> None:
     assert RemoteClock().ahead_ns == 0
