@@ -132,4 +132,4 @@ def answer(
     message = bytes(message_bytes)
     while (now_ns := time.monotonic_ns()) - began_ns < busy_ns:
         pass
-    return _NAME, 0, began_ns, now_ns, message, array, ""
+    return _NAME, "", 0, began_ns, now_ns, message, array

@@ -300,9 +300,9 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         collections.deque(loader, 0)
         version, shared, own, *_ = watched.arguments
         results = [future.result(60) for future in watched.futures]
-        *_, message, contents, _ = results[-1]
+        *_, message, contents = results[-1]
         contents_bytes = 0 if contents is None else contents.nbytes
-        busy_ns = round(statistics.median(ended - began for _, _, began, ended, *_ in results))
+        busy_ns = round(statistics.median(ended - began for _, _, _, began, ended, *_ in results))
         bare = pack_bare(len(own), len(message), contents_bytes, busy_ns)
         loader.close()
         loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)

@@ -10,8 +10,10 @@ import importlib
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from shmloader.pools.executor_kinds import ExecutorGoneError
 
 __all__ = ["RayExecutor"]
 
@@ -105,9 +107,11 @@ class RayExecutor(concurrent.futures.Executor):
     def check(self) -> None:
         """Fail all futures if Ray was shut down in this process, which Ray itself does not do."""
         if self._is_gone():
-            for future in list(self._futures):
+            with self._lock:
+                futures = list(self._futures)
+            for future in futures:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
-                    future.set_exception(ConnectionError(_GONE))
+                    future.set_exception(ExecutorGoneError(_GONE))
 
     def share(self, value: Any) -> Any:
         """Put a value into Ray's store. Returns a reference that :meth:`submit` takes."""
@@ -152,19 +156,33 @@ def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             ended.append(error)
             raise
 
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if callable(before_term):
-        signal.signal(signal.SIGTERM, end)
-    try:
-        result = fn(*args, **kwargs)
-    finally:
-        if before is not None:  # else it was not set by Python, and cannot be set again
-            signal.signal(signal.SIGINT, before)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_handling(signal.SIGINT, signal.SIG_IGN))
         if callable(before_term):
-            signal.signal(signal.SIGTERM, before_term)
-    if ended:
-        raise ended[0]
-    return result
+            stack.enter_context(_handling(signal.SIGTERM, end))
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            if ended:
+                raise ended[0]
+
+
+@contextlib.contextmanager
+def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Set a signal's handler for the block, unless the present one was not set by Python.
+
+    A handler that the block sets stays.
+    """
+    before = signal.getsignal(number)
+    if before is None:  # it could not be set again
+        yield
+        return
+    signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(number) is handler:
+            signal.signal(number, before)
 
 
 def _pass_on(done: "concurrent.futures.Future[Any]", future: _RayFuture) -> None:

@@ -33,7 +33,7 @@ from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.flow import Job
 from shmloader.pipeline.lifecycle import ThreadContexts
-from shmloader.pools.executor_kinds import open_executor
+from shmloader.pools.executor_kinds import ExecutorGoneError, open_executor
 from shmloader.threads.background import BackgroundThread
 
 #: How long the interpreter's exit waits for an executor's threads, in seconds.
@@ -227,6 +227,7 @@ class FuturesExecutor:
         self._submitting = threading.Lock()
         # The thread that takes a task out of here handles its future's result.
         self._tasks: dict[concurrent.futures.Future[object], Task] = {}
+        self._checking: threading.Thread | None = None
 
     def put(self, task: Task) -> None:
         """Submit a task. From any thread.
@@ -284,9 +285,17 @@ class FuturesExecutor:
 
         On a thread of its own, since that calls the callbacks of their futures.
         """
-        check = self._executor.check
-        if self._tasks and check is not None:
-            threading.Thread(target=check, name="shmloader_executor_check", daemon=True).start()
+        check, before = self._executor.check, self._checking
+        if not self._tasks or check is None or (before is not None and before.is_alive()):
+            return
+        thread = threading.Thread(target=check, name="shmloader_executor_check", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if is_interruption(error):
+                raise
+            return  # the system gives no thread now
+        self._checking = thread
 
     def _finish(self, future: "concurrent.futures.Future[object]") -> None:
         """Handle a future's result, unless another thread does. On any thread."""
@@ -299,6 +308,9 @@ class FuturesExecutor:
                 epoch.failed_for_good(task, RuntimeError("the item's future was cancelled"))
             return
         error = future.exception()
+        if isinstance(error, ExecutorGoneError | concurrent.futures.BrokenExecutor):
+            self._continue_with(epoch.failed_for_good(task, error))
+            return
         if error is not None:
             self._continue_with(epoch.failed(task, error))
             return

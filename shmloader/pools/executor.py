@@ -339,6 +339,10 @@ class ExecutorPool(SlotReader):
             self._post.wakeup.wait(None if math.isinf(wait_s) else wait_s)
             if self._check is not None and not self._post.done:
                 self._check()
+                # What a signal handler raises in a callback on this thread is swallowed.
+                for attempt, sent in self._tasks.copy().items():
+                    if sent.future is not None and sent.future.done():
+                        self._post.put(attempt)
         self.is_waiting = False
         return self.poll(None, events)
 
@@ -558,7 +562,8 @@ def _read(sent: _Sent) -> tuple[Result | None, str]:
             return None, "the executor has cancelled its task"
         error = future.exception()
         if error is None:
-            return Result(*future.result()), ""
+            process, refusal, *others = future.result()
+            return Result(process, refusal, *(() if refusal else others)), ""
     what = "refuses tasks" if future is None else "has not finished its task"
     return None, f"the executor {what} ({_text_of(error)})"
 

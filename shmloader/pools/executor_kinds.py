@@ -6,6 +6,7 @@ is known but its futures.
 
 import concurrent.futures
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,10 @@ CHECK_S = 2.0
 _ASK_S = 0.5
 
 _CLOSED = "Dask's client was closed, or it has lost its scheduler for good"
+
+
+class ExecutorGoneError(ConnectionError):
+    """What a future gets whose call the executor has lost: no error of what was called."""
 
 
 class AnyExecutor:
@@ -68,6 +73,7 @@ class DaskExecutor(AnyExecutor):
         self._executor = executor
         self._client = executor._client
         self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self.check = self._fail_if_closed
 
     def submit(self, name: str, *call: Any) -> Any:
@@ -75,7 +81,7 @@ class DaskExecutor(AnyExecutor):
         if getattr(self._executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._is_closed():  # a client that is closing takes calls, and drops them
-            raise ConnectionError(_CLOSED)
+            raise ExecutorGoneError(_CLOSED)
         # Without a key, Dask computes a hash of all arguments.
         options = {**getattr(self._executor, "_kwargs", {}), "key": name}
         there = self._client.submit(*call, **options)
@@ -83,28 +89,33 @@ class DaskExecutor(AnyExecutor):
             self._executor._futures.add(there)  # for its shutdown()
 
         def cancel(future: Future) -> None:
-            if future.cancelled():
-                with contextlib.suppress(Exception):  # the client may be closed
-                    there.cancel()
+            # Nothing waits for the scheduler, which may be slow, or just being left.
+            if future.cancelled() and not self._is_closed():
+                self._client.loop.add_callback(self._client._cancel, [there])
 
         future = Future()
         future.add_done_callback(cancel)
-        self._futures.add(future)
+        with self._lock:
+            self._futures.add(future)
         self._client.loop.add_callback(self._follow, there, future)
         return future
 
     async def _follow(self, there: Any, future: Future) -> None:
-        """Pass on what comes of a call. Runs in the client's event loop."""
+        """Pass on what comes of a call, as Dask's own executor does. Runs in the event loop."""
         try:
-            result = await there
-        except BaseException as error:
-            _settle(future, ConnectionError(_CLOSED) if self._is_closed() else error)
-            if not isinstance(error, Exception):
-                raise
+            result = await there._result(raiseit=False)
+        except Exception as error:  # noqa: BLE001 - a result could not be fetched
+            text = _CLOSED if self._is_closed() else f"{type(error).__name__}: {error}"
+            _settle(future, ExecutorGoneError(text))
+            return
+        if there.cancelled():
+            text = _CLOSED if self._is_closed() else f"{type(result).__name__}: {result}"
+            _settle(future, ExecutorGoneError(text))
+        elif there.status == "error":
+            _, raised, traceback = result
+            _settle(future, raised.with_traceback(traceback))
         else:
             _settle(future, None, result)
-        finally:
-            del there, future  # the error's traceback keeps this frame
 
     def _is_closed(self) -> bool:
         return self._client.status in ("closing", "closed")
@@ -115,8 +126,10 @@ class DaskExecutor(AnyExecutor):
         A client that has lost its scheduler closes itself when it cannot connect again in time.
         """
         if self._is_closed():
-            for future in list(self._futures):
-                _settle(future, ConnectionError(_CLOSED))
+            with self._lock:
+                futures = list(self._futures)
+            for future in futures:
+                _settle(future, ExecutorGoneError(_CLOSED))
 
     def share(self, contents: Any) -> Any:
         """Put an object into the memory of Dask's workers: of all, by the fewest transfers."""

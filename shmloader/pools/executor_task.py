@@ -134,25 +134,25 @@ _NUMBERS = struct.Struct("<4q")
 
 
 class Result(NamedTuple):
-    """What a task returns, as a plain tuple.
+    """What a task returns, as a plain tuple. Other versions have the first two fields, too.
 
     Attributes:
         process: The name of the process that ran it, pickled as :func:`packed_name` does.
+        refusal: Why the process cannot make batches; "" if it can.
         number: The worker number of that process; -1 if it made no batch.
         began_ns: When the task began, by the process's clock.
         ended_ns: When it ended, by the same clock.
         message: The packed message for the main process; b"" if the process has no payload.
         contents: The slot's contents; None if the message describes none.
-        refusal: Why the process cannot make batches; "" if it can.
     """
 
     process: bytes
-    number: int
-    began_ns: int
-    ended_ns: int
+    refusal: str = ""
+    number: int = -1
+    began_ns: int = 0
+    ended_ns: int = 0
     message: bytes = b""
     contents: "np.ndarray[Any, np.dtype[np.uint8]] | None" = None
-    refusal: str = ""
 
 
 class _Here:
@@ -180,7 +180,8 @@ def this_process() -> ProcessName:
         host = clock = socket.gethostname()
         with contextlib.suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            clock = f"{boot} {Path('/proc/self/ns/time').readlink()}"
+            clock = boot
+            clock += f" {Path('/proc/self/ns/time').readlink()}"  # from Linux 5.6 on
         _Here.name = ProcessName(secrets.token_bytes(8), host, os.getpid(), clock)
     return _Here.name
 
@@ -221,15 +222,15 @@ def make_batch(
     if version != this_version():
         text = f"shmloader {this_version()} is installed on {process.host}, and the loader "
         text += f"has {version}: install the same version there"
-        return _refuse(began_ns, text)
+        return (*Result(packed_name(), text),)
     common = Shared.loads(shared)
     if process.token == common.home.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
         text += "whose threads make batches without copies"
-        return _refuse(began_ns, text)
+        return (*Result(packed_name(), text),)
     with _Here.lock, _one_thread():
         number, message, array = _make(common, Own.loads(own), contents)
-    return (*Result(packed_name(), number, began_ns, time.monotonic_ns(), message, array),)
+    return (*Result(packed_name(), "", number, began_ns, time.monotonic_ns(), message, array),)
 
 
 def _keep_freed_memory() -> None:
@@ -243,10 +244,6 @@ def _keep_freed_memory() -> None:
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
-
-
-def _refuse(began_ns: int, text: str) -> tuple[Any, ...]:
-    return (*Result(packed_name(), -1, began_ns, time.monotonic_ns(), refusal=text),)
 
 
 def _make(

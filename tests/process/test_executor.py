@@ -38,7 +38,7 @@ from shmloader import (
     sample_rng,
 )
 from shmloader.batch.portable import PortablePayload
-from shmloader.cluster import RayExecutor
+from shmloader.cluster import RayExecutor, _call
 from shmloader.pools.executor_task import Own, make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
@@ -624,6 +624,59 @@ def test_another_version_there_is_named(pool, monkeypatch) -> None:
     monkeypatch.setattr("shmloader.pools.executor.this_version", lambda: "0.0.1")
     with pytest.raises(WorkerDiedError, match=r"the loader has 0\.0\.1: install the same version"):
         next(iter(numbers(pool)))
+
+
+class _Answering(concurrent.futures.Executor):
+    """Answers each call at once."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(self.answer)
+        return future
+
+
+def test_the_refusal_of_another_version_is_read_whatever_follows_it() -> None:
+    executor = _Answering((b"a process", "shmloader 9 is installed there", {}, "more", 7, 8, 9, 10))
+    with pytest.raises(WorkerDiedError, match="shmloader 9 is installed there"):
+        next(iter(numbers(executor)))
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_a_process_that_ray_ends_loses_its_task_whatever_becomes_of_the_exception(explains) -> None:
+    def end(*_: object) -> None:
+        raise SystemExit(1)
+
+    def load() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            if explains:
+                raise ValueError("a sample failed") from error
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit):
+            _call(load)
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_a_task_sets_on_ray_stays() -> None:
+    def own(*_: object) -> None:
+        pass
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        _call(signal.signal, signal.SIGINT, own)
+        assert signal.getsignal(signal.SIGINT) is own
+        _call(list)
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # The dataset's journey ---------------------------------------------------------------------

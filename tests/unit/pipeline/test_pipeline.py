@@ -14,6 +14,7 @@ from fractions import Fraction
 import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder, TooManyFailures
+from shmloader.pools.executor_kinds import ExecutorGoneError
 from tests.unit.pipeline.support import SOON_S, Gate, Most, Squares, chain
 
 
@@ -179,6 +180,28 @@ def test_an_executor_that_breaks_with_its_lock_held_ends_the_epoch():
         list(builder.add_sink(2).build(timeout=SOON_S))
     thread.join(SOON_S)
     assert not thread.is_alive()
+
+
+class Failing(concurrent.futures.Executor):
+    """Fails what is submitted."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        future.set_exception(self.error)
+        return future
+
+
+@pytest.mark.parametrize(
+    "error", [ExecutorGoneError("the cluster is gone"), concurrent.futures.BrokenExecutor("gone")]
+)
+def test_what_an_executor_loses_does_not_count_as_failed_items(error):
+    builder = PipelineBuilder().add_source(range(2))
+    builder.pipe(double, executor=Failing(error), concurrency=4, max_failures=1000)
+    with pytest.raises(type(error), match="gone"):
+        list(builder.add_sink(2).build(timeout=SOON_S))
 
 
 class AtOnce(concurrent.futures.Executor):
