@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmloader.pools.executor_kinds import ExecutorGoneError
+from shmloader.pools.executor_kinds import ExecutorGoneError, settle
 
 __all__ = ["RayExecutor"]
 
@@ -110,8 +110,7 @@ class RayExecutor(concurrent.futures.Executor):
             with self._lock:
                 futures = list(self._futures)
             for future in futures:
-                with contextlib.suppress(concurrent.futures.InvalidStateError):
-                    future.set_exception(ExecutorGoneError(_GONE))
+                settle(future, ExecutorGoneError(_GONE))
 
     def share(self, value: Any) -> Any:
         """Put a value into Ray's store. Returns a reference that :meth:`submit` takes."""
@@ -190,8 +189,4 @@ def _pass_on(done: "concurrent.futures.Future[Any]", future: _RayFuture) -> None
     future._reference = None
     error = done.exception()
     # The future may be cancelled, or have failed since Ray was shut down.
-    with contextlib.suppress(concurrent.futures.InvalidStateError):
-        if error is None:
-            future.set_result(done.result())
-        else:
-            future.set_exception(error)
+    settle(future, error, None if error is not None else done.result())

@@ -106,16 +106,16 @@ class DaskExecutor(AnyExecutor):
             result = await there._result(raiseit=False)
         except Exception as error:  # noqa: BLE001 - a result could not be fetched
             text = _CLOSED if self._is_closed() else f"{type(error).__name__}: {error}"
-            _settle(future, ExecutorGoneError(text))
+            settle(future, ExecutorGoneError(text))
             return
         if there.cancelled():
             text = _CLOSED if self._is_closed() else f"{type(result).__name__}: {result}"
-            _settle(future, ExecutorGoneError(text))
+            settle(future, ExecutorGoneError(text))
         elif there.status == "error":
             _, raised, traceback = result
-            _settle(future, raised.with_traceback(traceback))
+            settle(future, raised.with_traceback(traceback))
         else:
-            _settle(future, None, result)
+            settle(future, None, result)
 
     def _is_closed(self) -> bool:
         return self._client.status in ("closing", "closed")
@@ -129,7 +129,7 @@ class DaskExecutor(AnyExecutor):
             with self._lock:
                 futures = list(self._futures)
             for future in futures:
-                _settle(future, ExecutorGoneError(_CLOSED))
+                settle(future, ExecutorGoneError(_CLOSED))
 
     def share(self, contents: Any) -> Any:
         """Put an object into the memory of Dask's workers: of all, by the fewest transfers."""
@@ -150,7 +150,7 @@ class DaskExecutor(AnyExecutor):
         return "not with a worker of Dask's yet" if tasks else "and Dask has no workers now"
 
 
-def _settle(future: Future, error: BaseException | None, result: Any = None) -> None:
+def settle(future: Future, error: BaseException | None, result: Any = None) -> None:
     """End a future, unless it has ended or was cancelled."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         if error is None:
