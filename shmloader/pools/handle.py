@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.waker import receive_soon
+from shmloader.pools.waker import CONSUMER_LOOKS, receive_soon
 
 # For a user without privileges, Linux limits the descriptors that are on their way between all
 # processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event reports
@@ -96,9 +96,9 @@ class WorkerChannel:
         """
         receive = self.channel.recv
         try:
-            return (
-                receive_soon(receive, RECEIVE_BYTES) if soon else receive(RECEIVE_BYTES)
-            ) or None
+            if soon:
+                return receive_soon(receive, RECEIVE_BYTES, looks=CONSUMER_LOOKS) or None
+            return receive(RECEIVE_BYTES) or None
         except OSError as error:  # also a BlockingIOError, or a TimeoutError of a signal handler
             if is_interruption(error):
                 raise

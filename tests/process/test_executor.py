@@ -335,16 +335,17 @@ def test_an_epoch_that_is_left_is_not_waited_for(pool) -> None:
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(persistent_workers) -> None:
-    gate, executor = Gate(), _Keeping(2, multiprocessing.get_context("fork"))
+    gate, arrived = Gate(), Gate()
+    executor = _Keeping(2, multiprocessing.get_context("fork"))
     running = 2 + 3  # one in each process, and those that a process pool sends ahead
     loader = numbers(
         executor,
-        lambda index: gate.pass_through() or index,
+        lambda index: arrived.open() or gate.pass_through() or index,
         num_workers=20,
         persistent_workers=persistent_workers,
     )
     iterator = iter(loader)
-    wait_until(lambda: any(future.running() for future in executor.futures))
+    arrived.pass_through()  # a task that has not come as far fails if its epoch is left
     for _ in range(4):
         del iterator
         iterator = iter(loader)
@@ -356,6 +357,7 @@ def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(persistent_
     assert len(executor.futures) == 4 * 20 + 24
     loader.close()
     gate.close()
+    arrived.close()
     end(executor)
 
 
