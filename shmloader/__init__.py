@@ -69,7 +69,8 @@ from shmloader.errors import (
 )
 from shmloader.host import share_on_host
 from shmloader.insight import LoaderStats
-from shmloader.installing import InstallReport, install, installed, uninstall
+from shmloader.install_report import InstallReport
+from shmloader.installing import install, installed, uninstall
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.measured import CachedBatches
 from shmloader.loader.sharded import ShardedDataLoader

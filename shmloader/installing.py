@@ -16,11 +16,8 @@ Guarantees:
 
 import contextlib
 import inspect
-import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypedDict, Unpack
 
@@ -29,16 +26,15 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.batch.fetch import OnError
+from shmloader.batch.failures import OnError
+from shmloader.install_report import InstallReport
 from shmloader.loader.arguments import is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.iterator import EngineIterator
-from shmloader.memory.slot import is_supported
+from shmloader.memory.system_support import is_supported
 from shmloader.process_state import PROCESS
 from shmloader.sampling.seeded_order import SeededOrder
-
-_log = logging.getLogger("shmloader")
 
 _TorchLoader = torch.utils.data.DataLoader
 
@@ -94,74 +90,6 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
     if name not in (*inspect.signature(_TorchLoader.__init__).parameters, "self")
 } | {"snapshot_every_n_steps": 0}  # no state of these loaders is ever saved
-
-
-@dataclass(frozen=True, slots=True)
-class InstalledLoader:
-    """A line of an :class:`InstallReport`: loaders of one kind, and what they ran on.
-
-    Attributes:
-        loader: The class of the loaders, with its module.
-        dataset: The class of their datasets.
-        num_workers: Their number of workers.
-        engine: "shmloader", or "torch" if torch's own iterator loads.
-        why: Why it is torch's, or which arguments of :func:`install` were left out; or "".
-        epochs: How many epochs such loaders have begun.
-    """
-
-    loader: str
-    dataset: str
-    num_workers: int
-    engine: str
-    why: str
-    epochs: int
-
-
-class InstallReport:
-    """What the loaders of this process ran on since :func:`install`. Any thread may read it.
-
-    ``str()`` of it is a table. Iterators that were begun in other processes are not in it.
-    """
-
-    def __init__(self) -> None:
-        self._epochs: Counter[tuple[str, str, int, str, str]] = Counter()
-
-    @property
-    def loaders(self) -> tuple[InstalledLoader, ...]:
-        """The kinds of loaders, in the order of their first epochs."""
-        return tuple(InstalledLoader(*key, count) for key, count in self._epochs.copy().items())
-
-    def note(self, kind: type, loader: Any, engine: str, why: str) -> None:
-        """Note that an epoch of a loader has begun.
-
-        Args:
-            kind: The class of the loader.
-            loader: The loader, or its stand-in.
-            engine: "shmloader" or "torch".
-            why: Why it is torch's, or what was left out; or "".
-        """
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        key = (name, type(loader.dataset).__qualname__, loader.num_workers, engine, why)
-        self._epochs[key] += 1
-        # An argument that has no effect is told once; the rest is for those who look for it.
-        is_news = engine == "shmloader" and why and self._epochs[key] == 1
-        _log.log(
-            logging.WARNING if is_news else logging.DEBUG,
-            "a %s of %s with num_workers=%s runs on %s%s",
-            *key[:4],
-            f": {why}" if why else "",
-        )
-
-    def __str__(self) -> str:
-        """Return a line for each kind of loader."""
-        lines = [
-            f"{one.loader} of {one.dataset}, num_workers={one.num_workers}: on {one.engine}, "
-            f"{one.epochs} epochs" + (f" ({one.why})" if one.why else "")
-            for one in self.loaders
-        ]
-        return "\n".join(lines) or "no loader has begun an epoch since shmloader.install()"
-
-    __repr__ = __str__
 
 
 class StandIn(DataLoader[Any]):

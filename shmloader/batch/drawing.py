@@ -27,6 +27,8 @@ Assumes:
     * An index or a key draws nothing where it is used, be it an object of the user's.
     * While an epoch runs, no class gains a property or an ``__getattr__``, and torch's own datasets
       keep their parts. torch and numpy are not patched, nor is a mode of torch's active that draws.
+
+The module is long because each opcode that a proof may contain has a method of its own.
 """
 
 import abc

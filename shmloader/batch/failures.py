@@ -2,17 +2,17 @@
 
 Only plain values cross, so that neither a key nor an exception class of the user's can make an
 answer unreadable. Failed samples are noted where they are loaded
-(:class:`shmloader.batch.fetch.TolerantFetcher`), and are read in the main process when their batch
-is delivered.
+(:class:`shmloader.batch.tolerant_fetcher.TolerantFetcher`), and are read in the main process when
+their batch is delivered.
 """
 
 import contextlib
 import pickle
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import cloudpickle
 from torch._utils import ExceptionWrapper, KeyErrorMessage
@@ -20,6 +20,10 @@ from torch._utils import ExceptionWrapper, KeyErrorMessage
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.indices import without_position
 from shmloader.tracebacks import format_for_user
+
+#: How a sample that fails is handled. A function gets the sample's index and the exception, and
+#: returns another sample.
+OnError = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
 
 #: How many failures are listed, the newest ones; the others are only counted.
 LISTED = 100

@@ -21,8 +21,8 @@ import cloudpickle
 
 from shmloader.batch.fingerprint import FingerprintingCollate, chained
 from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
-from shmloader.batch.sample_rng import SeededIterator
 from shmloader.batch.sample_watch import WatchedIterator
+from shmloader.batch.seeded_datasets import SeededIterator
 from shmloader.sampling.rng import set_global_rng_state
 from shmloader.sampling.sampler_checkpoint import has_own_state
 

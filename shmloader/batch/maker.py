@@ -12,11 +12,13 @@ from types import CoroutineType
 from typing import Any
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import SampleReport
-from shmloader.batch.fetch import FetchConfig, OnError, SampleLoader, TolerantFetcher
+from shmloader.batch.failures import OnError, SampleReport
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import SampleLoader
 from shmloader.batch.sample_rng import SampleRng, loading
 from shmloader.batch.sample_watch import SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.batch.timer import Timer
+from shmloader.batch.tolerant_fetcher import TolerantFetcher
 from shmloader.memory.collate import is_plain
 
 

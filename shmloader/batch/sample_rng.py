@@ -1,4 +1,4 @@
-"""Seeds random number generators, for each worker and, with ``seed=``, for each sample.
+"""Seeds random number generators for each sample, with ``seed=``.
 
 A sample's random numbers depend only on the loader's seed and the sample's position. This module
 runs where samples are loaded: in a worker process, in a worker thread, or in the main process.
@@ -11,9 +11,7 @@ runs where samples are loaded: in a worker process, in a worker thread, or in th
                                             │ seeds random, numpy.random and torch for each sample
                                             └ seeds sample_rng(), where that is called
 
-Every seed comes from one hash, BLAKE2b, of five decimal numbers: the use, the loader's seed, the
-epoch, and two more (see :class:`_Use`). So it does not depend on the number of workers, or on when,
-where and how often a sample is loaded.
+Seeds are computed in :mod:`shmloader.batch.seeds`.
 
 What a seed costs (``benchmarks/seed_cost.py``; AMD EPYC virtual machine, Python 3.11):
 
@@ -50,8 +48,6 @@ them, so only :func:`sample_rng` is reproducible there.
 """
 
 import contextlib
-import enum
-import functools
 import hashlib
 import random
 import struct
@@ -61,78 +57,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils.worker import _generate_state
 
 from shmloader.batch.arrays import are_plain, is_plain_data
 from shmloader.batch.drawing import Proof, prove
-from shmloader.batch.fetch import SwitchingDataset, one_by_one
+from shmloader.batch.seeded_datasets import BegunSamples, SeededStream
+from shmloader.batch.seeds import Use, begin_digest, end_digest
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import GlobalState
-
-_DIGEST_BYTES = 64
-
-
-class _Use(enum.IntEnum):
-    """What a digest is for, and which two numbers follow the epoch. These numbers never change.
-
-    A sample of a map-style dataset has its position and 0; in a batch that a batch sampler made,
-    it has the batch's number and its own in the batch. A batch has those of its first sample.
-    """
-
-    SAMPLE = 0
-    COLLATE = 1
-    #: Of an iterable dataset: the worker's number, and the sample's in the worker's stream.
-    STREAM_SAMPLE = 2
-    STREAM_COLLATE = 3
-    #: iter(dataset): the worker's number, and 0.
-    STREAM = 4
-    #: The workers' base seed, in place of torch's: 0, and 0.
-    BASE_SEED = 5
-
-
-def _begin_digest(use: _Use, seed: int, epoch: int) -> "hashlib.blake2b":
-    text = b"%d,%d,%d," % (use, seed, epoch)
-    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"shmloader sample")
-
-
-def _end_digest(begun: "hashlib.blake2b", first: int, second: int) -> bytes:
-    # A copy, since beginning a digest takes three times as long as the rest.
-    whole = begun.copy()
-    whole.update(b"%d,%d" % (first, second))
-    return whole.digest()
-
-
-def base_seed(seed: int, epoch: int) -> int:
-    """Return the base seed of workers that start in this epoch, which torch would draw."""
-    digest = _end_digest(_begin_digest(_Use.BASE_SEED, seed, epoch), 0, 0)
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def seed_worker(base_seed: int, worker_id: int) -> int:
-    """Seed ``random``, ``torch`` and ``numpy.random`` of this process, as torch does in a worker.
-
-    The first two get the sum of both numbers; ``numpy.random`` gets four words that torch mixes
-    from them, so that the libraries do not draw alike.
-
-    Returns:
-        The worker's seed, as ``get_worker_info().seed`` shows it.
-    """
-    seed = base_seed + worker_id
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(_generate_state(base_seed, worker_id))
-    return seed
-
-
-def seed_of_rank(seed: int, rank: int) -> int:
-    """Return the seed of 128 bits that replaces ``seed`` for the samples of one rank.
-
-    For loaders whose positions are those in a rank's own share of the samples. The result never
-    changes between versions, like the digests.
-    """
-    digest = hashlib.blake2b(b"%d,%d" % (seed, rank), digest_size=16, person=b"shmloader rank")
-    return int.from_bytes(digest.digest(), "little")
-
 
 _LARGEST_SEED = (1 << 63) - 1
 
@@ -198,7 +129,7 @@ def sample_rng() -> np.random.Generator:
             "iterable dataset) or in collate_fn, on the same thread"
         )
     if current.rng is None:
-        key = int.from_bytes(_end_digest(current.begun, *current.numbers)[32:48], "little")
+        key = int.from_bytes(end_digest(current.begun, *current.numbers)[32:48], "little")
         current.rng = np.random.Generator(np.random.Philox(key=key))
     return current.rng
 
@@ -269,7 +200,7 @@ class SampleRng:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._digests = [_begin_digest(use, self._seed, epoch) for use in _Use]
+        self._digests = [begin_digest(use, self._seed, epoch) for use in Use]
 
     def wrap(
         self,
@@ -298,12 +229,12 @@ class SampleRng:
                 nothing where it runs no code of the user's.
         """
         if is_iterable:
-            return _SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
+            return SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
         if begins_samples:
             # Where no global generator is seeded, a proof takes about as long as the batch's seeds.
             if not may_replace and (self._sets_global or is_plain_data(dataset)):
                 self._dataset, self._proof = dataset, prove(dataset)
-            dataset = _BegunSamples(self, dataset)
+            dataset = BegunSamples(self, dataset)
         return dataset, self._wrap_collate(
             collate_fn, begins=begins_collate, collates_plainly=collates_plainly
         )
@@ -313,7 +244,7 @@ class SampleRng:
         number = self._count
         self._count += 1
         if not self._draws_nothing:
-            self._set(_Use.SAMPLE, *self._positioned.key(number))
+            self._set(Use.SAMPLE, *self._positioned.key(number))
 
     def may_step_aside(self) -> bool:
         """Whether samples of the next batch need not be begun, as they draw nothing."""
@@ -322,7 +253,7 @@ class SampleRng:
 
     def begin_collate(self) -> None:
         """Seed for collating the samples that were begun since the last batch."""
-        self._set(_Use.COLLATE, *self._positioned.key(self._batch_start))
+        self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def begin_default_collate(self, samples: Any) -> None:
         """Seed for torch's ``default_collate``, unless it draws nothing for these samples."""
@@ -334,13 +265,13 @@ class SampleRng:
         position = self.position
         self.position += 1
         self._count += 1
-        self._set(_Use.STREAM_SAMPLE, self._worker_id, position)
+        self._set(Use.STREAM_SAMPLE, self._worker_id, position)
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[None]:
         """Seed for ``iter(dataset)``, which is called in this block."""
         before, own = _CURRENT.get(), self._own
-        self._set(_Use.STREAM, self._worker_id, 0)
+        self._set(Use.STREAM, self._worker_id, 0)
         try:
             yield
         finally:
@@ -373,18 +304,18 @@ class SampleRng:
 
     def _wrap_stream_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def collate(samples: Any) -> Any:
-            self._set(_Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
+            self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
             return collate_fn(samples)
 
         return collate
 
-    def _set(self, use: _Use, first: int, second: int) -> None:
+    def _set(self, use: Use, first: int, second: int) -> None:
         begun = self._digests[use]
         _CURRENT.set(_Current(begun, (first, second)))
         if self._sets_global:
             if self._restores_global and self._own is None:
                 self._own = GlobalState()
-            _seed_globals(_end_digest(begun, first, second))
+            _seed_globals(end_digest(begun, first, second))
 
     def restore_globals(self) -> None:
         """Restore the process's own generators, if samples have replaced their states."""
@@ -410,104 +341,6 @@ class _Loading:
     def __exit__(self, *_: object) -> None:
         _CURRENT.reset(self._before)
         self._rng.restore_globals()
-
-
-class _BegunSamples(SwitchingDataset):
-    """A map-style dataset that seeds or counts before each sample.
-
-    It has no ``__getitems__``, which would load many samples by one call.
-    """
-
-    def __init__(self, rng: SampleRng, dataset: Any) -> None:
-        self._rng = rng
-        self._dataset = dataset
-
-    def for_batch(self) -> Any:
-        """Return the dataset itself where its samples draw nothing."""
-        return self._dataset if self._rng.may_step_aside() else self
-
-    @functools.cached_property
-    def _get(self) -> Callable[[Any], Any]:
-        return one_by_one(self._dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        self._rng.begin_sample()
-        return self._get(index)
-
-
-class _SeededStream:
-    """An iterable dataset that seeds before each sample."""
-
-    def __init__(self, rng: SampleRng, dataset: Any) -> None:
-        self._rng = rng
-        self._dataset = dataset
-
-    def __iter__(self) -> "SeededIterator":
-        iterator = SeededIterator(self._rng, self._dataset)
-        if self._rng.knows_epoch:
-            iterator.begin()
-        return iterator
-
-
-class SeededIterator:
-    """Iterates an iterable dataset. It calls ``iter(dataset)`` once the epoch is known.
-
-    Attributes:
-        source: The dataset's own iterator; None until :meth:`begin`.
-        dataset: The dataset.
-    """
-
-    def __init__(self, rng: SampleRng, dataset: Any) -> None:
-        self._rng = rng
-        self.dataset = dataset
-        self.source: Iterator[Any] | None = None
-        self._state: Any = None
-
-    @property
-    def position(self) -> int:
-        """The number of samples that the dataset has yielded in the epoch."""
-        return self._rng.position
-
-    def resume(self, position: int, state: Any) -> None:
-        """Continue after earlier samples.
-
-        Args:
-            position: How many samples were yielded before.
-            state: The argument of the source's ``load_state_dict``; None if it is not called.
-        """
-        self._rng.position = position
-        self._state = state
-        if self.source is not None:
-            self._load_state(self.source)
-
-    def _load_state(self, source: Any) -> None:
-        state, self._state = self._state, None
-        if state is not None:
-            source.load_state_dict(state)
-
-    def begin(self) -> None:
-        """Call ``iter(dataset)``, with generators seeded for it.
-
-        Raises:
-            Exception: What ``iter(dataset)`` raises. A StopIteration, which would silently end the
-                epoch, becomes a RuntimeError.
-        """
-        with self._rng.opening_stream():
-            try:
-                self.source = iter(self.dataset)
-            except StopIteration as error:
-                raise RuntimeError("iter(dataset) raised StopIteration") from error
-            self._load_state(self.source)
-
-    def __iter__(self) -> "SeededIterator":
-        return self
-
-    def __next__(self) -> Any:
-        if self.source is None:
-            self.begin()
-        assert self.source is not None
-        self._rng.begin_stream_sample()
-        return next(self.source)
 
 
 def loading(rng: SampleRng | None, indices: Any) -> contextlib.AbstractContextManager[Any]:

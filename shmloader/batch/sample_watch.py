@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sized
 from contextvars import ContextVar
 from typing import Any
 
-from shmloader.batch.fetch import list_loader, one_by_one
+from shmloader.batch.fetchers import list_loader, one_by_one
 from shmloader.errors import SampleTimeoutError
 
 #: The published number while no sample is in work.

@@ -16,7 +16,7 @@ import torch
 
 from shmloader.insight.text import size
 from shmloader.memory.limits import address_space, control_groups, free_memory
-from shmloader.memory.slot import why_unsupported
+from shmloader.memory.system_support import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores
 
 _ROOT = Path("/")

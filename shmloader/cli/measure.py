@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.record import Record, Statistics
+from shmloader.insight.record import Record
 from shmloader.insight.snapshot import LoaderStats, Machine, snapshot
+from shmloader.insight.statistics import Statistics
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.pools.cores import usable_cores

@@ -12,7 +12,7 @@ from shmloader.batch.iterable_state import (
     save,
     save_dataset,
 )
-from shmloader.batch.sample_rng import SeededIterator
+from shmloader.batch.seeded_datasets import SeededIterator
 from shmloader.engine.iterable_checkpoints import dump_checkpoint
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import global_rng_state

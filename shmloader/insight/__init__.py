@@ -2,8 +2,8 @@
 
 Modules: ``measurements`` (a batch's times, an engine's counts, the usage of workers),
 ``histogram`` (percentiles in fixed memory), ``record`` (the sums, on the consumer's thread),
-``snapshot`` (the frozen statistics), ``verdict`` (one sentence about them), ``text`` (how they
-print) and ``trace`` (each batch by itself).
+``statistics`` (the records of all epochs), ``snapshot`` (the frozen statistics), ``verdict`` (one
+sentence about them), ``text`` (how they print) and ``trace`` (each batch by itself).
 """
 
 from shmloader.insight.snapshot import (

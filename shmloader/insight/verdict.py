@@ -9,6 +9,8 @@ similar epochs do not name one each.
 If the workers had not loaded the next batch yet, further rules say why. They are tried in order,
 and two rules that advise the opposite of each other have a gap between their thresholds: "add
 workers" and "use fewer workers" never follow each other in similar epochs.
+
+The module is long because all rules stand in it, in the order in which they are tried.
 """
 
 import dataclasses

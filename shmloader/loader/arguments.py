@@ -33,7 +33,7 @@ from torch.utils.data import (
 from shmloader.batch.drawing import prove
 from shmloader.batch.maker import describe_coroutines
 from shmloader.device.backend import parse_device
-from shmloader.memory.slot import describe_shm_size
+from shmloader.memory.slot_size import describe_shm_size
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.sampler_order import SamplerOrder

@@ -19,7 +19,7 @@ from shmloader.batch.timer import bytes_of
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.loader.config import LoaderParts
-from shmloader.memory.slot import why_unsupported
+from shmloader.memory.system_support import why_unsupported
 from shmloader.sampling.plan import EpochPlan
 
 # Levels of nested containers that are searched for a tensor; a container may contain itself.

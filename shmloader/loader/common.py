@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.batch.sample_rng import base_seed
+from shmloader.batch.seeds import base_seed
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.sampling.plan import EpochPlan
 from shmloader.shared.counting import describe_many, estimate_objects

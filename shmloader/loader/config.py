@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shmloader.batch.arrays import may_be_columns
-from shmloader.batch.fetch import FetchConfig, OnError
+from shmloader.batch.failures import OnError
+from shmloader.batch.fetch import FetchConfig
 from shmloader.device.device import Destination
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
-from shmloader.insight.record import Statistics
+from shmloader.insight.statistics import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.memory.collate import is_plain
 from shmloader.pools.adapting import Adapter

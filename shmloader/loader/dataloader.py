@@ -19,8 +19,9 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from shmloader.batch.fetch import FetchConfig, OnError
-from shmloader.batch.sample_rng import seed_of_rank
+from shmloader.batch.failures import OnError
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.seeds import seed_of_rank
 from shmloader.device.backend import parse_device
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
@@ -53,7 +54,7 @@ from shmloader.loader.in_workers import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
 from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator
-from shmloader.memory.slot import is_supported
+from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe

@@ -4,9 +4,9 @@ from shmloader.batch.portable import PortablePayload
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.interruptions import is_interruption
 from shmloader.loader.config import LoaderConfig
-from shmloader.loader.iterator import SlotIterator
+from shmloader.loader.slot_iterator import SlotIterator
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.executor import ExecutorPool, ProcessNumbers
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from shmloader.interruptions import is_interruption
 from shmloader.loader.common import warn_of_many_objects
-from shmloader.loader.iterator import SlotIterator
+from shmloader.loader.slot_iterator import SlotIterator
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.lease import is_debugging
-from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.arena import PageLocker
 from shmloader.pools.host_demand import DemandReporter

@@ -1,4 +1,8 @@
-"""The part of a loader that knows its epochs: their order, the position, saved states, copies."""
+"""The part of a loader that knows its epochs: their order, the position, saved states, copies.
+
+The module is long because it is all that a loader adds to torch's attributes for this: they are
+read and set by frameworks, so none of it can move to an object of its own without a twin here.
+"""
 
 import contextlib
 import copy
@@ -20,7 +24,7 @@ from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.rebuilt import warn_of_lightning_epochs, warn_of_lightning_states
 from shmloader.loader.states import BatchArgument, check_state, sealed
-from shmloader.memory.slot import is_supported
+from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams

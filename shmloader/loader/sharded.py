@@ -1,4 +1,7 @@
-"""``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards."""
+"""``shmloader.ShardedDataLoader``: one global order, divided among ranks and their shards.
+
+The module is long because half of it documents and lists the arguments.
+"""
 
 import concurrent.futures
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -8,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
-from shmloader.batch.fetch import OnError
+from shmloader.batch.failures import OnError
 from shmloader.host.meeting import ranks_of_host
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,

@@ -1,6 +1,7 @@
 """Shared memory: slots, what is written into them, and what is read out of them.
 
-``slot`` owns the OS resource; ``slot_writer`` hands out its bytes in the worker; ``lease``
+``slot`` owns the OS resource, whose length ``slot_size`` limits; ``system_support`` finds out
+whether the system has what it needs. ``slot_writer`` hands out its bytes in the worker; ``lease``
 notices when the user has dropped a batch, and has the checks of ``SHMLOADER_DEBUG``. Samples become
 a batch in one of two ways:
 

@@ -30,7 +30,8 @@ from typing import Any, ClassVar, Self
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.limits import control_groups, format_bytes, free_memory
-from shmloader.memory.slot import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS, align
+from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
+from shmloader.memory.slot import align
 
 # fcntl's, <linux/fcntl.h>.
 _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)

@@ -14,48 +14,29 @@ mapping all its pages at once. So a process maps only as much of a slot as its b
 little more.
 
 Only this module and :mod:`shmloader.memory.segment` make the operating system's memory calls.
-
-The module is long because it also answers whether this system has what slots need, and how large a
-slot may be.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
-import resource
-import select
-import signal
-import socket
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 from shmloader.errors import SharedMemoryError
 from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.memory.limits import address_space, format_bytes, soft_limit
+from shmloader.memory.limits import address_space, format_bytes
+from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
+from shmloader.memory.slot_size import longest_file, whole_pages
 
 #: Every storage starts at a multiple of this many bytes: a cache line, and the alignment of the
 #: widest vector instructions.
 ALIGNMENT = 64
 
-#: Name of the anonymous files, as /proc/<pid>/maps shows it.
-MEMFD_NAME = "shmloader"
-
-# Older Pythons keep a duplicate of the descriptor with each mapping.
-MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-
 #: Bytes of a slot that are mapped at first. More is mapped when a batch needs it.
 FIRST_BYTES = mmap.PAGESIZE
-
-_MIB = 1 << 20
-
-# Longest file made where the user set no cap.
-_MOST_BYTES = 1 << 37
 
 # A quarter more is mapped than is needed, so that a slightly larger batch needs no new mapping.
 _SPARE_DIVISOR = 4
@@ -69,21 +50,11 @@ _LIMIT_DIVISOR = 4
 _EXCESS_FACTOR = 2
 _EXCESS_BYTES = 16 << 20
 
-# fcntl's seals, <linux/fcntl.h>; the fcntl module names them on Linux only.
-ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
-SEALS = (
-    getattr(fcntl, "F_SEAL_SEAL", 1) | getattr(fcntl, "F_SEAL_SHRINK", 2)
-    | getattr(fcntl, "F_SEAL_GROW", 4)
-)  # fmt: skip
-
 # <linux/mman.h>; Linux 5.14.
 _POPULATE_WRITE = 23
 
 # Errors of madvise if there is no memory for pages.
 _NO_PAGES = (errno.ENOMEM, errno.EFAULT)
-
-# Errors that mean that a resource is used up, not that the call is refused.
-_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
 
 
 def align(nbytes: int) -> int:
@@ -94,124 +65,6 @@ def align(nbytes: int) -> int:
 def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     """Whether a slot holds or maps so much more than it needs that it should give some back."""
     return present_bytes > _EXCESS_FACTOR * needed_bytes + _EXCESS_BYTES
-
-
-class _Missing(Exception):  # noqa: N818 - caught where it is raised
-    """Names a system call that is not available, and the reason."""
-
-
-@contextlib.contextmanager
-def _trying(call: str) -> Iterator[None]:
-    try:
-        yield
-    except AttributeError as error:
-        text = f"{call} is missing in this Python: it needs Linux 5.3 or newer"
-        raise _Missing(text) from error
-    except OSError as error:
-        if error.errno in _USED_UP:
-            return  # raised again when the resource is needed
-        text = f"{call} is refused ({error.strerror})"
-        if error.errno == errno.ENOSYS:
-            text = (
-                f"{call} is missing ({error.strerror}): it needs Linux 5.3 or newer, and a sandbox "
-                "that allows it"
-            )
-        raise _Missing(text) from error
-
-
-@functools.cache
-def why_unsupported() -> str | None:
-    """Return why slots and worker processes do not work on this system; None if they do.
-
-    Each system call is tried, since a sandbox may refuse any of them, with any error.
-    """
-    page = mmap.PAGESIZE
-    with contextlib.ExitStack() as stack:
-        try:
-            with _trying("memfd_create"):
-                fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-                stack.callback(os.close, fd)
-                with _trying("ftruncate"):
-                    os.ftruncate(fd, page)
-                with _trying("fcntl(F_ADD_SEALS)"):
-                    fcntl.fcntl(fd, ADD_SEALS, SEALS)
-                with _trying("mmap"):
-                    mmap.mmap(fd, page, **MAPPING_OPTIONS).close()
-            with _trying("pidfd_open"):
-                pidfd = os.pidfd_open(os.getpid())
-                stack.callback(os.close, pidfd)
-                with _trying("pidfd_send_signal"):
-                    signal.pidfd_send_signal(pidfd, 0)
-            with _trying("eventfd"):
-                stack.callback(os.close, os.eventfd(0))
-            with _trying("poll"):
-                select.poll().poll(0)
-            with _trying("socketpair"):
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                for end in (ours, theirs):
-                    stack.enter_context(end).setblocking(False)
-                with _trying("sendto"):
-                    ours.send(b"-")
-                with _trying("recvfrom"):
-                    theirs.recv(1)
-                with _trying("sendmsg"):
-                    socket.send_fds(ours, [b"-"], [ours.fileno()])
-                with _trying("recvmsg"):
-                    for received in socket.recv_fds(theirs, 1, 1)[1]:
-                        stack.callback(os.close, received)
-        except _Missing as error:
-            return str(error)
-    return None
-
-
-def is_supported() -> bool:
-    """Whether this system has what slots and worker processes need."""
-    return why_unsupported() is None
-
-
-def uncapped_slot_bytes() -> int:
-    """Return the length of a slot's file where the user set no cap: all memory of the machine."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, _MOST_BYTES)
-
-
-def _longest_file() -> int:
-    """Return the length of the longest file that this process may make (``ulimit -f``)."""
-    limit = soft_limit(resource.RLIMIT_FSIZE)
-    return sys.maxsize if limit is None else limit
-
-
-def describe_most(
-    most_bytes: int, needed_bytes: int | None = None, slot_count: int | None = None
-) -> str:
-    """Return what keeps a slot from having more than ``most_bytes``, and the remedy.
-
-    Args:
-        most_bytes: Maximum length of the slot.
-        needed_bytes: Length that is needed; None if that is not known.
-        slot_count: Number of slots among which ``shm_size`` is divided; None if that is not known.
-    """
-    if most_bytes == _whole_pages(_longest_file(), up=False):
-        return "the longest file allowed here (`ulimit -f`): raise that limit"
-    if most_bytes == _whole_pages(uncapped_slot_bytes()):
-        return "all the memory of this machine"
-    text = (
-        "raise shm_size, which is divided equally among prefetch_factor * num_workers slots and "
-        "those that may be lent"
-    )
-    if needed_bytes is None or slot_count is None:
-        return text
-    enough = describe_shm_size(slot_count, needed_bytes)
-    return f"{text}, {slot_count} in all: {enough} suffices for this"
-
-
-def describe_shm_size(slot_count: int, slot_bytes: int) -> str:
-    """Return the least ``shm_size`` in MiB whose equal shares are at least ``slot_bytes``."""
-    return f"shm_size='{-(-slot_count * _whole_pages(slot_bytes) // _MIB)}MiB'"
-
-
-def _whole_pages(nbytes: int, *, up: bool = True) -> int:
-    return (nbytes + (mmap.PAGESIZE - 1) * up) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 class _Slots:
@@ -280,8 +133,8 @@ class Slot:
             SharedMemoryError: If it cannot be mapped.
             OSError: If there is no descriptor left (EMFILE).
         """
-        most_bytes = min(_whole_pages(most_bytes), _whole_pages(_longest_file(), up=False))
-        nbytes = most_bytes if nbytes is None else min(most_bytes, _whole_pages(nbytes))
+        most_bytes = min(whole_pages(most_bytes), whole_pages(longest_file(), up=False))
+        nbytes = most_bytes if nbytes is None else min(most_bytes, whole_pages(nbytes))
         fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, most_bytes)
@@ -303,7 +156,7 @@ class Slot:
         """
         fd = os.dup(self._fd)
         try:
-            return Slot(fd, self.most_bytes, min(self.most_bytes, _whole_pages(nbytes)))
+            return Slot(fd, self.most_bytes, min(self.most_bytes, whole_pages(nbytes)))
         except BaseException as error:
             os.close(fd)
             if not isinstance(error, OSError):
@@ -336,8 +189,8 @@ class Slot:
         """
         if end <= self.nbytes:
             return
-        least = _whole_pages(end)
-        wanted = min(self.most_bytes, _whole_pages(max(end + end // _SPARE_DIVISOR, likely)))
+        least = whole_pages(end)
+        wanted = min(self.most_bytes, whole_pages(max(end + end // _SPARE_DIVISOR, likely)))
         others = [other for other in others if other is not self]
         limit = address_space().limit_bytes
         if limit is not None:
@@ -346,7 +199,7 @@ class Slot:
                 if left >= least:
                     break
                 left += other.unmap()
-            wanted = max(least, min(wanted, _whole_pages(left, up=False)))
+            wanted = max(least, min(wanted, whole_pages(left, up=False)))
         try:
             self._replace(_map(self._fd, wanted))
         except OSError as error:
@@ -382,7 +235,7 @@ class Slot:
         """Unmap what the slot has in excess of ``needed_bytes``, if it has excess."""
         if has_excess(self.nbytes, needed_bytes):
             with Suppressed(OSError):
-                self._replace(_map(self._fd, max(FIRST_BYTES, _whole_pages(needed_bytes))))
+                self._replace(_map(self._fd, max(FIRST_BYTES, whole_pages(needed_bytes))))
 
     def _replace(self, mapping: mmap.mmap) -> None:
         before = self.mapping
@@ -438,7 +291,7 @@ class Slot:
         Returns:
             Whether that was done; not with locked pages.
         """
-        start = _whole_pages(from_byte)
+        start = whole_pages(from_byte)
         if start < self.nbytes:
             try:
                 self.mapping.madvise(mmap.MADV_REMOVE, start, self.nbytes - start)

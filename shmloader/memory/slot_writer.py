@@ -17,7 +17,8 @@ import torch
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.slot import Slot, align, describe_most
+from shmloader.memory.slot import Slot, align
+from shmloader.memory.slot_size import describe_most
 
 # References to the task's array when only the writer holds it: the attribute, and the argument of
 # getrefcount.

@@ -1,4 +1,7 @@
-"""``PipelineBuilder``: takes the description of a pipeline, and checks it."""
+"""``PipelineBuilder``: takes the description of a pipeline, and checks it.
+
+The module is long because more than half of it documents the arguments.
+"""
 
 import collections.abc
 import concurrent.futures

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from shmloader.grammar import described_type
-from shmloader.memory.slot import is_supported, why_unsupported
+from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.source import Resumes, Source, how_it_resumes
 from shmloader.probing import probe

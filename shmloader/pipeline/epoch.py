@@ -4,6 +4,9 @@ Guarantees:
     * No op, nor any other function of the user's, is called while the lock is held.
     * :meth:`Epoch.leave` takes no lock, because the garbage collector may call it anywhere. Results
       that come to an epoch that was left are dropped.
+
+The module is long because everything that takes the lock stands in it: what executors report, what
+the consumer takes, and every way in which an epoch ends.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ from shmloader.pipeline.config import (
     PipelineConfig,
 )
 from shmloader.pipeline.device_future import opened
+from shmloader.pipeline.entries import END, NOTHING, Raised
 from shmloader.pipeline.failures import (
     FailedItem,
     Limit,
@@ -32,21 +36,12 @@ from shmloader.pipeline.failures import (
     explained,
     text_of,
 )
-from shmloader.pipeline.flow import (
-    END,
-    NOTHING,
-    AggregateStage,
-    Flow,
-    Job,
-    PipeStage,
-    Raised,
-    Stage,
-    StageQueue,
-)
+from shmloader.pipeline.flow import Flow, Stage
 from shmloader.pipeline.lateness import describe_flow
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.meters import Clock, Meter
 from shmloader.pipeline.source import SourceReader
+from shmloader.pipeline.stages import AggregateStage, Job, PipeStage, StageQueue
 from shmloader.pools.executor_kinds import CHECK_S
 from shmloader.threads.wakeup import Wakeup
 

@@ -31,8 +31,8 @@ from typing import Any, cast
 from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import OpKind
 from shmloader.pipeline.epoch import Task
-from shmloader.pipeline.flow import Job
 from shmloader.pipeline.lifecycle import ThreadContexts
+from shmloader.pipeline.stages import Job
 from shmloader.pools.executor_kinds import ExecutorGoneError, open_executor
 from shmloader.threads.background import BackgroundThread
 

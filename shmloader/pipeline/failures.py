@@ -10,7 +10,7 @@ from pathlib import PurePath
 from shmloader.batch.failures import RemoteError, describe_index
 from shmloader.engine.failures import JUDGED_FROM, FailureLimit, FailureList
 from shmloader.errors import TooManyFailures
-from shmloader.pipeline.flow import NOTHING
+from shmloader.pipeline.entries import NOTHING
 
 _log = logging.getLogger("shmloader")
 

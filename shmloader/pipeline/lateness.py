@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from shmloader.insight.text import counted, seconds
 from shmloader.pipeline.config import PipelineConfig
-from shmloader.pipeline.flow import Flow, PipeStage, Stage
+from shmloader.pipeline.flow import Flow, Stage
+from shmloader.pipeline.stages import PipeStage
 from shmloader.pipeline.verdict import one_of_threads
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import PipelineConfig, check_timeout
 from shmloader.pipeline.description import describe_chain
+from shmloader.pipeline.entries import END
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem
-from shmloader.pipeline.flow import END
 from shmloader.pipeline.runtime import PipelineRuntime
 from shmloader.pipeline.source import Resumes, how_it_resumes
 from shmloader.pipeline.states import check_state, save_state

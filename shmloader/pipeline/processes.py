@@ -35,7 +35,7 @@ from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pipeline.config import OpKind, Pipe
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.executors import call_all

@@ -20,10 +20,10 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
 from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn
 from shmloader.pipeline.device_future import AfterTransfer, DeviceFuture
+from shmloader.pipeline.entries import Checkpoint
 from shmloader.pipeline.epoch import Epoch, StageExecutor, StageOp
 from shmloader.pipeline.executors import FuturesExecutor, ThreadExecutor
 from shmloader.pipeline.failures import FailedItem
-from shmloader.pipeline.flow import Checkpoint
 from shmloader.pipeline.loop import LoopExecutor
 from shmloader.pipeline.processes import ProcessExecutor
 from shmloader.pipeline.source import SourceReader, fresh, is_sync

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
-from shmloader.pipeline.flow import Checkpoint
+from shmloader.pipeline.entries import Checkpoint
 from shmloader.sampling.sampler_checkpoint import has_own_state
 
 Source = Iterable[Any] | AsyncIterable[Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 from shmloader.loader.states import is_whole, sealed
 from shmloader.pipeline.config import Aggregate, OpKind, PipelineConfig, RunsOn
-from shmloader.pipeline.flow import Checkpoint
+from shmloader.pipeline.entries import Checkpoint
 from shmloader.pipeline.source import Resumes, Unsaved, how_it_resumes
 
 _VERSION = 1

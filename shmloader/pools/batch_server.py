@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.timer import Timer
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.lease import checksum

@@ -22,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 
 from shmloader.batch.failures import RemoteError, note_sample
 from shmloader.batch.payload import receive_payload
-from shmloader.batch.sample_rng import seed_worker
+from shmloader.batch.seeds import seed_worker
 from shmloader.faults import FAULTS
 from shmloader.messages import RECEIVE_BYTES, unpack
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe

@@ -26,6 +26,9 @@ Guarantees:
       raises is an answer.
     * Callbacks of futures only append to a deque and set an event. They hold neither the pool nor
       the loader.
+
+The module is long because one object follows a task from ``submit`` to the slot: each way in which
+a task can fail changes what is known of it, of its process and of its place.
 """
 
 import collections

@@ -40,7 +40,7 @@ from shmloader.batch.portable import (
     explain_missing,
     load_portable,
 )
-from shmloader.batch.sample_rng import seed_worker
+from shmloader.batch.seeds import seed_worker
 from shmloader.memory.collate import install
 from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.messages import BatchFailed, Spilled, Task, pack

@@ -21,7 +21,7 @@ from typing import Any
 
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
-from shmloader.batch.sample_rng import seed_worker
+from shmloader.batch.seeds import seed_worker
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES, Task, unpack
 from shmloader.pools.child import enter_worker, load, run_until_closed

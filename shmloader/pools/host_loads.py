@@ -15,7 +15,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.memory.slot import MEMFD_NAME
+from shmloader.memory.memfd import MEMFD_NAME
 
 #: The most iterators that have a row. Further ones see the others' tasks, and show none.
 MOST_ROWS = 256

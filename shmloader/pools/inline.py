@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.batch.failures import SampleReport
-from shmloader.batch.fetch import EmptyBatchError, map_style_stop
+from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
 from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.timer import Timer
 from shmloader.insight.measurements import Counts, Readings

@@ -8,7 +8,8 @@ from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
-from shmloader.memory.slot import Slot, describe_most
+from shmloader.memory.slot import Slot
+from shmloader.memory.slot_size import describe_most
 from shmloader.messages import (
     INLINE_BYTES,
     Attached,

@@ -26,7 +26,7 @@ import psutil
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.core_time import core_time_here
 from shmloader.insight.measurements import Usage
-from shmloader.memory.slot import MEMFD_NAME
+from shmloader.memory.memfd import MEMFD_NAME
 
 # Phase, epoch, seq, time.monotonic_ns() of its beginning, and the ident of the worker's thread.
 _LINE = struct.Struct("=5q")

@@ -7,14 +7,9 @@ from typing import Any
 
 from shmloader.batch.arrays import ArrayFetcher, ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import RemoteError
-from shmloader.batch.fetch import (
-    EmptyBatchError,
-    FetchConfig,
-    OnError,
-    list_loader,
-    one_by_one,
-)
+from shmloader.batch.failures import OnError, RemoteError
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import EmptyBatchError, list_loader, one_by_one
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch

@@ -13,8 +13,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import AnyIndexFetcher, fetcher_of_arrays
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import RemoteError, note_sample
-from shmloader.batch.fetch import FetchConfig, OnError
+from shmloader.batch.failures import OnError, RemoteError, note_sample
+from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.iterable_state import (
     Beginning,

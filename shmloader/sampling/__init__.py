@@ -15,7 +15,8 @@ Those that draw at random have ``seed=`` and ``set_epoch()``: an epoch depends o
 and its number, and does not use the random number generators of the process (``epochs``).
 
 The loader's own order of samples begins in ``plan``: :class:`EpochPlan` holds the position in the
-epoch, ``seeded_order`` and ``sampler_order`` yield the index batches.
+epoch, ``seeded_order`` and ``sampler_order`` yield the index batches, the latter by a
+``resumable_sampler``.
 ``seeded_samplers`` show a seeded order to what reads a loader's samplers, ``epoch_counter`` numbers
 the epochs for both.
 """

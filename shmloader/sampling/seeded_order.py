@@ -1,4 +1,8 @@
-"""The order of a loader with a seed, which depends only on the seed and the epoch's number."""
+"""The order of a loader with a seed, which depends only on the seed and the epoch's number.
+
+The module is long because each of the order's three sources (a permutation, the user's sampler, the
+user's batch sampler) is drawn, measured, described and resumed in it.
+"""
 
 import copy
 import functools

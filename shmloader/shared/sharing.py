@@ -19,7 +19,7 @@ from shmloader.memory.bulk import BufferTable, storage_at, write_buffers
 from shmloader.memory.codec import PartialStorage, rebuild_tensor
 from shmloader.memory.encoder import OutOfBand, is_plain, tensor_fields
 from shmloader.memory.segment import Segment, SegmentWriter
-from shmloader.memory.slot import is_supported, why_unsupported
+from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
 from shmloader.shared.containers import SharedDict, SharedList, stable_hash, write_index

@@ -31,7 +31,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.host.meeting import Meeting
-from shmloader.memory.slot import uncapped_slot_bytes
+from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.executor import ExecutorPool, ProcessNumbers

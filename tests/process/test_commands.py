@@ -20,9 +20,9 @@ import shmloader
 from shmloader.cli import bench as benching
 from shmloader.cli import measure as measuring
 from shmloader.cli import tune as tuning
+from shmloader.cli.climb import IN_PROCESS, Setting, Speed, climb, decide, finalists
 from shmloader.cli.main import main
 from shmloader.cli.target import UsageError, like
-from shmloader.cli.tune import IN_PROCESS, Setting, Speed, climb, decide, finalists
 from shmloader.memory.limits import Free
 from shmloader.sampling import BucketBatchSampler
 from tests.process.support import ROOT

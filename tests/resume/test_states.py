@@ -483,7 +483,7 @@ STATEFUL = {
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_a_samplers_own_state_is_of_what_was_handed_over(kind, seed, every, monkeypatch):
-    monkeypatch.setattr("shmloader.sampling.sampler_order._OWN_STATE_EVERY", every)
+    monkeypatch.setattr("shmloader.sampling.resumable_sampler._OWN_STATE_EVERY", every)
 
     def make():
         return shmloader.DataLoader(Squares(), seed=seed, **STATEFUL[kind]())

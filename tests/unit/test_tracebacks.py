@@ -5,7 +5,8 @@ import traceback
 import pytest
 from torch.utils.data import default_collate
 
-from shmloader.batch.fetch import FetchConfig, MapFetcher
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import MapFetcher
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine

@@ -6,13 +6,9 @@ import weakref
 import pytest
 from torch.utils.data import IterableDataset
 
-from shmloader.batch.fetch import (
-    EmptyBatchError,
-    FetchConfig,
-    StreamFetcher,
-    TolerantFetcher,
-    map_style_stop,
-)
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import EmptyBatchError, StreamFetcher, map_style_stop
+from shmloader.batch.tolerant_fetcher import TolerantFetcher
 
 
 class Numbers(IterableDataset):

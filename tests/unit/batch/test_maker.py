@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader import sample_rng
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import sample_rng
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.sample_rng import SampleRng, base_seed, loading, seed_of_rank
+from shmloader.batch.sample_rng import SampleRng, loading
+from shmloader.batch.seeds import base_seed, seed_of_rank
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 

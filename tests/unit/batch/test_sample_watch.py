@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.fetch import SampleLoader
+from shmloader.batch.fetchers import SampleLoader
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.errors import SampleTimeoutError
 

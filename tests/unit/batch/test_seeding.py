@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from shmloader.batch.sample_rng import seed_worker
+from shmloader.batch.seeds import seed_worker
 
 
 def draws() -> list[object]:

@@ -21,16 +21,9 @@ import pytest
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import slot as slot_module
-from shmloader.memory.slot import (
-    ALIGNMENT,
-    Slot,
-    align,
-    close_inherited_slots,
-    describe_most,
-    is_supported,
-    uncapped_slot_bytes,
-    why_unsupported,
-)
+from shmloader.memory.slot import ALIGNMENT, Slot, align, close_inherited_slots
+from shmloader.memory.slot_size import describe_most, uncapped_slot_bytes
+from shmloader.memory.system_support import is_supported, why_unsupported
 from tests.process.bytecodes import KINDS, interrupt
 
 MIB = 1 << 20

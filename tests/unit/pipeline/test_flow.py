@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.pipeline.flow import (
-    END,
-    NOTHING,
-    AggregateStage,
-    Flow,
-    Job,
-    PipeStage,
-    Raised,
-    StageQueue,
-)
+from shmloader.pipeline.entries import END, NOTHING, Raised
+from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.meters import SAMPLE_NS, Clock
+from shmloader.pipeline.stages import AggregateStage, Job, PipeStage, StageQueue
 
 QUEUE = 2
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shmloader.batch.failures import RemoteError, SampleReport
-from shmloader.batch.fetch import FetchConfig, TolerantFetcher
+from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
+from shmloader.batch.tolerant_fetcher import TolerantFetcher
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.slot import Slot

@@ -1,0 +1,73 @@
+"""The base of iterators whose batches lie in slots."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shmloader.engine.engine import Engine
+from shmloader.loader.iterator import EngineIterator
+from shmloader.memory.admission import MemoryConfig
+from shmloader.memory.limits import control_groups, free_memory
+from shmloader.pools import Pool
+
+
+class SlotIterator(EngineIterator):
+    """Delivers batches that lie in slots of this process.
+
+    At its end it frees its memory, except what lies under batches that the user holds.
+    """
+
+    def _memory_config(self, writer_count: int, window: int | None) -> MemoryConfig:
+        """Return how much memory the slots may come to need.
+
+        Args:
+            writer_count: How many processes write to the slots.
+            window: Batches in flight; None for ``prefetch_factor`` for each of these.
+        """
+        config, root = self._config, Path(self._config.root)
+        has_share = config.slot_bytes is not None
+        return MemoryConfig(
+            writer_count,
+            config.prefetch_factor,
+            config.loop_holds,
+            self._plan.order.count_batches(),
+            free_memory(root, control_groups(root)),
+            config.root,
+            window,
+            share_count=config.most_window + config.lend_limit if has_share else None,
+        )
+
+    def _make_engine(
+        self,
+        pool: Pool,
+        worker_count: int,
+        *,
+        is_dynamic: bool = False,
+        present: int | None = None,
+        first_worker: int = 0,
+        sharers: int = 1,
+        read_loads: Callable[[], Sequence[int] | None] | None = None,
+    ) -> Engine:
+        """Return the engine of a pool with slots. See :class:`Engine` for the arguments."""
+        config = self._config
+        engine = Engine(
+            pool,
+            worker_count=worker_count,
+            window=config.most_window,
+            lend_limit=config.lend_limit,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            sample_timeout_s=config.fetch.sample_timeout_s,
+            worker_restarts=config.worker_restarts,
+            streams=None if self._streams is None else self._streams.copy(),
+            is_iterable=config.fetch.is_iterable,
+            is_dynamic=is_dynamic,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts.failures),
+            present=present,
+            first_worker=first_worker,
+            sharers=sharers,
+            read_loads=read_loads,
+        )
+        if config.slot_bytes is not None:
+            engine.counts.share_bytes = config.slot_bytes
+        return engine

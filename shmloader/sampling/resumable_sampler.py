@@ -1,0 +1,287 @@
+"""Draws one epoch's index batches from a loader's samplers, from any batch on."""
+
+import collections
+import copy
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from shmloader.interruptions import is_interruption
+from shmloader.sampling.indices import as_list
+from shmloader.sampling.progress import Progress
+from shmloader.sampling.ranks import is_cut_for_ranks
+from shmloader.sampling.rollover import CarryOver, RolloverEpoch
+from shmloader.sampling.sampler_checkpoint import (
+    SamplerCheckpoint,
+    are_known,
+    chain,
+    describe,
+    has_own_state,
+    is_known,
+    log_redraw,
+    own_state,
+)
+from shmloader.sampling.user_iterators import only_next, restart_if_exhausted
+
+# After how many batches a sampler's own state is taken: states may be large, and drawing the
+# batches in between again costs little.
+_OWN_STATE_EVERY = 1000
+
+
+class ResumableSampler(Iterator[Any]):
+    """Draws the index batches of one epoch, from any batch on. Used on the user's thread.
+
+    Args:
+        index_sampler: The sampler that the loader draws from.
+        drawing: An iterator of it.
+        progress: The epoch's progress; drawing begins at its position.
+        checkpoint: Takes and restores checkpoints of the sampler.
+        carry_over: Takes over what the epoch leaves over, if it leaves anything over.
+        state: What :meth:`dump` returned for this epoch; None for a new epoch.
+    """
+
+    def __init__(
+        self,
+        index_sampler: Any,
+        drawing: Iterator[Any],
+        progress: Progress,
+        checkpoint: SamplerCheckpoint,
+        carry_over: CarryOver | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._index_sampler = index_sampler
+        self._carry_over = carry_over
+        # The user's own iterator: it may have a state.
+        self._iterator = drawing
+        self._drawing = self._registered(drawing)
+        self._progress = progress
+        self._checkpoint = checkpoint
+        self._state = state
+        self._number = self._begun_at = progress.position
+        self._done_ahead = progress.ahead
+        self._items: Iterator[Any] | None = None
+        self._why_not_begun = ""
+        # The batches drawn, from the one before the position on, with their numbers.
+        self._drawn: collections.deque[tuple[int, Any]] = collections.deque()
+        # The sampler, or its iterator, that has a state of its own; and states taken of it, each
+        # with the number of batches drawn before.
+        self._stateful: Any = None
+        self._own_states: list[tuple[int, Any]] = []
+        # Whether such a state determines the position within the epoch, since nothing around the
+        # sampler buffers what it yields.
+        self._tells_position = False
+        self._last_checksum: int | None = None
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            self._items = self._begin_once()
+        item = next(self._items)
+        while self._number in self._done_ahead:
+            self._number += 1
+        drawn, last = self._drawn, self._progress.position - 1
+        drawn.append((self._number, item))
+        while drawn[0][0] < last:
+            drawn.popleft()
+        self._number += 1
+        if self._tells_position and (self._number == 1 or self._number % _OWN_STATE_EVERY == 0):
+            self._take_own_state()
+        return item
+
+    def dump(self) -> dict[str, Any]:
+        """Return what the epoch's order depends on and how far the user is, as plain values."""
+        if self._items is None:
+            # Begin now: if the process's global generators were used before the first batch is
+            # drawn, the epoch would be another one.
+            items = self._begin_once()
+            self._items = itertools.chain(list(islice(items, 1)), items)
+        assert self._state is not None
+        state = dict(self._state)
+        if self._stateful is not None:
+            number, own = next(
+                each for each in reversed(self._own_states) if self._is_past(each[0])
+            )
+            state["own"], state["own_at"] = own, number
+        state["last"] = self._checksum_of_last()
+        return state
+
+    # -------------------------------------------------------------------------------------
+
+    def _begin_once(self) -> Iterator[Any]:
+        """Begin. That cannot be repeated: once it has raised, each further call raises, too."""
+        if self._why_not_begun:
+            raise ValueError(
+                f"the epoch could not be begun: {self._why_not_begun}. Begin a new one with "
+                "iter(loader)"
+            )
+        try:
+            return self._begin()
+        except Exception as error:
+            if not is_interruption(error):
+                self._why_not_begun = f"{type(error).__name__}: {error}"
+            raise
+
+    def _begin(self) -> Iterator[Any]:
+        """Return an iterator of the epoch's batches; if it is continued, the first one is drawn."""
+        state = self._state
+        self._stateful = self._find_stateful()
+        self._tells_position = self._stateful is not None and (
+            self._stateful is not self._checkpoint.stateful or self._is_only_batched()
+        )
+        if state is None or not state["begun"]:
+            self._checkpoint.restore_generators(state or {})
+            self._state = self._checkpoint.dump(is_begun=True)
+            if self._stateful is not None:
+                self._take_own_state()
+            if state is not None and "own" in state:
+                self._drawing = restart_if_exhausted(self._drawing, self._iterate)
+            return self._drawing
+        self._last_checksum = state.get("last")
+        with self._checkpoint.drawing(state):
+            items = self._continue(state)
+            first = list(islice(items, 1))
+        return self._without_done(first, items)
+
+    def _iterate(self) -> Iterator[Any]:
+        return self._registered(iter(self._index_sampler))
+
+    def _registered(self, drawing: Iterator[Any]) -> Iterator[Any]:
+        """Register an iterator with the carry-over, and return it for ``next()`` only."""
+        if self._carry_over is not None and isinstance(drawing, RolloverEpoch):
+            self._carry_over.begin(drawing, drawing)
+        return only_next(drawing)
+
+    def _without_done(self, first: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches that were not delivered ahead of their turn."""
+        batches, done_ahead = itertools.chain(first, items), self._done_ahead
+        if not done_ahead:
+            return batches
+        numbers = itertools.count(self._progress.position)
+        return filter(lambda _: next(numbers) not in done_ahead, batches)
+
+    def _find_stateful(self) -> Any:
+        """Return the iterator, or the sampler it draws from, that has a state of its own."""
+        if has_own_state(self._iterator):
+            return self._iterator
+        if self._checkpoint.stateful is not None:
+            return self._checkpoint.stateful
+        outer = self._index_sampler
+        if type(outer) is BatchSampler and not is_known(outer.sampler):
+            # torch's batch sampler hides the iterator that it draws from, which may have a state.
+            inner = iter(outer.sampler)
+            self._drawing = iter(BatchSampler(only_next(inner), outer.batch_size, outer.drop_last))
+            return inner if has_own_state(inner) else None
+        return None
+
+    def _is_only_batched(self) -> bool:
+        """Whether only torch's batch samplers are around the sampler with a state."""
+        around = itertools.takewhile(
+            lambda each: each is not self._stateful, chain(self._index_sampler)
+        )
+        return all(type(each) is BatchSampler for each in around)
+
+    def _continue(self, state: dict[str, Any]) -> Iterator[Any]:
+        """Return an iterator of the batches from the position on, fast-forwarding if need be."""
+        position, at = self._progress.position, 0
+        if self._stateful is not None and "own" in state:
+            at = state["own_at"]
+            self._own_states.append((at, state["own"]))
+            self._stateful.load_state_dict(copy.deepcopy(state["own"]))
+            if self._stateful is self._checkpoint.stateful:
+                self._drawing = self._iterate()  # the current iterator is older than the state
+            if not at:
+                self._drawing = restart_if_exhausted(self._drawing, self._iterate)
+            if not self._tells_position:
+                log_redraw(self._index_sampler, position)
+        elif (sequential := self._sequential_from(position)) is not None:
+            return sequential
+        else:
+            log_redraw(self._index_sampler, position)
+        self._fast_forward(position - at, position)
+        return self._drawing
+
+    def _sequential_from(self, position: int) -> Iterator[Any] | None:
+        """Return an iterator of torch's sequential order that begins at a position.
+
+        None if the order is any other.
+        """
+        outer = self._index_sampler
+        inner = outer.sampler if type(outer) is BatchSampler else outer
+        if type(inner) is not SequentialSampler:
+            return None
+        if position > len(outer):
+            raise self._too_few(position, len(outer))
+        if inner is outer:
+            return iter(range(position, len(outer)))
+        indices = range(position * outer.batch_size, len(inner))
+        return iter(BatchSampler(indices, outer.batch_size, outer.drop_last))
+
+    def _fast_forward(self, count: int, position: int) -> None:
+        """Draw ``count`` batches that were already delivered, and check the last one.
+
+        Raises:
+            ValueError: If there are fewer, or if the last one is not the same as before.
+        """
+        if not count:
+            return
+        passed = sum(1 for _ in islice(self._drawing, count - 1))
+        last = list(islice(self._drawing, 1))
+        kind = describe(self._index_sampler)
+        if not last:
+            raise self._too_few(position, passed)
+        expected, actual = self._last_checksum, _checksum(last[0])
+        if expected is not None and actual is not None and expected != actual:
+            raise ValueError(
+                f"the state does not fit this loader: the {kind} of this loader yields another "
+                f"batch {position - 1} than that of the run whose state this is. Its order must be "
+                "the same whenever it is iterated for the same epoch: seed it, or give it a "
+                "generator=, a set_epoch(), or state_dict() and load_state_dict()"
+            )
+
+    def _too_few(self, position: int, count: int) -> ValueError:
+        return ValueError(
+            f"the state does not fit this loader: it was saved after {position} batches of an "
+            f"epoch, and the {describe(self._index_sampler)} of this loader yields only {count}. "
+            "Give the sampler, dataset and batch_size with which it was saved"
+        )
+
+    def _take_own_state(self) -> None:
+        self._own_states.append((self._number, own_state(self._stateful)))
+        # Of the states that the user is past, only the newest is needed.
+        while len(self._own_states) > 1 and self._is_past(self._own_states[1][0]):
+            del self._own_states[0]
+
+    def _is_past(self, number: int) -> bool:
+        """Whether the user is past a state that was taken after ``number`` batches.
+
+        False for a state taken after the last batch: a sampler that has reached its end may already
+        be in its next epoch.
+        """
+        return number < self._progress.position or not number
+
+    def _checksum_of_last(self) -> int | None:
+        """Return a checksum of the last batch that the user is done with.
+
+        None for torch's and our samplers that yield one rank's share, since one rank may save the
+        state for all ranks.
+        """
+        is_cut = any(map(is_cut_for_ranks, chain(self._index_sampler)))
+        if is_cut and are_known(self._index_sampler):
+            return None
+        last = self._progress.position - 1
+        for number, indices in self._drawn:
+            if number == last:
+                return _checksum(indices)
+        return self._last_checksum if last + 1 == self._begun_at else None
+
+
+def _checksum(indices: object) -> int | None:
+    """Return a checksum of numbers and strings; None for anything else, whose text may change."""
+    try:
+        return zlib.crc32(json.dumps(as_list(indices)).encode())
+    except (TypeError, ValueError):
+        return None
