@@ -27,10 +27,10 @@ after it. The checkpoint of the item that was delivered last is the pipeline's s
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
 ``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),
 ``runtime`` (owns executors and the epoch), ``epoch`` (a flow with its lock and its consumer),
-``flow``, ``stages`` and ``entries`` (pure: where each item is), ``failures`` (which ones are allowed, and their texts), ``source`` (how sources are
-iterated and resumed), ``states`` (the format of a state), ``executors`` (threads, and a user's
-executor), ``loop`` and ``processes`` (the other executors), ``lifecycle`` (``setup`` and
-``teardown``), ``device_future`` (batches on a device), ``meters`` (measures stages; pure),
-``stats`` and ``verdict`` (what they tell), ``lateness`` (a timeout's text), ``description``
-(``repr``).
+``flow``, ``stages`` and ``entries`` (pure: where each item is), ``failures`` (which ones are
+allowed, and their texts), ``source`` (how sources are iterated and resumed), ``states`` (the format
+of a state), ``executors`` (threads, and a user's executor), ``loop`` and ``processes`` (the other
+executors), ``lifecycle`` (``setup`` and ``teardown``), ``device_future`` (batches on a device),
+``meters`` (measures stages; pure), ``stats`` and ``verdict`` (what they tell), ``lateness`` (a
+timeout's text), ``description`` (``repr``).
 """
