@@ -91,6 +91,8 @@ class TolerantFetcher:
         getitems = getattr(self._dataset, "__getitems__", None)
         if getitems and self._sample_loader is None:
             return collate(self._collate_fn, self._load_by_getitems(getitems, index), index)
+        if isinstance(index, Iterator):
+            index = list(index)  # it is read twice
         samples = self._load_each(self._get_one, index)
         good = self._without_skipped(samples)
         if len(good) < len(samples):

@@ -6,8 +6,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from shmloader.cli.measure import Progress, Run
 from shmloader.cli.target import UsageError, find, like, make_loader
+from shmloader.grammar import described_type
 from shmloader.insight.snapshot import LoaderStats
 from shmloader.insight.text import seconds
 from shmloader.loader.dataloader import DataLoader
@@ -27,8 +30,13 @@ def bench(options: argparse.Namespace) -> None:
         print(stats)
     elif isinstance(loader, DataLoader):
         interrupted = _compare(make, loader, options)
-    else:
+    elif isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(f"--vs: {options.target}() already returns a loader of torch's")
+    else:
+        raise UsageError(
+            f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
+            f"{described_type(loader)}"
+        )
     if interrupted is not None:
         raise interrupted
 

@@ -156,7 +156,7 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
     arguments |= changes
     if arguments["num_workers"] == 0:
         useless = ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout")
-        for name in (*useless, "worker_restarts", "thread_pool"):
+        for name in (*useless, "worker_restarts", "thread_pool", "sample_timeout", "executor"):
             arguments.pop(name, None)
     kind = DataLoader if is_ours and not of_torch else torch.utils.data.DataLoader
     return kind(loader.dataset, **arguments)

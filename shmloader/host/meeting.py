@@ -16,6 +16,7 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import select
 import socket
 import struct
@@ -76,20 +77,23 @@ class Meeting:
 
     Args:
         topic: What the ranks meet for; it distinguishes the meetings of one run.
+        is_alone: Whether no other rank will come, so that no other process may.
 
     Raises:
         OSError: If this system has no such sockets, or no descriptor is left.
         PermissionError: If the name is another user's, or others look like this user.
     """
 
-    def __init__(self, topic: str) -> None:
+    def __init__(self, topic: str, *, is_alone: bool = False) -> None:
         if _others_look_like(os.geteuid()):
             raise PermissionError(
                 f"user {os.geteuid()} stands for all users who have no number in this user "
                 "namespace, so ranks cannot be told from processes of other users; run as another "
                 "user of the namespace (`unshare --map-root-user`), or use share()"
             )
-        digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}")).hexdigest()[:32]
+        # Two programs of the same parent that are no ranks would have the same name.
+        run = secrets.token_hex(16) if is_alone else name_of_run()
+        digest = hashlib.sha256(os.fsencode(f"{run}\n{topic}")).hexdigest()[:32]
         self.name = f"\0shmloader-{os.geteuid()}-{digest}"
         self.host_pid = os.getpid()
         while True:

@@ -88,17 +88,19 @@ class WorkerIterator(SlotIterator):
                 config.most_workers,
                 int(self._base_seed),
                 config.num_workers if is_auto else None,
+                is_alone=config.host_ranks == 1,
             )
             pool.note_kept()
-            if pool.wanted_count is not None:
+            wanted = pool.wanted_count  # another iterator's thread may change it
+            if wanted is not None:
                 # Those of the rank that has begun the pool, and what became of them.
                 self._config = dataclasses.replace(
-                    config, num_workers=pool.wanted_count, most_workers=pool.worker_count
+                    config, num_workers=wanted, most_workers=pool.worker_count
                 )
             memory = self._memory_of_workers()
             tasks = TaskConfig(config.fetch, memory, is_debugging())
             try:
-                workers = HostWorkers(pool, functions, tasks)
+                workers = HostWorkers(pool, functions, tasks, self._config.num_workers)
             except ConnectionError as error:
                 if is_interruption(error):
                     raise

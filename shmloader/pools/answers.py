@@ -17,7 +17,7 @@ from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
 
 #: Stands for the process id of a process of the user's executor that is not known yet.
-UNKNOWN_PID = 0
+UNKNOWN_PID = -1
 
 
 class PickledReader:
@@ -161,7 +161,7 @@ class Death:
             one possibly among them.
         restart_limit: The most workers that are restarted in an epoch.
         was_elsewhere: Whether it was loading a batch of another rank, with whom this one shares it.
-        because: Why all workers are gone, if that is known; else empty.
+        because: Why the worker is gone or could not be started, if that is known; else "".
         reason: What the executor said of its lost task; "" if the worker is a process of ours.
         is_final: Whether a restart would not help: the executor takes no tasks, or cannot.
     """

@@ -94,9 +94,17 @@ class ProcessNumbers:
         # be some that a process has taken since.
         self._free: list[int] = []
         self._next = 0
+        # What became of tasks that were given up: the number that each offered, and the number of
+        # its process, or -1. Appended by any thread.
+        self._late: collections.deque[tuple[int, int]] = collections.deque()
 
     def offer(self) -> int:
         """Return the smallest number that no process has, and that no task in flight offers."""
+        while self._late:
+            number, taken = self._late.popleft()
+            if taken >= 0:
+                self.note(taken)
+            self.take_back(number)
         while self._free:
             number = heapq.heappop(self._free)
             if number not in self._taken:
@@ -114,6 +122,14 @@ class ProcessNumbers:
         """Note that the task that offered a number is over."""
         if number not in self._taken:
             heapq.heappush(self._free, number)
+
+    def leave(self, number: int, future: Future) -> None:
+        """Note that the task that offered a number was given up: it may run, and take the number.
+
+        The number is offered again once the task has ended without taking it. It is never offered
+        again if the task was cancelled: Dask and Ray do not say whether it runs nevertheless.
+        """
+        future.add_done_callback(functools.partial(_note_late, self._late, number))
 
 
 class _Post:
@@ -262,6 +278,7 @@ class ExecutorPool(SlotReader):
         own = Own(sent.number, sent.seq, sent.epoch, sent.slot_id, sent.indices).dumps()
         self._tasks[attempt] = sent
         self._pids.pop(sent.worker_id, None)  # any process may take it
+        sent.future = sent.error = None
         put = self._post.put
         sent.submitted_ns = time.monotonic_ns()
         try:
@@ -305,11 +322,14 @@ class ExecutorPool(SlotReader):
     def _give_up(self, attempt: int) -> _Sent | None:
         """Forget a task, and cancel it if it has not begun."""
         sent = self._tasks.pop(attempt, None)
-        if sent is not None:
+        if sent is None:
+            return None
+        if sent.future is None:
             self._numbers.take_back(sent.number)
-            if sent.future is not None:
-                with contextlib.suppress(Exception):  # the executor may be gone
-                    sent.future.cancel()
+        else:
+            with contextlib.suppress(Exception):  # the executor may be gone
+                sent.future.cancel()
+            self._numbers.leave(sent.number, sent.future)
         return sent
 
     def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
@@ -537,6 +557,17 @@ class ExecutorPool(SlotReader):
         finally:
             self._payload.close()
             uninterruptible(self.arena.close)
+
+
+def _note_late(late: collections.deque[tuple[int, int]], number: int, future: Future) -> None:
+    """Note what became of the number that a task has offered. The task's future is done."""
+    if future.cancelled():
+        return
+    if future.exception() is not None:
+        late.append((number, -1))
+        return
+    _, refusal, *others = future.result()
+    late.append((number, -1 if refusal else others[0]))
 
 
 def _report_dropped(sent: _Sent, events: Events) -> None:

@@ -94,6 +94,7 @@ class Lost(NamedTuple):
         exit_code: Its exit code, negative for a signal; None if it is not known.
         oom_kills: Processes that the kernel's out-of-memory killer has ended in this control group.
         was_loading: Whether it was making a batch, for this rank or for another.
+        because: Why it could not be started; "" if it was.
     """
 
     worker_id: int
@@ -102,6 +103,7 @@ class Lost(NamedTuple):
     exit_code: int | None
     oom_kills: int
     was_loading: bool
+    because: str = ""
 
 
 class Left(NamedTuple):

@@ -50,6 +50,8 @@ def open_host_pool(
     worker_count: int,
     base_seed: int,
     first_count: int | None = None,
+    *,
+    is_alone: bool = False,
 ) -> "HostPool":
     """Return the pool of this host for a dataset: the one in use, or one that is begun here.
 
@@ -62,6 +64,7 @@ def open_host_pool(
             to say that begins the pool.
         base_seed: Seeds the workers' random generators, if this rank starts them.
         first_count: How many there are at first, if their number changes; None if it is fixed.
+        is_alone: Whether this host has no other rank.
 
     Raises:
         ValueError: If another rank has begun the pool with other arguments.
@@ -75,7 +78,7 @@ def open_host_pool(
         # have lost it as well, and those who had not opened it yet.
         number = PROCESS.pools_on_host if pool is None else pool.number
         start = ServiceStart(worker_count, first_count, base_seed, describe_dataset(dataset))
-        pool = HostPool(dataset, worker_init_fn, start, number)
+        pool = HostPool(dataset, worker_init_fn, start, number, is_alone=is_alone)
         PROCESS.host_pools[key] = pool
     return pool
 
@@ -93,6 +96,7 @@ class HostPool:
         dataset, worker_init_fn: See :func:`open_host_pool`.
         start: What the owner gets, if this rank starts it.
         number: The pool's number.
+        is_alone: Whether this host has no other rank.
     """
 
     def __init__(
@@ -101,11 +105,13 @@ class HostPool:
         worker_init_fn: Callable[[int], None] | None,
         start: ServiceStart,
         number: int,
+        *,
+        is_alone: bool = False,
     ) -> None:
         self.number = number
         self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
         while True:
-            meeting = Meeting(f"workers {number}")
+            meeting = Meeting(f"workers {number}", is_alone=is_alone)
             self._name = meeting.name
             process: BaseProcess | None = None
             try:

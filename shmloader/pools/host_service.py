@@ -253,7 +253,11 @@ class _HostService:
             except OSError as error:
                 if is_interruption(error):
                     raise
-                rank.tell(Lost(worker_id, attachment, 0, None, 0, was_loading=False))
+                because = (
+                    f"The process {os.getpid()}, which owns the workers of this host "
+                    f"(worker_scope='host'), could not start worker {worker_id}: {error}."
+                )
+                rank.tell(Lost(worker_id, attachment, 0, None, 0, False, because))
                 return
         with Suppressed(OSError):  # it has just died, which the rank will be told
             socket.send_fds(worker.channel, [_NEW_RANK], [channel.fileno()])

@@ -47,13 +47,16 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         pool: The pool of the host.
         functions: (collate_fn, on_error).
         tasks: How tasks are served.
+        count: How many of the workers are used at first.
 
     Raises:
         TypeError, AttributeError, pickle.PicklingError: If the functions cannot be pickled.
         OSError: If there are no descriptors left, or the owner has ended.
     """
 
-    def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
+    def __init__(
+        self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig, count: int
+    ) -> None:
         self._pool: HostPool | None = pool
         self._page = StatusPage(pool.worker_count)
         self._control: socket.socket | None = None
@@ -77,7 +80,6 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             names = ("collate_fn", "on_error")
             self._payloads.append(pickle_for_workers(functions, names, "spawn"))
             self._poll.register(self._control, select.POLLIN)
-            count = pool.worker_count if pool.wanted_count is None else pool.wanted_count
             for worker_id in range(count):
                 self._workers.append(self._attach(worker_id))
                 self._introduce(worker_id)
@@ -141,11 +143,12 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
                 if self._pool is not None:  # a later iterator begins with as many
                     self._pool.wanted_count = message.worker_count
             elif isinstance(message, Lost):
-                worker_id, attachment, pid, exit_code, kills, was_loading = message
+                worker_id, attachment, pid, exit_code, kills, was_loading, because = message
                 if attachment != self._attachments[worker_id]:
                     continue  # this rank has detached from it, and attached to its successor
                 is_ours = self.was_at(worker_id).is_loading
-                death = Death(pid, exit_code, kills, was_elsewhere=was_loading and not is_ours)
+                is_elsewhere = was_loading and not is_ours
+                death = Death(pid, exit_code, kills, was_elsewhere=is_elsewhere, because=because)
                 yield from self._lose(worker_id, death)
 
     def _lose_owner(self) -> Iterable[tuple[int, bytes | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import io
 import os
 import re
@@ -135,6 +136,10 @@ def run(*arguments: str) -> int:
         (
             ("bench", "loaders_of_mine:make_in_process", "--vs", "torch"),
             "already returns a loader of torch's",
+        ),
+        (
+            ("bench", "loaders_of_mine:make_once", "--vs", "torch"),
+            "make_once() should return a shmloader.DataLoader, but returned a generator",
         ),
         (("bench", "loaders_of_mine:make", "--step-ms", "inf"), "'inf' is not a number from 0 up"),
         (("bench", "loaders_of_mine:make", "--batches", "0"), "'0' is not a whole number from 1"),
@@ -515,6 +520,13 @@ def test_a_loader_like_another_has_its_arguments() -> None:
     none = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
     assert like(none).batch_size is None
     assert like(none, num_workers=0).num_workers == 0
+    timed = shmloader.DataLoader(dataset, num_workers=1, sample_timeout=3)
+    assert like(timed).sample_timeout == 3
+    assert like(timed, num_workers=0).sample_timeout is None
+    with concurrent.futures.ProcessPoolExecutor(1) as executor:
+        there = shmloader.DataLoader(dataset, num_workers=1, executor=executor)
+        assert like(there).executor is executor
+        assert like(there, num_workers=0).executor is None
     with pytest.raises(UsageError):
         like([1])
 

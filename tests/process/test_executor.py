@@ -361,6 +361,28 @@ def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(persistent_
     end(executor)
 
 
+def test_a_process_whose_first_task_was_given_up_keeps_its_worker_number(tmp_path) -> None:
+    gate, arrived, seen = Gate(), Gate(), tmp_path / "seen"
+
+    def number(_: int) -> int:
+        if not seen.exists():
+            seen.touch()
+            arrived.open()
+            gate.pass_through()
+        return torch.utils.data.get_worker_info().id
+
+    executor = forked(3)
+    loader = numbers(executor, number, 2, num_workers=1)
+    iterator = iter(loader)
+    arrived.pass_through()
+    del iterator  # the process stays in the sample, and has taken number 0
+    assert 0 not in list(loader)
+    gate.open()
+    end(executor)
+    for each in (gate, arrived):
+        each.close()
+
+
 class _Keeping(Pool):
     """Keeps the futures of what is submitted."""
 
@@ -733,6 +755,23 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
     for _ in range(2):
         assert_same(list(loader), list(local))
         assert 1 <= executor.carried <= 2 * 3
+    end(executor)
+
+
+def test_a_task_that_cannot_be_sent_again_with_the_payload_is_lost() -> None:
+    executor = _Far()
+    loader = DataLoader(range(8), 2, num_workers=1, executor=executor)
+    submit, calls = executor.submit, []
+
+    def refuse_the_second(*call: Any) -> Any:
+        calls.append(call)
+        if len(calls) > 1:
+            raise RuntimeError("no further task")
+        return submit(*call)
+
+    executor.submit = refuse_the_second
+    with pytest.raises(WorkerDiedError, match="no further task"):
+        next(iter(loader))
     end(executor)
 
 

@@ -408,6 +408,32 @@ def test_ranks_with_different_datasets_are_refused(run):
     assert f"Samples of {COUNT} samples" in str(errors[0])
 
 
+class Constant(Samples):
+    """Samples that have the value that the program gives them."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def __getitem__(self, index: int) -> int:
+        return self.value
+
+
+def test_programs_with_one_rank_share_no_workers_though_they_have_the_same_parent(run, monkeypatch):
+    monkeypatch.setattr(
+        "tests.process.ranks.variables", lambda *_: {}
+    )  # no launcher has started them
+
+    def program(value: int) -> set[int]:
+        one = loader(Constant(value), persistent_workers=True)
+        kept.append(one)  # its workers live until the program ends
+        return {number for batch in one for number in batch.tolist()}
+
+    kept: list[Any] = []
+    found = [run.start(functools.partial(program, value)) for value in (3, 4)]
+    assert [one.result() for one in found] == [{3}, {4}]
+
+
 class Unpicklable(Samples):
     def __init__(self) -> None:
         super().__init__()

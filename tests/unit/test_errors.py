@@ -89,3 +89,28 @@ print(shmloader.sampling.SplitSampler.__name__, shmloader.sequence.smap.__name__
     done = run_program(program)
     assert done.out == "SplitSampler smap\n", done.err
     done.assert_quiet()
+
+
+def test_what_only_some_users_need_is_not_imported():
+    program = """
+import sys
+import shmloader
+import torch
+numbers = torch.arange(8)
+for options in ({}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True, "seed": 0}):
+    assert len(list(shmloader.DataLoader(numbers, 4, **options))) == 2
+pipeline = shmloader.PipelineBuilder().add_source(range(8)).aggregate(4).add_sink(2).build()
+with pipeline:
+    assert len(list(pipeline)) == 2
+packages = {name.partition(".")[0] for name in sys.modules}
+print(sorted(packages & {
+    "IPython", "accelerate", "dask", "distributed", "fsspec", "grain", "lightning", "matplotlib",
+    "mpi4py", "pandas", "pyarrow", "pytorch_lightning", "ray", "rich", "torchdata", "tqdm",
+    "transformers",
+}))
+ours = ("shmloader.cli", "shmloader.cluster", "shmloader.integrations")
+print(sorted(name for name in sys.modules if name.startswith(ours)))
+"""
+    done = run_program(program)
+    assert done.out == "[]\n[]\n", done.err
+    done.assert_quiet()

@@ -233,8 +233,9 @@ def test_a_batch_that_fails_only_as_a_whole_is_complete_at_the_second_try():
     assert counts(fetcher) == (2, [])
 
 
-def test_indices_from_an_iterator_are_also_tried_again():
-    fetcher = tolerant(Listed(1))
+@pytest.mark.parametrize("kind", [Listed, Keyed])
+def test_indices_from_an_iterator_are_also_tried_again(kind):
+    fetcher = tolerant(kind(1))
     assert fetcher.fetch(iter([0, 1, 2])) == [[0], [2]]
 
 
