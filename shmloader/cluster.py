@@ -37,7 +37,7 @@ class _RayFuture(concurrent.futures.Future[Any]):
         reference, self._reference = self._reference, None
         if reference is not None:
             with contextlib.suppress(RuntimeError):  # another thread was faster
-                self.set_running_or_notify_cancel()  # for those that wait for several futures
+                self.set_running_or_notify_cancel()  # for concurrent.futures.wait()
             with contextlib.suppress(Exception):  # the task or the cluster may be gone
                 # Without ``force``, which would kill the process. One that runs ends: see `_call`.
                 self._ray.cancel(reference, force=False, recursive=False)
@@ -45,11 +45,11 @@ class _RayFuture(concurrent.futures.Future[Any]):
 
 
 class RayExecutor(concurrent.futures.Executor):
-    """A ``concurrent.futures.Executor`` whose tasks are Ray's.
+    """A ``concurrent.futures.Executor`` whose tasks run on Ray.
 
-    Ray places the tasks, and runs them again where a node was lost. The executor connects to the
-    cluster that ``ray.init()`` has connected this process to, and else to the one that
-    ``ray.init()`` finds or starts. It neither disconnects nor stops a cluster.
+    Ray places the tasks, and runs them again where a node was lost. The executor uses the
+    cluster that this process is connected to, or else calls ``ray.init()``, which finds or starts
+    one. It neither disconnects nor stops a cluster.
 
     Args:
         options: Options of Ray's for each task, as for ``ray.remote``: ``num_cpus`` (1 by default),
@@ -79,7 +79,7 @@ class RayExecutor(concurrent.futures.Executor):
     def submit(
         self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> "concurrent.futures.Future[Any]":
-        """Submit a call of ``fn``. A reference to Ray's store among ``args`` becomes its value.
+        """Submit a call of ``fn``. An ``ObjectRef`` in ``args`` is replaced by its value.
 
         Raises:
             RuntimeError: After ``shutdown()``, or if Ray is not connected.

@@ -60,7 +60,7 @@ ITERATOR_CLOSED = (
 )
 
 #: The text of a ClosedLoaderError in a call during which another thread has closed the iterator.
-CLOSED_MEANWHILE = "the iterator was closed meanwhile"
+CLOSED_MEANWHILE = "another thread closed the iterator during this call"
 
 
 class InternalError(ShmloaderError, RuntimeError):

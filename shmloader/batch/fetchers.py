@@ -1,4 +1,4 @@
-"""Fetches the samples of a batch as torch's fetchers do. An error says of which sample it is."""
+"""Fetches the samples of a batch as torch's fetchers do. Errors name the sample that failed."""
 
 import functools
 import operator

@@ -27,14 +27,14 @@ class Hazard(NamedTuple):
 
 
 _SQLITE = (
-    "SQLite forbids to use a connection in a forked process: it may corrupt the database",
+    "SQLite forbids using a connection in a forked process: it may corrupt the database",
     "a connection works only in the thread that opened it (check_same_thread)",
 )
 _HDF5 = (
     "the forked workers share one file position and the library's locks: reads fail or hang",
     "",
 )
-_LMDB = ("LMDB forbids to use an environment that was opened before a fork", "")
+_LMDB = ("LMDB forbids using an environment that was opened before a fork", "")
 _CLIENT = (
     "the forked workers share one connection, and read each other's answers",
     "",

@@ -62,7 +62,7 @@ def _note_of(worker_id: int, answer: Answer) -> StreamNote:
 
 
 def _explained(error: StopIteration) -> RuntimeError:
-    explained = RuntimeError("a batch raised StopIteration while it was read")
+    explained = RuntimeError("unpickling a batch raised StopIteration")
     explained.__cause__ = error
     return explained
 

@@ -165,7 +165,7 @@ class IterableCheckpoints:
         if type(saved_count) is int and saved_count != worker_count:
             raise ValueError(
                 f"the state does not fit this loader:\n- num_workers: {saved_count} in the state, "
-                f"{worker_count} in this loader. The state has that of each worker's dataset: set "
+                f"{worker_count} in this loader. Each worker's dataset has a state of its own: set "
                 f"num_workers={saved_count}, or start the epoch from the beginning."
             )
         next_worker, base_seed = state.get("next_worker"), state.get("base_seed")

@@ -76,7 +76,11 @@ def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
         return text
     if ticket is not None and ticket.kill_count > 1:
         return f"{text} This batch has killed a worker before, and is not loaded a third time."
-    return f"{text} No restart is left in this epoch (worker_restarts={death.restart_limit})."
+    return text + _describe_used_up(death)
+
+
+def _describe_used_up(death: Death) -> str:
+    return f" No restart is left in this epoch (worker_restarts={death.restart_limit})."
 
 
 def _describe_lost_task(death: Death) -> str:
@@ -84,11 +88,8 @@ def _describe_lost_task(death: Death) -> str:
     if death.is_final:
         return ""
     if not death.restart_limit:
-        return " worker_restarts=n would have up to n lost batches of an epoch made again."
-    return (
-        " As many lost batches were made again in this epoch as worker_restarts="
-        f"{death.restart_limit} allows."
-    )
+        return " With worker_restarts=n, up to n lost batches of an epoch are made again."
+    return _describe_used_up(death)
 
 
 def _describe_oom(death: Death) -> str:

@@ -87,9 +87,9 @@ class Meeting:
     def __init__(self, topic: str, *, is_alone: bool = False) -> None:
         if _others_look_like(os.geteuid()):
             raise PermissionError(
-                f"user {os.geteuid()} stands for all users who have no number in this user "
-                "namespace, so ranks cannot be told from processes of other users; run as another "
-                "user of the namespace (`unshare --map-root-user`), or use share()"
+                f"user {os.geteuid()} stands for all users that this user namespace does not "
+                "map, so ranks cannot be distinguished from processes of other users; run as a "
+                "mapped user (`unshare --map-root-user`), or use share()"
             )
         # Two programs of the same parent that are no ranks would have the same name.
         run = secrets.token_hex(16) if is_alone else name_of_run()

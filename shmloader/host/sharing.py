@@ -132,8 +132,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                 raise
             if meeting.has_lost_host:
                 raise RuntimeError(
-                    f"process {meeting.host_pid}, the rank that built the object for this host, "
-                    "ended before it had shared it. Its own output says why; if it was killed, "
+                    f"process {meeting.host_pid}, the rank that was building the object for this "
+                    "host, ended before sharing it. Its own output says why; if it was killed, "
                     "there may have been too little memory."
                 ) from error
             # Its build() was interrupted, or all ranks had come: this is one more.
@@ -201,7 +201,7 @@ def _pickled(shared: object) -> Payload:
         raise explain(error, found, "the other ranks of this host", _OPEN_LATER) from error
 
 
-_OPEN_LATER = "Let build() leave it at None, and create it when it is first used."
+_OPEN_LATER = "Set it to None in build(), and create it when it is first used."
 
 
 class _Server(BackgroundThread):
@@ -279,7 +279,7 @@ class _Server(BackgroundThread):
             except OSError as error:
                 if is_interruption(error):
                     raise
-                _log.warning("a rank of this host could not be given what was shared: %s", error)
+                _log.warning("could not send the shared object to a rank of this host: %s", error)
                 return
         self._left -= 1
 

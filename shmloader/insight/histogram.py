@@ -14,7 +14,7 @@ _PART_MASK = _PARTS - 1
 class Histogram:
     """Counts durations in buckets whose width grows with the duration.
 
-    Takes 4 KiB for any number of durations. A percentile is right to 7 %.
+    Takes 4 KiB for any number of durations. A percentile is accurate to 7 %.
 
     Attributes:
         count: Number of durations noted.

@@ -61,7 +61,7 @@ class WaitStats:
     Attributes:
         total_s: Time in ``iter()`` and ``next()``.
         share: ``total_s`` as a share of ``elapsed_s``; 0 to 1.
-        p50_s: Median time of a call of ``next()``; right to 7 %, like the next two.
+        p50_s: Median time of a call of ``next()``; accurate to 7 %, like the next two.
         p90_s: 90th percentile.
         p99_s: 99th percentile.
         max_s: Longest call of ``next()``.
@@ -237,7 +237,7 @@ class LoaderStats:
         samples_per_s: Samples per second of that time.
         wait: How long the consumer waited.
         stages: Where batches spent their time.
-        load_p50_s: Median seconds that a worker took for a batch; right to 7 %.
+        load_p50_s: Median seconds that a worker took for a batch; accurate to 7 %.
         load_p99_s: 99th percentile of these seconds.
         workers: The statistics of each worker.
         consumer: What the process that takes the batches used.

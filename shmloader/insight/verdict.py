@@ -195,7 +195,7 @@ def _of_a_stage(stats: "LoaderStats", group: str) -> tuple[Finding, str]:
         )
     return Finding.ERRORS, (
         f"for {_share(places.other, waited_s)} of that, an error was raised in place of a batch: "
-        "mend these samples, or have them skipped (on_error=)."
+        "fix these samples, or skip them (on_error=)."
     )
 
 

@@ -106,7 +106,7 @@ def check_settable(kind: type, name: str) -> None:
     if name == "tail":
         raise AttributeError(f"tail is not an argument: {NOT_TAIL}")
     if name == "epoch":
-        raise AttributeError("epoch cannot be set: set_epoch() names the next epoch")
+        raise AttributeError("epoch cannot be set: set_epoch() sets the number of the next epoch")
     if name in _FIXED:
         raise ValueError(f"{name} attribute should not be set after {kind.__name__} is initialized")
 
@@ -261,7 +261,7 @@ def check_seed(seed: object, dataset: object, *, has_generator: bool) -> int | N
 def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
     """Say how to make a loader without a seed depend on the number of the epoch."""
     if is_data_pipe(dataset):  # cannot be combined with a seed
-        return "A data pipe has to be told the epoch itself."
+        return "Set the epoch in the data pipe itself."
     if callable(probe(dataset, "set_epoch")):  # as those of Hugging Face have it
         return "The dataset has a set_epoch() of its own: call that before iter()."
     return f"Give seed={' in place of generator=' if has_generator else ''}."
@@ -289,7 +289,7 @@ def check_last_batch(
     got = f"but got last_batch={last_batch!r}"
     if last_batch not in get_args(LastBatch):
         hint = _LAST_BATCHES.get(last_batch) if isinstance(last_batch, str) else None
-        meant = "" if hint is None else f"; {hint!r} is what you mean"
+        meant = "" if hint is None else f"; did you mean {hint!r}?"
         raise ValueError(
             f"last_batch should be 'keep', 'discard', 'rollover' or 'pad', {got}{meant}"
         )

@@ -121,9 +121,10 @@ class DataLoader(MeasuredLoader[_T_co]):
             the same seed. Where the dataset is cut for ranks, give each rank its own seed. Samples
             of an iterable dataset depend on the worker's number and the position in its stream.
             Without a sampler of yours, ``loader.sampler`` and ``loader.batch_sampler`` are the
-            order that is delivered, for what reads, wraps or iterates a loader's samplers. Their
-            ``set_epoch`` names the next epoch, or the one that has begun until its first batch is
-            asked for. Cannot be combined with ``generator``. None: all randomness is as torch's.
+            order that is delivered, for frameworks that read, wrap or iterate a loader's samplers.
+            Their ``set_epoch`` sets the number of the next epoch, or of the present one until its
+            first batch is asked for. Cannot be combined with ``generator``. None: all randomness is
+            as with torch.
 
         **Workers**
 

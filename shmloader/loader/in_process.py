@@ -325,7 +325,7 @@ def _after(step: Callable[[Any], Any], transform: Callable[[Any], Any]) -> Calla
         try:
             batch = step(batch)
         except StopIteration as error:  # of an object's own to() or pin_memory()
-            raise RuntimeError("what moves or pins a batch raised StopIteration") from error
+            raise RuntimeError("to() or pin_memory() of a batch raised StopIteration") from error
         return batch if transform is no_transform else transform(batch)
 
     return both

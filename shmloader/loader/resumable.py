@@ -1,7 +1,7 @@
 """The part of a loader that knows its epochs: their order, the position, saved states, copies.
 
-The module is long because it is all that a loader adds to torch's attributes for this: they are
-read and set by frameworks, so none of it can move to an object of its own without a twin here.
+The module is long because frameworks read and set these attributes on the loader itself, so none of
+them can move to another object.
 """
 
 import contextlib
@@ -196,7 +196,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     epoch = _Epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the next epoch; without this call, each ``iter()`` begins the next number, from 0.
+        """Set the number of the next epoch; without this call, epochs are numbered from 0.
 
         An epoch that is being iterated keeps its number.
 
@@ -204,9 +204,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         sampler or batch sampler is called with the number: at each epoch with a seed, otherwise
         now. A loaded state of that epoch is kept, and one of another epoch is discarded.
 
-        With a ``seed``, calling ``set_epoch`` of the sampler itself names the next epoch as well,
-        if the sampler has an attribute ``epoch`` with that number. Until the first batch of an
-        epoch is asked for, it names that one.
+        With a ``seed``, calling ``set_epoch`` of the sampler itself sets the number of the next
+        epoch as well, if the sampler has an attribute ``epoch`` with that number. Until the first
+        batch of the present epoch is asked for, it sets the number of that one.
 
         Without a seed or such a sampler, nothing depends on the number: a warning says so, once.
         """

@@ -120,9 +120,11 @@ class Segment(mmap.mmap):
 
     def __del__(self) -> None:
         """Close the descriptor; the memory is unmapped after this."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        # Forgotten first: in a child that another thread forks meanwhile, a second close might
+        # close another file of this number.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle."""
@@ -202,9 +204,9 @@ class SealedSegment:
 
     def close(self) -> None:
         """Close the descriptor; may be called again."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # forgotten first, as in a Segment
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         """Close the descriptor."""

@@ -13,7 +13,7 @@ it may be limited (``ulimit -v``), and after ``mlockall(MCL_FUTURE)`` the kernel
 mapping all its pages at once. So a process maps only as much of a slot as its batches need, and a
 little more.
 
-Only this module and :mod:`shmloader.memory.segment` make the operating system's memory calls.
+Only this module makes the operating system's calls for slots.
 """
 
 import ctypes

@@ -94,7 +94,8 @@ class PipelineBuilder:
 
         Raises:
             ValueError: If there is a source already, or ``snapshot_every_n_steps`` is negative.
-            TypeError: If it is neither, or ``snapshot_every_n_steps`` is not an int.
+            TypeError: If ``source`` is neither iterable nor async iterable, or
+                ``snapshot_every_n_steps`` is not an int.
         """
         if self._source is not None:
             raise ValueError("add_source was called before: a pipeline has one source")
@@ -233,7 +234,7 @@ class PipelineBuilder:
         """
         self._check_open("aggregate")
         if self._has_device:
-            raise ValueError("aggregate cannot come after transfer: aggregate before")
+            raise ValueError("aggregate cannot come after transfer: call aggregate first")
         if not isinstance(drop_last, bool):
             raise TypeError(f"drop_last should be a bool, but got drop_last={drop_last!r}")
         if collate is not None and not callable(collate):
@@ -245,7 +246,7 @@ class PipelineBuilder:
         """Add a stage that takes each list, or other iterable, apart into its items."""
         self._check_open("disaggregate")
         if self._has_device:
-            raise ValueError("disaggregate cannot come after transfer: disaggregate before")
+            raise ValueError("disaggregate cannot come after transfer: call disaggregate first")
         return self.pipe(_take_apart, name="disaggregate")
 
     def transfer(self, device: str | int | torch.device) -> Self:

@@ -291,7 +291,7 @@ class Epoch:
             if left_s is not None and left_s <= 0:
                 raise TimeoutError(
                     f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
-                    f"ask again.{self._stop_waiting()}"
+                    f"call next() or get_item() again.{self._stop_waiting()}"
                 )
             self._wait(left_s)
 

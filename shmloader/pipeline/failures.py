@@ -101,7 +101,7 @@ class Limit:
 
 
 class StageFailureCounter:
-    """Counts the calls of one stage in one epoch; see ``FailureCounter`` in ``flow``.
+    """Counts the calls of one stage in one epoch; see ``FailureCounter`` in ``stages``.
 
     A stage has one if failed items are left out, as long as there are not too many.
 

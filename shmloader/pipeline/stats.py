@@ -41,7 +41,7 @@ class PipelineStageStats:
             item of the source. In a worker process it is measured there; on the user's executor it
             includes the time until the call begins. 0 for aggregates and for copies to a device
             that are still under way.
-        op_p50_s: Median of these times; right to 7 %, like the next one.
+        op_p50_s: Median of these times; accurate to 7 %, like the next one.
         op_p95_s: 95th percentile.
         busy_share: Share of the time in which a place had an item in work, including the time until
             a thread, the loop or a process began with it; 0 to 1.

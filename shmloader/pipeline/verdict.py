@@ -77,7 +77,7 @@ def _start_up(stats: "PipelineStats") -> Judgement | None:
         PipelineFinding.START_UP,
         (),
         f"{seconds(stats.startup_s)} of {seconds(stats.wait_s)} was the wait for the first item: "
-        "call start() earlier, or have a longer epoch measured.",
+        "call start() earlier, or measure a longer epoch.",
     )
 
 

@@ -30,8 +30,8 @@ Every pool keeps these rules:
 * A pool that is inline has one worker, the thread that calls :meth:`Pool.send`, which makes the
   batch and returns the answer. Nothing is drawn ahead for it, and it reports no events.
 * The engine calls :meth:`Pool.start_epoch` for each worker. A pool of processes answers with
-  :meth:`Events.epoch_entered`, after all tasks of the epoch before; a pool of an executor answers
-  those itself, and does not wait for them. A pool with a queue drops them and reports none.
+  :meth:`Events.epoch_entered`, after all tasks of the epoch before; a pool of an executor reports
+  these as empty batches, and does not wait. A pool with a queue drops them and reports nothing.
 * After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
   mappings under tensors that the user holds. A worker that stays inside the user's code for long is
   ended; a thread, which cannot be ended, is left behind and ends when it comes out.

@@ -10,9 +10,10 @@
           ticket's slot, and the message         and the wakeup is set          slot's contents
           is read as a worker's is
 
-A worker of this pool is no process but a place for one task in flight: which process makes a batch
-is the executor's business. So the engine's order, restarts, slots and leases are those of worker
-processes, and only :meth:`ExecutorPool.send` and :meth:`ExecutorPool.poll` know the executor.
+A worker of this pool is not a process: it stands for one task in flight. Which process makes a
+batch is the executor's business. So the engine's order, restarts, slots and leases are those of
+worker processes, and only :meth:`ExecutorPool.send` and :meth:`ExecutorPool.poll` know the
+executor.
 
 A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.portable`). A process
 that cannot open it says so, and its task is sent again with the payload: as bytes, or by reference
@@ -440,7 +441,7 @@ class ExecutorPool(SlotReader):
             if is_interruption(error):
                 raise
             # The store is full, for instance.
-            reason = f"the executor does not take the dataset ({_text_of(error)})"
+            reason = f"the executor's store refused the dataset ({_text_of(error)})"
             _report_loss(sent, reason, events, is_final=True)
             return True
         sent.number = self._numbers.offer()
@@ -598,7 +599,7 @@ def _read(sent: _Sent) -> tuple[Result | None, str]:
         if error is None:
             process, refusal, *others = future.result()
             return Result(process, refusal, *(() if refusal else others)), ""
-    what = "refuses tasks" if future is None else "has not finished its task"
+    what = "refuses tasks" if future is None else "lost its task"
     return None, f"the executor {what} ({_text_of(error)})"
 
 

@@ -143,11 +143,11 @@ class DaskExecutor(AnyExecutor):
         except Exception as error:
             if is_interruption(error):
                 raise
-            return "and Dask's scheduler does not answer"
+            return "but Dask's scheduler does not answer"
         for address, names in tasks.items():
             if name in names:
-                return f"with Dask's worker at {address}"
-        return "not with a worker of Dask's yet" if tasks else "and Dask has no workers now"
+                return f"on the Dask worker at {address}"
+        return "but no Dask worker has it yet" if tasks else "but Dask has no workers now"
 
 
 def settle(future: Future, error: BaseException | None, result: Any = None) -> None:

@@ -32,7 +32,7 @@ class WorkerChannel:
     Attributes:
         channel: The socket.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
-        is_lost: Whether the worker is dead, and reaped by the process that started it.
+        is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
     """
 
     __slots__ = ("_refused_at", "channel", "is_lost", "outbox")

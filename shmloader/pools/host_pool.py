@@ -55,13 +55,13 @@ def open_host_pool(
 ) -> "HostPool":
     """Return the pool of this host for a dataset: the one in use, or one that is begun here.
 
-    Whoever keeps it calls :meth:`HostPool.note_kept`.
+    The caller calls :meth:`HostPool.note_kept` once it has stored it.
 
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
         worker_init_fn: Called in each worker with its number.
-        worker_count: The most workers of the host. If their number changes, that is for the rank
-            to say that begins the pool.
+        worker_count: The most workers of the host. With an automatic number, that of the rank that
+            begins the pool counts.
         base_seed: Seeds the workers' random generators, if this rank starts them.
         first_count: How many there are at first, if their number changes; None if it is fixed.
         is_alone: Whether this host has no other rank.
@@ -74,8 +74,8 @@ def open_host_pool(
     key = (id(dataset), id(worker_init_fn), worker_count if first_count is None else "auto")
     pool: HostPool | None = PROCESS.host_pools.get(key)
     if pool is None or not pool.is_alive:
-        # In place of one whose owner has ended, it gets the same number: the rank meets those who
-        # have lost it as well, and those who had not opened it yet.
+        # A pool whose owner has ended is replaced under the same number, so that this rank meets
+        # the ranks that have lost it, too, and those that had not opened it yet.
         number = PROCESS.pools_on_host if pool is None else pool.number
         start = ServiceStart(worker_count, first_count, base_seed, describe_dataset(dataset))
         pool = HostPool(dataset, worker_init_fn, start, number, is_alone=is_alone)
@@ -236,8 +236,8 @@ def _describe_failed_start(process: BaseProcess) -> str:
     if process.exitcode == NO_GUARD_EXIT:
         return NO_GUARD_TEXT
     return (
-        f"the process that was to own the workers of this host (pid {process.pid}) ended with exit "
-        f"code {process.exitcode}; its own output says why"
+        f"the process that should start the workers of this host (pid {process.pid}) ended with "
+        f"exit code {process.exitcode}; its output says why"
     )
 
 
@@ -253,8 +253,8 @@ def _check(welcome: Welcome, start: ServiceStart) -> None:
     if welcome.dataset != start.dataset:
         raise ValueError(
             "ranks that share workers (worker_scope='host') should have the same dataset, and make "
-            f"their loaders in the same order, but got a {start.dataset}, and another rank has a "
-            f"{welcome.dataset}"
+            f"their loaders in the same order, but this rank has {start.dataset}, and another rank "
+            f"has {welcome.dataset}"
         )
 
 

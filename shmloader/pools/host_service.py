@@ -198,8 +198,8 @@ class _HostService:
             if more:
                 self._cores |= more
                 for worker in self._workers.values():
-                    os.sched_setaffinity(worker.process.pid or 0, self._cores)
-                os.sched_setaffinity(0, self._cores)
+                    _bind(worker.process.pid or 0, self._cores)
+                _bind(os.getpid(), self._cores)
 
     def _take(self, rank: _Rank) -> None:
         """Take a rank's message, or its end."""
@@ -254,7 +254,7 @@ class _HostService:
                 if is_interruption(error):
                     raise
                 because = (
-                    f"The process {os.getpid()}, which owns the workers of this host "
+                    f"Process {os.getpid()}, which owns the workers of this host "
                     f"(worker_scope='host'), could not start worker {worker_id}: {error}."
                 )
                 rank.tell(Lost(worker_id, attachment, 0, None, 0, False, because))
@@ -361,3 +361,11 @@ class _HostService:
             if attachment is not None:
                 pid = worker.process.pid or 0
                 rank.tell(Lost(worker_id, attachment, pid, code, kills, was_loading))
+
+
+def _bind(pid: int, cores: set[int]) -> None:
+    """Let all threads of a process run on some cores."""
+    with Suppressed(OSError):  # the process has ended, or /proc is not there
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with Suppressed(OSError):  # the thread has ended
+                os.sched_setaffinity(int(task.name), cores)

@@ -270,7 +270,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
 
     def _describe_lost_owner(self) -> str:
         return (
-            f"The process {self._owner_pid}, which owns the workers of this host "
+            f"Process {self._owner_pid}, which owns the workers of this host "
             "(worker_scope='host'), has ended, and all workers with it. "
             "The next epoch starts new ones."
         )

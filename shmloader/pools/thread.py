@@ -1,4 +1,6 @@
-"""Workers that are threads, for datasets that wait or release the interpreter lock.
+"""The pool whose workers are threads, for datasets that wait or release the interpreter lock.
+
+One of them is a :class:`~shmloader.pools.thread_worker.Worker`.
 
 ::
 

@@ -6,9 +6,9 @@ of a socket look for a message a few times, and let other processes run in betwe
 sleep (:func:`receive_soon`). Two workers on two cores: 256 samples of 3×32×32 floats a batch, 1.15
 to 1.2 times the batches; 114 small tensors, 1.04 to 1.07 times.
 
-The process that uses the workers looks less often. Where it is in another session than they are, as
-ranks are that torchrun has started and whose workers are the host's, the kernel shares out the
-cores among sessions (sched(7), autogroup), and yielding gives a core only to processes of its own.
+The process that uses the workers looks less often. Where it is in another session than the workers
+(ranks that torchrun has started, with shared workers), the kernel divides the cores among sessions
+(sched(7), autogroup), and yielding only gives the core to processes of the own session.
 With 5 looks in place of 50, four rounds in turns, two such ranks on two cores take 78 µs of CPU a
 small batch where they took 129, and four take 122 for 183; with workers of their own, the rate and
 the CPU are the same.

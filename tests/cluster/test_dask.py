@@ -160,7 +160,7 @@ def test_a_stage_of_a_pipeline_runs_there_once_for_each_item(client) -> None:
 def test_a_late_batch_names_the_worker_that_has_it(client) -> None:
     executor = client.get_executor()
     loader = DataLoader(Pids(2, 20.0), None, num_workers=1, executor=executor, timeout=2)
-    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 .*\n.* with Dask's worker at tcp://"):
+    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 .*\n.* on the Dask worker at tcp://"):
         next(iter(loader))
 
 

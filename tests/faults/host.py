@@ -62,8 +62,8 @@ _VICTIMS = (
     *("worker", "rank", "owner", "starting worker", "starting owner", "stopped rank"),
     *("builder", "taking rank"),
 )
-_OWNER_ERRORS = ("owns the workers", "was to own the workers")
-_BUILDER_ERRORS = ("the rank that built the object for this host, ended before it had shared it",)
+_OWNER_ERRORS = ("owns the workers", "should start the workers")
+_BUILDER_ERRORS = ("the rank that was building the object for this host, ended before sharing it",)
 # What is counted of each victim, and its name in the results. Problems begin with their sort.
 _COUNTED = (
     ("trial", "kills"),

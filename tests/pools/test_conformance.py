@@ -6,6 +6,7 @@ enough to write one by.
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import itertools
 import multiprocessing
@@ -23,13 +24,14 @@ from typing import Any
 import pytest
 import torch
 
+from shmloader import ShardedDataLoader
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import ForkedPayload
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
-from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
+from shmloader.errors import ClosedLoaderError, LoaderTimeoutError, WorkerDiedError
 from shmloader.host.meeting import Meeting
 from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools import Pool
@@ -70,18 +72,15 @@ def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
 
 
-NUMBERS = itertools.count()
 POOLS_OF_HOST: list[HostPool] = []
 
 
 def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     """Workers that ranks share. This process is the only rank."""
     start = ServiceStart(worker_count, None, 1, "squares")
-    # A topic of its own, also among processes that run tests side by side.
-    number = os.getpid() << 32 | next(NUMBERS)
-    pool = HostPool(Calls(make, 1 << 20), None, start, number)
+    pool = HostPool(Calls(make, 1 << 20), None, start, 0, is_alone=True)
     try:
-        workers = HostWorkers(pool, (as_it_is, "raise"), TaskConfig(PLAN))
+        workers = HostWorkers(pool, (as_it_is, "raise"), TaskConfig(PLAN), worker_count)
         # The owner's notices end a wait early, and without them the pids are not known.
         while not all(map(workers.pid, range(worker_count))):
             assert not workers.wait(1)
@@ -632,3 +631,15 @@ def test_a_closed_engine_says_so(kind) -> None:
         for _ in range(2):
             with pytest.raises(ClosedLoaderError):
                 engine.next_batch()
+
+
+def test_an_owner_that_cannot_start_a_worker_says_why(monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("shmloader.pools.host_service._HostService._start_worker", refuse)
+    with (
+        ShardedDataLoader(range(4), num_workers=1, worker_scope="host") as loader,
+        pytest.raises(WorkerDiedError, match=r"could not start worker 0: .*Too many open files"),
+    ):
+        next(iter(loader))

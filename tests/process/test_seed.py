@@ -576,7 +576,7 @@ class CountsEpochs(list[int]):
         ),
         (
             lambda: DataLoader(IterableWrapper([1, 2])),
-            "A data pipe has to be told the epoch itself.",
+            "Set the epoch in the data pipe itself.",
         ),
     ],
 )

@@ -360,7 +360,7 @@ def test_what_cannot_be_pickled_is_named_in_all_ranks(run) -> None:
     for error in run.results(lambda: share_on_host(with_lock), 2):
         assert isinstance(error, TypeError)
         assert "dataset['lock'] (of type _thread.lock) cannot be pickled" in str(error)
-        assert "Let build() leave it at None" in str(error)
+        assert "Set it to None in build()" in str(error)
 
 
 @pytest.mark.parametrize("has_child", [False, True])
@@ -392,7 +392,7 @@ def test_the_others_are_told_if_the_rank_that_builds_is_killed(run, has_child) -
         if has_child:
             os.kill(child.value, signal.SIGKILL)
     assert type(error) is RuntimeError
-    assert f"process {builder.process.pid}, the rank that built" in str(error)
+    assert f"process {builder.process.pid}, the rank that was building" in str(error)
 
 
 def test_a_stopped_rank_holds_up_the_others_for_a_moment_and_gets_it_later(run) -> None:
@@ -571,7 +571,7 @@ def test_a_user_who_looks_like_others_is_refused(run) -> None:
     if error is None:
         pytest.skip("no user namespaces here")
     assert type(error) is PermissionError
-    assert "stands for all users who have no number in this user namespace" in str(error)
+    assert "stands for all users that this user namespace does not map" in str(error)
 
 
 @needs_root

@@ -123,7 +123,7 @@ def read_trace(path: Path) -> TracedRun:
         trace = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
         about = trace["otherData"]
         if about["producer"] != "shmloader":
-            raise UsageError(f"{path} is not a trace of loader.trace()")
+            raise UsageError(f"{path} is not a trace that loader.trace() wrote")
         events = trace["traceEvents"]
         batches = _read_batches(events)
         if not batches:
@@ -147,12 +147,12 @@ def read_trace(path: Path) -> TracedRun:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a trace: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a trace of loader.trace()") from error
+        raise UsageError(f"{path} is not a trace that loader.trace() wrote") from error
     return run
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _text(value: str) -> str:

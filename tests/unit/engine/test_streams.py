@@ -283,7 +283,7 @@ def test_another_number_of_workers_is_refused(worker_count, other):
         IterableCheckpoints.load(state, other)
     assert str(raised.value) == (
         f"the state does not fit this loader:\n- num_workers: {worker_count} in the state, {other} "
-        "in this loader. The state has that of each worker's dataset: set "
+        "in this loader. Each worker's dataset has a state of its own: set "
         f"num_workers={worker_count}, or start the epoch from the beginning."
     )
 

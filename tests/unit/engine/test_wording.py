@@ -132,6 +132,7 @@ def test_a_timeout_names_a_thread_and_a_ticket_that_no_thread_has():
 def test_a_worker_is_told_by_its_process_or_as_a_thread():
     assert describe_worker(3, 812) == "worker 3 (pid 812)"
     assert describe_worker(3, None) == "worker thread 3"
+    assert describe_worker(3, 0) == "worker 3"
     ticket = Ticket(41, 3, 0, [7])
     told = "was loading batch 41 (index 7)."
     assert describe_loading(ticket, 812) == f"Worker 3 (pid 812) {told}"

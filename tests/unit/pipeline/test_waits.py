@@ -91,6 +91,7 @@ def test_an_iterator_says_the_same():
 
     items = iter(chain(range(1), op, timeout=0.01))
     gate.wait_until_reached()
-    with pytest.raises(TimeoutError, match=r"ask again\. .*Stage 'op' has had 1 item in work for"):
+    text = r"call next\(\) or get_item\(\) again\. .*Stage 'op' has had 1 item in work for"
+    with pytest.raises(TimeoutError, match=text):
         next(items)
     gate.open()

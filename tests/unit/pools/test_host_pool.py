@@ -30,7 +30,7 @@ def test_ranks_that_want_the_same_share_a_pool(worker_count, wanted, start) -> N
             None,
             "Samples of 46 samples",
             OURS,
-            "same dataset.* a Samples of 45 .* a Samples of 46",
+            "same dataset.* has Samples of 45 .* has Samples of 46",
         ),
     ],
 )
