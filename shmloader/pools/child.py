@@ -25,6 +25,7 @@ from shmloader.batch.payload import receive_payload
 from shmloader.batch.seeds import seed_worker
 from shmloader.faults import FAULTS
 from shmloader.messages import RECEIVE_BYTES, unpack
+from shmloader.pools.generator_locks import report_unlocked
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, end_startup
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
@@ -46,6 +47,7 @@ class WorkerStart:
         status_page: Where the worker writes what it is doing.
         startup: The start-up semaphore, held until the worker is ready; None if nothing limits it.
         is_fresh: Whether the process is a fresh interpreter, which waits for its start-up.
+        reports: Whether it reports first that torch's generator is not locked.
     """
 
     worker_id: int
@@ -56,6 +58,7 @@ class WorkerStart:
     status_page: StatusPage | WorkerStatusPage
     startup: StartupSemaphore | WorkerStartupSemaphore | None = None
     is_fresh: bool = False
+    reports: bool = False
 
 
 def worker_main(
@@ -73,8 +76,11 @@ def worker_main(
         start: What the worker gets.
         close_inherited: In a forked worker, closes what other workers and loaders use.
     """
-    line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
+    line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
+    if start.reports:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            report_unlocked(channel)
     run_until_closed(channel, functools.partial(_Worker(channel, start, line).run, payload))
 
 

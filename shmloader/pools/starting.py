@@ -15,6 +15,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import socket
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from shmloader.memory.slot import close_inherited_slots
 from shmloader.pools.child import WorkerStart, worker_main
 from shmloader.pools.cores import usable_cores
 from shmloader.pools.fork_server import preload
+from shmloader.pools.generator_locks import is_unlocked, numpy_unlocked, waits_s
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.main_guard import name_of, refuse_during_import
 from shmloader.pools.parent_death import ParentDeathPipe
@@ -146,10 +148,29 @@ class WorkerStarter:
         Raises:
             OSError: If there are no descriptors or processes left.
         """
+        if self.method == "fork" and threading.active_count() > 1:
+            started = (self._try_start(worker_id, wait_s) for wait_s in waits_s())
+            return next(worker for worker in started if worker is not None)
+        worker = self._try_start(worker_id)
+        assert worker is not None
+        return worker
+
+    def _try_start(self, worker_id: int, wait_s: float | None = None) -> WorkerHandle | None:
+        """Start a worker.
+
+        Args:
+            worker_id: Its number.
+            wait_s: How long to wait until it reports that torch's generator is not locked; None if
+                it reports nothing.
+
+        Returns:
+            The worker; None if it did not report in time, and was killed.
+        """
         self.status_page.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
-        start = dataclasses.replace(self._start, worker_id=worker_id)
+        reports = wait_s is not None
+        start = dataclasses.replace(self._start, worker_id=worker_id, reports=reports)
         closer = close_inherited if self.method == "fork" else None
         process = self._context.Process(
             target=worker_main,
@@ -169,12 +190,18 @@ class WorkerStarter:
                 # The other methods copy no threads.
                 all_parked() if self.method == "fork" else nullcontext(),
                 unimportable_main_hidden(),
+                numpy_unlocked() if self.method == "fork" else nullcontext(),
             ):
                 _check_descriptors(ours)
                 process.start()
             self._parent_death.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
+            if wait_s is not None and not is_unlocked(ours, wait_s):
+                ours.close()
+                process.kill()
+                process.join()
+                return None
             ours.setblocking(False)
             return WorkerHandle(process, ours)
         except BaseException:
