@@ -6,7 +6,7 @@ public names of ``torch.utils.data`` can be imported from here as well, and are 
 The layers; imports run downward only::
 
     cli         the command line
-    installing  torch's own loaders on our engine
+    installing  torch's own loaders on our engine; install_report, what ran on it
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators

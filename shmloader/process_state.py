@@ -19,7 +19,6 @@ Everything else has an owner. (``shmloader.faults`` is separate, since it exists
 ``received``            in a worker, the descriptors that came with its payload; in a rank, while it
                         opens what another rank has built, those that came with that
 ``opening``             held while a rank does so
-``lock_held_for_fork``  NumPy's lock of its generator, while a worker is forked
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
@@ -82,7 +81,6 @@ class ProcessState:
         self.builds_on_host: set[int] = set()
         self.received: list[int] = []
         self.opening = threading.RLock()
-        self.lock_held_for_fork: Any = None
         self.locked_for_good: list[Any] = []
         self.installation: Any = None
 

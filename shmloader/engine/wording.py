@@ -141,7 +141,8 @@ def describe_restart(
         return f"{hang}A new thread replaces it."
     if death.reason:
         return f"{describe_end(death)}Batches are made again: {again}."
-    text = f"{hang or describe_end(death)}A new process replaces worker {worker_id}"
+    because = f"{death.because} " if death.because else ""
+    text = f"{hang or because or describe_end(death)}A new process replaces worker {worker_id}"
     text += f" and loads its unfinished batches again: {again}." if seqs else "."
     if checkpoint is not None and not checkpoint.has_ended:
         text += _describe_resumption(checkpoint)

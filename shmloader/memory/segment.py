@@ -204,6 +204,9 @@ class SealedSegment:
 
     def close(self) -> None:
         """Close the descriptor; may be called again."""
+        self._close()
+
+    def _close(self) -> None:
         fd, self.fd = self.fd, -1  # forgotten first, as in a Segment
         if fd >= 0:
             os.close(fd)

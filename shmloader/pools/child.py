@@ -25,7 +25,7 @@ from shmloader.batch.payload import receive_payload
 from shmloader.batch.seeds import seed_worker
 from shmloader.faults import FAULTS
 from shmloader.messages import RECEIVE_BYTES, unpack
-from shmloader.pools.generator_locks import report_unlocked
+from shmloader.pools.generator_locks import report_unlocked, unlock_numpy
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, end_startup
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
@@ -78,9 +78,13 @@ def worker_main(
     """
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
+    if close_inherited is not None:
+        unlock_numpy()
     if start.reports:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
             report_unlocked(channel)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the main process waits no longer
     run_until_closed(channel, functools.partial(_Worker(channel, start, line).run, payload))
 
 

@@ -130,7 +130,10 @@ class ProcessNumbers:
         The number is offered again once the task has ended without taking it. It is never offered
         again if the task was cancelled: Dask and Ray do not say whether it runs nevertheless.
         """
-        future.add_done_callback(functools.partial(_note_late, self._late, number))
+        if future.done():  # a callback would swallow what a signal handler raises in it
+            _note_late(self._late, number, future)
+        else:
+            future.add_done_callback(functools.partial(_note_late, self._late, number))
 
 
 class _Post:
@@ -322,14 +325,17 @@ class ExecutorPool(SlotReader):
 
     def _give_up(self, attempt: int) -> _Sent | None:
         """Forget a task, and cancel it if it has not begun."""
-        sent = self._tasks.pop(attempt, None)
+        sent = self._tasks.get(attempt)
         if sent is None:
             return None
-        if sent.future is None:
-            self._numbers.take_back(sent.number)
-        else:
+        if sent.future is not None:
             with contextlib.suppress(Exception):  # the executor may be gone
                 sent.future.cancel()
+        if self._tasks.pop(attempt, None) is None:  # another thread was faster
+            return None
+        if sent.future is None or (sent.future.cancelled() and self._check is None):
+            self._numbers.take_back(sent.number)
+        else:
             self._numbers.leave(sent.number, sent.future)
         return sent
 

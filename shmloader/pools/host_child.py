@@ -25,6 +25,7 @@ from shmloader.batch.seeds import seed_worker
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES, Task, unpack
 from shmloader.pools.child import enter_worker, load, run_until_closed
+from shmloader.pools.generator_locks import unlock_numpy
 from shmloader.pools.host_loads import Loads
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Memory, Phase, StatusPage
@@ -69,6 +70,7 @@ def host_worker_main(
         close_inherited: Closes what the process that forked this one uses.
     """
     line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
+    unlock_numpy()
     channel.setblocking(True)
     worker = _HostWorker(channel, start, line)
     run_until_closed(channel, functools.partial(worker.run, payload))

@@ -109,6 +109,7 @@ class HostPool:
         is_alone: bool = False,
     ) -> None:
         self.number = number
+        self._is_alone = is_alone
         self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
         while True:
             meeting = Meeting(f"workers {number}", is_alone=is_alone)
@@ -149,7 +150,8 @@ class HostPool:
         Not before: if an interruption comes first, the pool is dropped and opened anew, and has to
         get the same number, by which the rank meets the others.
         """
-        PROCESS.pools_on_host = max(PROCESS.pools_on_host, self.number + 1)
+        if not self._is_alone:
+            PROCESS.pools_on_host = max(PROCESS.pools_on_host, self.number + 1)
 
     @property
     def is_alive(self) -> bool:

@@ -365,7 +365,9 @@ class _HostService:
 
 def _bind(pid: int, cores: set[int]) -> None:
     """Let all threads of a process run on some cores."""
-    with Suppressed(OSError):  # the process has ended, or /proc is not there
+    with Suppressed(OSError):  # the process has ended
+        os.sched_setaffinity(pid, cores)
+    with Suppressed(OSError):  # /proc is not there
         for task in Path(f"/proc/{pid}/task").iterdir():
             with Suppressed(OSError):  # the thread has ended
                 os.sched_setaffinity(int(task.name), cores)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import inspect
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -36,8 +37,8 @@ from shmloader.memory.slot import close_inherited_slots
 from shmloader.pools.child import WorkerStart, worker_main
 from shmloader.pools.cores import usable_cores
 from shmloader.pools.fork_server import preload
-from shmloader.pools.generator_locks import is_unlocked, numpy_unlocked, waits_s
-from shmloader.pools.handle import WorkerHandle
+from shmloader.pools.generator_locks import FIRST_WAIT_S, TRIES, await_torch, has_reported
+from shmloader.pools.handle import WorkerHandle, end_all
 from shmloader.pools.main_guard import name_of, refuse_during_import
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
@@ -46,6 +47,13 @@ from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
 from shmloader.threads.fork_safety import all_parked
 from shmloader.threads.uninterruptible import uninterruptible
+
+_log = logging.getLogger("shmloader")
+
+_LOCKED = (
+    "no worker could be forked: another thread draws from torch's random generator all the time, "
+    "so its lock is held in each child; give multiprocessing_context='forkserver'"
+)
 
 # multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to the process
 # that forks. One is for the worker's pidfd.
@@ -147,29 +155,30 @@ class WorkerStarter:
 
         Raises:
             OSError: If there are no descriptors or processes left.
+            RuntimeError: If torch's generator is locked in all workers that are forked.
         """
-        if self.method == "fork" and threading.active_count() > 1:
-            started = (self._try_start(worker_id, wait_s) for wait_s in waits_s())
-            return next(worker for worker in started if worker is not None)
-        worker = self._try_start(worker_id)
-        assert worker is not None
-        return worker
+        if self.method != "fork" or threading.active_count() == 1:
+            return self._start_one(worker_id)
+        for tries in range(TRIES):
+            worker = self._start_one(worker_id, reports=True)
+            self._channel = worker.channel  # a child that another thread forks closes it
+            try:
+                if has_reported(worker, FIRST_WAIT_S * 2**tries):
+                    return worker
+                _log.warning("worker %s cannot seed torch's generator, and is replaced", worker_id)
+            except BaseException:
+                _kill(worker)
+                raise
+            finally:
+                self._channel = None
+            _kill(worker)
+        raise RuntimeError(_LOCKED)
 
-    def _try_start(self, worker_id: int, wait_s: float | None = None) -> WorkerHandle | None:
-        """Start a worker.
-
-        Args:
-            worker_id: Its number.
-            wait_s: How long to wait until it reports that torch's generator is not locked; None if
-                it reports nothing.
-
-        Returns:
-            The worker; None if it did not report in time, and was killed.
-        """
+    def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
+        """Start a worker, which may report first that torch's generator is not locked."""
         self.status_page.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
-        reports = wait_s is not None
         start = dataclasses.replace(self._start, worker_id=worker_id, reports=reports)
         closer = close_inherited if self.method == "fork" else None
         process = self._context.Process(
@@ -190,18 +199,14 @@ class WorkerStarter:
                 # The other methods copy no threads.
                 all_parked() if self.method == "fork" else nullcontext(),
                 unimportable_main_hidden(),
-                numpy_unlocked() if self.method == "fork" else nullcontext(),
             ):
                 _check_descriptors(ours)
+                if reports:
+                    await_torch()
                 process.start()
             self._parent_death.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
-            if wait_s is not None and not is_unlocked(ours, wait_s):
-                ours.close()
-                process.kill()
-                process.join()
-                return None
             ours.setblocking(False)
             return WorkerHandle(process, ours)
         except BaseException:
@@ -284,6 +289,13 @@ def close_inherited() -> None:
     for group in list(PROCESS.worker_groups):
         group.abandon()
     close_inherited_slots()
+
+
+def _kill(worker: WorkerHandle) -> None:
+    """Kill a worker that has been sent nothing, and reap it."""
+    worker.process.kill()
+    worker.hang_up()
+    end_all([worker], 0.0)
 
 
 def _check_descriptors(any_socket: socket.socket) -> None:

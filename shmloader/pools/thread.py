@@ -40,7 +40,7 @@ from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.status_page import AtWork
 from shmloader.pools.thread_task import ThreadConfig, ThreadTask
-from shmloader.pools.thread_worker import Post, Worker, start_worker
+from shmloader.pools.thread_worker import Post, Worker, start_workers
 from shmloader.threads.fork_safety import is_exiting, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 
@@ -82,7 +82,7 @@ class ThreadPool:
         self._join_s = _JOIN_S
         self._workers = [self._make_worker(worker_id) for worker_id in range(worker_count)]
         try:
-            start_worker(self._workers)
+            start_workers(self._workers)
             self.readings.open(functools.partial(_read_usage, self._workers))
         except BaseException:
             self.close()
@@ -192,7 +192,7 @@ class ThreadPool:
     def replace(self, worker_id: int) -> None:
         """Start a thread in place of one that was left behind."""
         worker = self._workers[worker_id] = self._make_worker(worker_id)
-        start_worker([worker])
+        start_workers([worker])
         if self._post.is_closed:  # by another thread, meanwhile
             self._post.tasks.put(None)
             raise ClosedLoaderError("the workers have been ended")

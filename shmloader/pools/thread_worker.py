@@ -189,7 +189,7 @@ class Worker(BackgroundThread):
                 return self._post.tasks.get()
 
 
-def start_worker(workers: list[Worker]) -> None:
+def start_workers(workers: list[Worker]) -> None:
     """Start threads, and wait until they have begun."""
     thread_count = torch.get_num_threads()
     for worker in workers:

@@ -2,40 +2,98 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shmloader import DataLoader
+from shmloader import DataLoader, WorkerDiedError
+from shmloader.pools.generator_locks import report_unlocked
 
 
-def draw_by_torch() -> None:
-    torch.empty(1_000_000).normal_()
+@pytest.fixture(autouse=True)
+def _another_thread() -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
 
 
-def draw_by_numpy() -> None:
-    np.random.standard_normal(1_000_000)
+def batches() -> list[int]:
+    with DataLoader(range(4), num_workers=2, timeout=20) as loader:
+        return [batch.item() for batch in loader]
 
 
-@pytest.mark.parametrize("draw", [draw_by_torch, draw_by_numpy])
-def test_a_worker_that_is_forked_while_another_thread_draws_makes_batches(draw) -> None:
+def test_a_worker_starts_though_another_thread_had_numpys_lock() -> None:
+    lock: Any = np.random.mtrand._rand._bit_generator.lock
+    has_lock, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            has_lock.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_lock.wait()
+    try:
+        assert batches() == [0, 1, 2, 3]
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def test_another_worker_is_forked_for_one_that_finds_torchs_lock_held(
+    monkeypatch, tmp_path, caplog
+) -> None:
+    def report(channel: Any) -> None:
+        path = tmp_path / "first"
+        if not path.exists():
+            path.touch()
+            signal.pause()
+        report_unlocked(channel)
+
+    monkeypatch.setattr("shmloader.pools.child.report_unlocked", report)
+    monkeypatch.setattr("shmloader.pools.starting.FIRST_WAIT_S", 2.0)
+    assert batches() == [0, 1, 2, 3]
+    assert caplog.messages[0] == "worker 0 cannot seed torch's generator, and is replaced"
+
+
+def test_that_is_given_up_if_it_never_helps(monkeypatch) -> None:
+    monkeypatch.setattr("shmloader.pools.child.report_unlocked", lambda _: signal.pause())
+    monkeypatch.setattr("shmloader.pools.starting.FIRST_WAIT_S", 0.01)
+    with pytest.raises(RuntimeError, match="give multiprocessing_context='forkserver'"):
+        batches()
+
+
+def test_a_worker_that_dies_before_it_reports_is_a_dead_worker(monkeypatch) -> None:
+    monkeypatch.setattr("shmloader.pools.child.report_unlocked", lambda _: os._exit(3))
+    with pytest.raises(WorkerDiedError, match="exit code 3"):
+        batches()
+
+
+@pytest.mark.slow
+def test_workers_start_while_another_thread_draws_all_the_time() -> None:
     has_begun, stop = threading.Event(), threading.Event()
 
-    def go() -> None:
+    def draw() -> None:
         while not stop.is_set():
-            draw()
+            torch.empty(1_000_000).normal_()
             has_begun.set()
 
-    thread = threading.Thread(target=go)
+    thread = threading.Thread(target=draw)
     thread.start()
     has_begun.wait()
     try:
         for _ in range(2):
-            with DataLoader(range(4), num_workers=2, timeout=20) as loader:
-                assert [batch.item() for batch in loader] == [0, 1, 2, 3]
+            assert batches() == [0, 1, 2, 3]
     finally:
         stop.set()
         thread.join()
-    draw()

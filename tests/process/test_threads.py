@@ -28,7 +28,9 @@ from torch.utils.data import DistributedSampler, get_worker_info
 import shmloader.engine.base
 import shmloader.engine.engine
 import shmloader.loader.iterator
+import shmloader.loader.slot_iterator
 import shmloader.pools.thread
+import shmloader.pools.thread_worker
 from shmloader import (
     ClosedLoaderError,
     DataLoader,
@@ -714,7 +716,9 @@ FILES = {
     shmloader.engine.base.__file__,
     shmloader.engine.engine.__file__,
     shmloader.loader.iterator.__file__,
+    shmloader.loader.slot_iterator.__file__,
     shmloader.pools.thread.__file__,
+    shmloader.pools.thread_worker.__file__,
 }
 
 
