@@ -155,7 +155,7 @@ class Death:
     """Says that the worker died before it answered.
 
     Attributes:
-        pid: The worker's process id.
+        pid: The worker's process id; 0 if it never started, ``UNKNOWN_PID`` for a task's.
         exit_code: Its exit code, negative for a signal; None if it is not known.
         oom_kills: Processes of the control group that the out-of-memory killer has ended, this
             one possibly among them.
