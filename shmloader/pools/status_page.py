@@ -165,6 +165,8 @@ class StatusPage:
         """Return what a worker is doing, or was doing when it died."""
         phase, epoch, seq, since, _ = self._line(worker_id)
         sample, deadline = _SAMPLE.unpack_from(self._mapping, worker_id * _LINE_BYTES + _SAMPLE_AT)
+        if not deadline:  # the worker is between writing the number and the deadline
+            sample = NO_SAMPLE
         now = time.monotonic_ns()
         return AtWork(
             Phase(phase),

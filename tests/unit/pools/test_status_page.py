@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.pools import status_page as module
 from shmloader.pools.status_page import Phase, StatusPage, _frames
 
@@ -241,3 +242,17 @@ def test_the_times_of_replaced_workers_are_added_but_not_their_memory(status_pag
     usage = status_page.usage(0, 7)
     assert (usage.pid, usage.cpu_ns, usage.pss_bytes) == (7, 1_100_000_000, None)
     assert noted(status_page, (0.06, False))[:2] == (1.16, None)
+
+
+@pytest.mark.parametrize(("deadline_ns", "sample"), [(0, NO_SAMPLE), (1, 5)])
+def test_a_sample_whose_deadline_is_still_to_be_written_is_not_late(
+    status_page, deadline_ns, sample
+):
+    pid = os.fork()
+    if pid == 0:
+        line = status_page.open_line(3)
+        line.note(Phase.LOADING, 2, 41)
+        line.note_sample(5, deadline_ns)  # the number is written first
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert status_page.read(3).sample == sample
