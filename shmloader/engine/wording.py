@@ -27,9 +27,10 @@ def describe_worker(worker_id: int, pid: int | None) -> str:
     """Name a worker by its number and process id. A thread has no process id."""
     if pid == UNKNOWN_PID:
         return f"worker {worker_id} (of the executor)"
-    if not pid:  # a shared worker whose process id has not come yet
-        return f"worker thread {worker_id}" if pid is None else f"worker {worker_id}"
-    return f"worker {worker_id} (pid {pid})"
+    if pid is None:
+        return f"worker thread {worker_id}"
+    # The process id of a shared worker may not have come yet.
+    return f"worker {worker_id} (pid {pid})" if pid else f"worker {worker_id}"
 
 
 def describe_loading(ticket: Ticket, pid: int | None) -> str:

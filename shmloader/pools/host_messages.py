@@ -84,6 +84,11 @@ class Kill(NamedTuple):
     worker_id: int
 
 
+def describe_owner(pid: int) -> str:
+    """Name the owner, for the texts of errors."""
+    return f"Process {pid}, which owns the workers of this host (worker_scope='host'),"
+
+
 class Lost(NamedTuple):
     """Owner → rank: a worker to which the rank was attached is dead and reaped.
 

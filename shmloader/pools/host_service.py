@@ -46,6 +46,7 @@ from shmloader.pools.host_messages import (
     Lost,
     Wanted,
     Welcome,
+    describe_owner,
     pack,
     unpack,
 )
@@ -253,10 +254,8 @@ class _HostService:
             except OSError as error:
                 if is_interruption(error):
                     raise
-                because = (
-                    f"Process {os.getpid()}, which owns the workers of this host "
-                    f"(worker_scope='host'), could not start worker {worker_id}: {error}."
-                )
+                owner = describe_owner(os.getpid())
+                because = f"{owner} could not start worker {worker_id}: {error}."
                 rank.tell(Lost(worker_id, attachment, 0, None, 0, False, because))
                 return
         with Suppressed(OSError):  # it has just died, which the rank will be told

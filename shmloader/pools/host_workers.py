@@ -30,6 +30,7 @@ from shmloader.pools.host_messages import (
     Kill,
     Lost,
     Wanted,
+    describe_owner,
     pack,
     unpack,
 )
@@ -270,8 +271,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
 
     def _describe_lost_owner(self) -> str:
         return (
-            f"Process {self._owner_pid}, which owns the workers of this host "
-            "(worker_scope='host'), has ended, and all workers with it. "
+            f"{describe_owner(self._owner_pid)} has ended, and all workers with it. "
             "The next epoch starts new ones."
         )
 

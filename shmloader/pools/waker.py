@@ -9,7 +9,8 @@ to 1.2 times the batches; 114 small tensors, 1.04 to 1.07 times.
 The process that uses the workers looks less often. Where it is in another session than the workers
 (ranks that torchrun has started, with shared workers), the kernel divides the cores among sessions
 (sched(7), autogroup), and yielding only gives the core to processes of the own session.
-With 5 looks in place of 50, four rounds in turns, two such ranks on two cores take 78 µs of CPU a
+With 5 looks in place of 50, four rounds in turns (AMD EPYC,
+2026-11-25), two such ranks on two cores take 78 µs of CPU a
 small batch where they took 129, and four take 122 for 183; with workers of their own, the rate and
 the CPU are the same.
 

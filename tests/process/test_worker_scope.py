@@ -420,9 +420,8 @@ class Constant(Samples):
 
 
 def test_programs_with_one_rank_share_no_workers_though_they_have_the_same_parent(run, monkeypatch):
-    monkeypatch.setattr(
-        "tests.process.ranks.variables", lambda *_: {}
-    )  # no launcher has started them
+    # No launcher has started them.
+    monkeypatch.setattr("tests.process.ranks.variables", lambda *_: {})
 
     def program(value: int) -> set[int]:
         one = loader(Constant(value), persistent_workers=True)
