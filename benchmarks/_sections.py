@@ -57,3 +57,8 @@ def judge(values: Sequence[float], wanted: float, *, is_most: bool) -> tuple[str
 def write_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table."""
     return [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)]
+
+
+def three_digits(value: float) -> str:
+    """Return a figure with three significant digits; from 1,000 on without a fraction."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"

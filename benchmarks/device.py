@@ -41,6 +41,7 @@ from _accelerator import Accelerator, find_device, open_accelerator
 from _files import write_json
 from _fresh import try_anew
 from _machine import describe_machine
+from _sections import three_digits
 from torch.utils.data import Dataset, default_collate
 
 import shmloader
@@ -469,7 +470,7 @@ def _run_anew(options: argparse.Namespace, run: Run, limit_s: float) -> dict[str
 def _in_short(one: dict[str, Any] | str) -> str:
     if isinstance(one, str):
         return one
-    rates = ", ".join(f"{epoch['batches/s']:.3g}" for epoch in one["epochs"])
+    rates = ", ".join(three_digits(epoch["batches/s"]) for epoch in one["epochs"])
     return f"{rates} batches/s, {one['wrong']} wrong"
 
 
@@ -537,7 +538,7 @@ def _judge_bandwidth(found: dict[str, Any], probed: dict[str, Any]) -> list[Goal
 def _compared(text: str, ratio: float | None, least: float) -> Goal:
     if ratio is None:
         return Goal(text, "–", "not measured")
-    return Goal(text, f"{ratio:.3g}", "reached" if ratio >= least else "missed")
+    return Goal(text, three_digits(ratio), "reached" if ratio >= least else "missed")
 
 
 def _judge_idle(found: dict[str, Any]) -> list[Goal]:
@@ -559,7 +560,7 @@ def _judge_speed(found: dict[str, Any], workload: str) -> Goal:
     if any(rate is None for rate in rates):
         return Goal(text, "–", "not measured")
     ours, torchs, ceiling = (rate for rate in rates if rate is not None)
-    measured = f"{ours / torchs:.3g} (ceiling {ceiling / torchs:.3g})"
+    measured = f"{three_digits(ours / torchs)} (ceiling {three_digits(ceiling / torchs)})"
     if ours / torchs >= GOAL_SPEED:
         return Goal(text, measured, "reached")
     return Goal(text, measured, "missed" if ceiling / torchs >= GOAL_SPEED else "does not apply")
@@ -632,7 +633,7 @@ def _table_of_epochs(found: dict[str, Any]) -> str:
 
 
 def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+    return "–" if value is None else three_digits(value)
 
 
 def main() -> int:

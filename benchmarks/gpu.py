@@ -1,7 +1,7 @@
 """Does the device path work on this machine's GPU, and how fast is it? ``make gpu`` runs this.
 
 Runs three steps one after the other, each with a time limit of its own, and writes all that they
-found to one JSON file and one page of Markdown:
+found to one JSON file and one page of Markdown, and on request to a section of ``RESULTS.md``:
 
     * ``benchmarks/probe.py``: what page locks and copies cost on this machine;
     * ``tests/cuda``: content, page locks, graph capture, and loaders that leave a rule out, which
@@ -36,6 +36,7 @@ import psutil
 from _accelerator import find_device
 from _files import write_json
 from _machine import describe_machine, find_commit
+from _sections import put_section
 
 ROOT = Path(__file__).parents[1]
 # Seconds. The sum stays below 25 minutes: probe, tests and benchmark.
@@ -137,7 +138,7 @@ def run_tests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def page_of(found: dict[str, Any]) -> str:
     """Everything as one page of Markdown."""
-    lines = ["# The device path on this machine", ""]
+    lines = ["# The device path on a GPU", ""]
     lines += [f"- device: {found['probe'].get('device', 'unknown, since the probe failed')}"]
     lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
     lines += ["", "## Goals", "", device_benchmark.goals_of(found["benchmark"], found["probe"])]
@@ -145,6 +146,12 @@ def page_of(found: dict[str, Any]) -> str:
     lines += ["", "## Benchmark", "", _of("benchmark", device_benchmark.to_markdown, found)]
     lines += ["", "## Probe", "", _of("probe", probe.to_markdown, found)]
     return "\n".join(lines) + "\n"
+
+
+def section_of(found: dict[str, Any]) -> list[str]:
+    """The same as the lines of a section of ``RESULTS.md``."""
+    lines = page_of(found).rstrip().splitlines()
+    return [f"#{line}" if line.startswith("#") else line for line in lines]
 
 
 def _of(step: str, render: Any, found: dict[str, Any]) -> str:
@@ -181,6 +188,9 @@ def main() -> int:
     parser.add_argument("--smallest", action="store_true", help="a trial run, of no worth")
     parser.add_argument("--workers", type=int, help="of the benchmark's loaders")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="a folder")
+    parser.add_argument(
+        "--results", type=Path, help="also put the page into this one, as a section"
+    )
     options = parser.parse_args()
     device = find_device(options.device)
     if isinstance(device, str):
@@ -198,6 +208,8 @@ def main() -> int:
         print(f"{name}: {found[name]['failure'] or 'done'} ({took_s:.0f} s)", flush=True)
         write_json(folder / "gpu.json", found)
     (folder / "gpu.md").write_text(page_of(found))
+    if options.results:
+        put_section(options.results, "gpu.py", section_of(found))
     print(f"\n{(folder / 'gpu.md').read_text()}\n{folder / 'gpu.json'}\n{folder / 'gpu.md'}")
     return int(any(found[name]["failure"] for name in steps))
 

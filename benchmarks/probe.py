@@ -27,6 +27,7 @@ import torch
 from _accelerator import Accelerator, open_accelerator
 from _files import write_json
 from _machine import describe_machine
+from _sections import three_digits
 
 from shmloader.device.backend import Backend, open_backend
 from shmloader.memory.slot import Slot
@@ -287,7 +288,9 @@ def _table(name: str, rows: list[dict] | str) -> str:
         return f"**{name}**: not measured, since {rows}"
     lines = [f"| {name}: {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
     for row in rows:
-        cells = (f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        cells = (
+            three_digits(cell) if isinstance(cell, float) else str(cell) for cell in row.values()
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

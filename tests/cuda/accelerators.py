@@ -12,6 +12,15 @@ from typing import Any
 
 import torch
 
+from shmloader import DataLoader
+from tests.process.support import Calls, only
+
+# Elements of int32: above 64 KiB, so a batch of one is lent, and read by the device.
+LENGTH = 17_000
+# A worker fills a slot again within a fraction of the first. The second is longer, so that memory
+# which was given back too early is written over before it is read.
+COPY_MS, READ_MS = 4.0, 10.0
+
 
 def kind() -> str:
     """The type of the accelerator's devices, as torch names it."""
@@ -109,3 +118,16 @@ def open_accelerator(name: str) -> Cuda | Late:
     from tests.late import switch_on  # it compiles a library
 
     return Late(switch_on())
+
+
+def sample(index: int) -> torch.Tensor:
+    return torch.full((LENGTH,), index, dtype=torch.int32)
+
+
+def make(count: int, **options) -> DataLoader:
+    options = {"num_workers": 2, "collate_fn": only, "device": kind(), **options}
+    return DataLoader(Calls(sample, count), batch_size=1, **options)
+
+
+def whole(count: int) -> list[tuple[int, int]]:
+    return [(index, index) for index in range(count)]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda.accelerators import Cuda, Late
+from shmloader.device.backend import Backend
+from tests.cuda.accelerators import COPY_MS, READ_MS, Cuda, Late
 
 _HERE = Path(__file__).parent
 
@@ -73,3 +74,48 @@ def accelerator(request: pytest.FixtureRequest, _context: Cuda | None) -> Iterat
     else:
         assert _context is not None
         yield _context
+
+
+@pytest.fixture
+def ends_of(accelerator):
+    """The least and the greatest number of each batch, found on the device; batches are dropped.
+
+    Each batch is copied on the device and dropped before that is done; the copies are looked at
+    later. The function takes the batches, their count, how long the stream sleeps before it reads
+    one that is to be read late, and every how many one is.
+    """
+
+    def find(batches, count, *, sleep_ms=READ_MS, slow_every=0) -> list[tuple[int, int]]:
+        found, copies = [], []
+        for place, batch in enumerate(batches):
+            if slow_every and place % slow_every == 0:
+                accelerator.sleep(sleep_ms)
+            copies.append(batch.clone())
+            del batch
+            if len(copies) == 100:
+                found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
+                copies.clear()
+        found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
+        ends = [(least, greatest) for least, greatest in torch.stack(found).tolist()]
+        assert len(ends) == count
+        return ends
+
+    return find
+
+
+@pytest.fixture
+def copies_are_late(accelerator, monkeypatch) -> None:
+    """The loader's stream sleeps before each copy: what it reads then must still be there."""
+    copy = Backend.copy
+
+    def sleep_and_copy(self, tensor):
+        accelerator.sleep(COPY_MS)
+        return copy(self, tensor)
+
+    monkeypatch.setattr(Backend, "copy", sleep_and_copy)
+
+
+@pytest.fixture
+def for_cuda_alone(accelerator) -> None:
+    if not isinstance(accelerator, Cuda) or torch.version.hip is not None:
+        pytest.skip("the driver's own functions, and errors, which the late device does not have")

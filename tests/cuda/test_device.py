@@ -23,73 +23,10 @@ from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.device.drivers import _CAPTURE_RELAXED, CudaDriver, Driver, open_driver
 from shmloader.memory.slot import Slot
-from tests.cuda.accelerators import Cuda, kind, on
+from tests.cuda.accelerators import COPY_MS, LENGTH, kind, make, on, sample, whole
 from tests.process.support import Calls, Program, only, run_program
 
-# Elements of int32: above 64 KiB, so a batch of one is lent, and read by the device.
-LENGTH = 17_000
 MIB = 1 << 20
-# A worker fills a slot again within a fraction of the first. The second is longer, so that memory
-# which was given back too early is written over before it is read.
-COPY_MS, READ_MS = 4.0, 10.0
-
-
-def sample(index: int) -> torch.Tensor:
-    return torch.full((LENGTH,), index, dtype=torch.int32)
-
-
-def make(count: int, **options) -> DataLoader:
-    options = {"num_workers": 2, "collate_fn": only, "device": kind(), **options}
-    return DataLoader(Calls(sample, count), batch_size=1, **options)
-
-
-@pytest.fixture
-def ends_of(accelerator):
-    """The least and the greatest number of each batch, found on the device; batches are dropped.
-
-    Each batch is copied on the device and dropped before that is done; the copies are looked at
-    later. The function takes the batches, their count, how long the stream sleeps before it reads
-    one that is to be read late, and every how many one is.
-    """
-
-    def find(batches, count, *, sleep_ms=READ_MS, slow_every=0) -> list[tuple[int, int]]:
-        found, copies = [], []
-        for place, batch in enumerate(batches):
-            if slow_every and place % slow_every == 0:
-                accelerator.sleep(sleep_ms)
-            copies.append(batch.clone())
-            del batch
-            if len(copies) == 100:
-                found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
-                copies.clear()
-        found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
-        ends = [(least, greatest) for least, greatest in torch.stack(found).tolist()]
-        assert len(ends) == count
-        return ends
-
-    return find
-
-
-@pytest.fixture
-def copies_are_late(accelerator, monkeypatch) -> None:
-    """The loader's stream sleeps before each copy: what it reads then must still be there."""
-    copy = Backend.copy
-
-    def sleep_and_copy(self, tensor):
-        accelerator.sleep(COPY_MS)
-        return copy(self, tensor)
-
-    monkeypatch.setattr(Backend, "copy", sleep_and_copy)
-
-
-@pytest.fixture
-def for_cuda_alone(accelerator) -> None:
-    if not isinstance(accelerator, Cuda) or torch.version.hip is not None:
-        pytest.skip("the driver's own functions, and errors, which the late device does not have")
-
-
-def whole(count: int) -> list[tuple[int, int]]:
-    return [(index, index) for index in range(count)]
 
 
 # Content ---------------------------------------------------------------------------------
