@@ -31,7 +31,8 @@ def in_turn(names: Sequence[_T], round_: int) -> tuple[_T, ...]:
 def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any] | str:
     """Run a file anew, and read what it prints last; or say in a line what went wrong.
 
-    Whatever the run has started and left behind ends with it.
+    Whatever the run has started and left behind ends with it. What a run that failed by itself has
+    written to standard error is written to this process's.
     """
     process = subprocess.Popen(
         [sys.executable, file, *arguments],
@@ -48,6 +49,7 @@ def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, A
         _end(process)
     if process.returncode != 0:
         told = _IGNORED.sub("", stderr).strip() or stderr.strip()
+        sys.stderr.write(told and f"{told}\n")
         last_line = (told.splitlines() or ["no message"])[-1]
         return f"exit code {process.returncode}: {last_line}"
     return json.loads(stdout.splitlines()[-1])

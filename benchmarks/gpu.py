@@ -189,9 +189,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, help="of the benchmark's loaders")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="a folder")
     parser.add_argument(
-        "--results", type=Path, help="also put the page into this one, as a section"
+        "--results", type=Path, help="put the page into this one as a section, if no step failed"
     )
     options = parser.parse_args()
+    if options.smallest and options.results:
+        parser.error("--results is for whole runs, and not for --smallest")
     device = find_device(options.device)
     if isinstance(device, str):
         print(device)
@@ -208,10 +210,11 @@ def main() -> int:
         print(f"{name}: {found[name]['failure'] or 'done'} ({took_s:.0f} s)", flush=True)
         write_json(folder / "gpu.json", found)
     (folder / "gpu.md").write_text(page_of(found))
-    if options.results:
+    has_failed = any(found[name]["failure"] for name in steps)
+    if options.results and not has_failed:
         put_section(options.results, "gpu.py", section_of(found))
     print(f"\n{(folder / 'gpu.md').read_text()}\n{folder / 'gpu.json'}\n{folder / 'gpu.md'}")
-    return int(any(found[name]["failure"] for name in steps))
+    return int(has_failed)
 
 
 if __name__ == "__main__":

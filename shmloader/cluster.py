@@ -4,6 +4,7 @@ Dask, MPI and loky have executors of their own. :class:`RayExecutor` is one over
 none. Ray is an extra (``pip install shmloader[ray]``), imported when an executor is made.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import importlib
@@ -25,11 +26,44 @@ _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 _GONE = "Ray was shut down, or this process has connected to another cluster"
 
 
-class _RayFuture(concurrent.futures.Future[Any]):
-    """The future of a task of Ray's. Cancelling it cancels the task there, unless it runs."""
+class _Unwanted:
+    """Cancels tasks of Ray's, on the thread on which Ray completes tasks.
 
-    _reference: Any = None
-    _ray: Any = None
+    On another thread Ray may end this process: it completes a task that was cancelled at the same
+    time, and takes that for a fault of its own ("Tried to complete task that was not pending",
+    seen with Ray 2.60). Ray calls back on that thread when an object is there, so one is put into
+    its store for this.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._there = ray.put(None)
+        self._references: collections.deque[Any] = collections.deque()
+
+    def cancel(self, reference: Any) -> None:
+        """Have a task cancelled soon. May be called on any thread, and does not wait."""
+        self._references.append(reference)
+        self._there._on_completed(self._cancel_all)
+
+    def _cancel_all(self, _: object) -> None:
+        while self._references:
+            with contextlib.suppress(Exception):  # another call took it; the cluster may be gone
+                # Without ``force``, which would kill the process. One that runs ends: see `_call`.
+                self._ray.cancel(self._references.popleft(), force=False, recursive=False)
+
+
+class _RayFuture(concurrent.futures.Future[Any]):
+    """The future of a task of Ray's. Cancelling it cancels the task there, unless it runs.
+
+    Args:
+        reference: Refers to the task's result.
+        unwanted: Cancels the task if the future is cancelled.
+    """
+
+    def __init__(self, reference: Any, unwanted: _Unwanted) -> None:
+        super().__init__()
+        self._reference: Any = reference
+        self._unwanted = unwanted
 
     def cancel(self) -> bool:
         if not super().cancel():
@@ -38,10 +72,16 @@ class _RayFuture(concurrent.futures.Future[Any]):
         if reference is not None:
             with contextlib.suppress(RuntimeError):  # another thread was faster
                 self.set_running_or_notify_cancel()  # for concurrent.futures.wait()
-            with contextlib.suppress(Exception):  # the task or the cluster may be gone
-                # Without ``force``, which would kill the process. One that runs ends: see `_call`.
-                self._ray.cancel(reference, force=False, recursive=False)
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                self._unwanted.cancel(reference)
         return True
+
+    def pass_on(self, done: "concurrent.futures.Future[Any]") -> None:
+        """Take what came of the task from Ray's own future. Mostly runs on a thread of Ray's."""
+        self._reference = None
+        error = done.exception()
+        # This future may be cancelled, or have failed since Ray was shut down.
+        settle(self, error, None if error is not None else done.result())
 
 
 class RayExecutor(concurrent.futures.Executor):
@@ -70,8 +110,9 @@ class RayExecutor(concurrent.futures.Executor):
             raise
         if not self._ray.is_initialized():
             self._ray.init()
-        self._job = self._job_id()
+        self._connection = self._find_connection()
         self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
+        self._unwanted = _Unwanted(self._ray)
         self._futures: weakref.WeakSet[_RayFuture] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._is_shut_down = False
@@ -90,19 +131,19 @@ class RayExecutor(concurrent.futures.Executor):
             if self._is_gone():  # otherwise remote() would start a cluster
                 raise RuntimeError(_GONE)
             reference = self._function.remote(fn, *args, **kwargs)
-            future = _RayFuture()
-            future._reference, future._ray = reference, self._ray
+            future = _RayFuture(reference, self._unwanted)
             self._futures.add(future)
-        inner = reference.future()
-        inner.add_done_callback(lambda done: _pass_on(done, future))
+        reference.future().add_done_callback(future.pass_on)
         return future
 
-    def _job_id(self) -> str:
-        return str(self._ray.get_runtime_context().get_job_id())
+    def _find_connection(self) -> tuple[str, str]:
+        """Return what tells one ``ray.init()`` from another: jobs count from 1 in each cluster."""
+        context = self._ray.get_runtime_context()
+        return context.get_job_id(), context.get_node_id()
 
     def _is_gone(self) -> bool:
         """Whether this process has left the cluster that it was connected to."""
-        return not self._ray.is_initialized() or self._job_id() != self._job
+        return not self._ray.is_initialized() or self._find_connection() != self._connection
 
     def check(self) -> None:
         """Fail all futures if Ray was shut down in this process, which Ray itself does not do."""
@@ -182,11 +223,3 @@ def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
     finally:
         if signal.getsignal(number) is handler:
             signal.signal(number, before)
-
-
-def _pass_on(done: "concurrent.futures.Future[Any]", future: _RayFuture) -> None:
-    """Set what came of a task. Runs on a thread of Ray's."""
-    future._reference = None
-    error = done.exception()
-    # The future may be cancelled, or have failed since Ray was shut down.
-    settle(future, error, None if error is not None else done.result())

@@ -27,6 +27,7 @@ from shmloader import (
 )
 from shmloader.cluster import RayExecutor
 from shmloader.pools.executor import ExecutorPool
+from shmloader.pools.executor_kinds import ExecutorGoneError
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Overtaken, Pids
 from tests.cluster.needed import needed
@@ -234,6 +235,57 @@ def test_a_task_that_runs_is_left_to_end_when_the_loader_is_closed(connected, tm
     wait_until(lambda: (tmp_path / "ended").exists() or (tmp_path / "raised").exists(), 60)
     assert not (tmp_path / "raised").exists(), (tmp_path / "raised").read_text()
     assert executor.submit(abs, -3).result(60) == 3
+
+
+def test_tasks_may_be_cancelled_at_the_moment_when_they_end(connected) -> None:
+    """In a program of its own, which Ray ended within a second when it cancelled them itself."""
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", CANCELS, address],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "3\n"), done
+
+
+def test_a_task_that_no_node_can_run_is_cancelled(connected) -> None:
+    future = RayExecutor(resources={"none has this": 1}).submit(abs, -3)
+    reference = future._reference
+    assert future.cancel()
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(reference, timeout=60)
+
+
+def test_another_cluster_is_not_the_one_that_was_left(connected) -> None:
+    executor = RayExecutor(resources={"none has this": 1})
+    future = executor.submit(abs, -3)
+    ray.shutdown()
+    options = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(num_cpus=2, object_store_memory=STORE_BYTES, **options)
+    with pytest.raises(RuntimeError, match="connected to another cluster"):
+        executor.submit(abs, -3)
+    executor.check()
+    with pytest.raises(ExecutorGoneError):
+        future.result(20)
+
+
+CANCELS = """
+import sys
+import ray
+from shmloader.cluster import RayExecutor
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+executor = RayExecutor()
+for number in range(500):
+    futures = [executor.submit(bytes, 3) for _ in range(8)]
+    futures[number % 4].result()
+    for future in futures:
+        future.cancel()
+print(executor.submit(abs, -3).result(), flush=True)
+"""
 
 
 def test_a_stage_of_a_pipeline_runs_there(connected) -> None:

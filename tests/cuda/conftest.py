@@ -87,11 +87,13 @@ def ends_of(accelerator):
 
     def find(batches, count, *, sleep_ms=READ_MS, slow_every=0) -> list[tuple[int, int]]:
         found, copies = [], []
-        for place, batch in enumerate(batches):
+        place = 0
+        for batch in batches:
             if slow_every and place % slow_every == 0:
                 accelerator.sleep(sleep_ms)
             copies.append(batch.clone())
             del batch
+            place += 1  # noqa: SIM113 - enumerate() holds each batch until the next one is there
             if len(copies) == 100:
                 found += [torch.stack((copied.amin(), copied.amax())) for copied in copies]
                 copies.clear()

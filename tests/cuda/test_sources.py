@@ -50,7 +50,7 @@ def options(**given: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
 def test_batches_arrive_whole_wherever_they_are_made(source, ends_of) -> None:
     with source() as given, make(200, **given) as loader:
         for _ in range(2):
-            assert ends_of(loader, 200) == whole(200)
+            assert ends_of(loader, 200, sleep_ms=1, slow_every=1) == whole(200)
 
 
 @pytest.mark.usefixtures("copies_are_late")
@@ -59,7 +59,7 @@ def test_a_pipeline_s_batches_arrive_whole(ends_of) -> None:
     builder.pipe(sample, executor="process", concurrency=2, output_order="input")
     pipeline = builder.transfer(kind()).add_sink(2).build()
     with pipeline.auto_stop():
-        assert ends_of(pipeline, 200) == whole(200)
+        assert ends_of(pipeline, 200, sleep_ms=1, slow_every=1) == whole(200)
 
 
 @pytest.mark.usefixtures("copies_are_late")
@@ -112,12 +112,12 @@ _RANK = """
             device="{kind}", shuffle=False, seed=1,
         )
         found = []
-        for number, batch in enumerate(loader):
+        for batch in loader:
             accelerator.sleep(1)
             copied = batch.clone()
             del batch
             found.append(torch.stack((copied.amin(), copied.amax())))
-            if number == 50:
+            if len(found) == 50:
                 owner = psutil.Process(loader._parts.host_pool.owner_pid)
                 for process in (psutil.Process(), owner, *owner.children()):
                     files = Path(f"/proc/{{process.pid}}/fd").iterdir()
@@ -139,9 +139,9 @@ def test_ranks_that_share_workers_have_the_device_and_the_workers_have_not(tmp_p
             "LOCAL_WORLD_SIZE": "2",
         }
         ranks.append(Program(_RANK.format(variables=variables, kind=kind())))
-    for rank, program in enumerate(ranks):
-        done = program.finish(60)
-        assert (done.code, done.err) == (0, "")
+    ended = [program.finish(60) for program in ranks]
+    for rank, done in enumerate(ended):
+        assert (done.code, done.err, done.left) == (0, "", [])
         *has_it, numbers = done.out.splitlines()
         assert has_it == [str(kind() == "cuda"), "False", "False", "False"]
         assert numbers == str([*range(rank, 200, 2)])
@@ -150,7 +150,7 @@ def test_ranks_that_share_workers_have_the_device_and_the_workers_have_not(tmp_p
 # Training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("for_cuda_alone")
+@pytest.mark.usefixtures("for_cuda_alone", "copies_are_late")
 def test_a_model_learns_the_same_as_from_torch_s_loader() -> None:
     """To the bit: a batch that is read before it is there would change all that follows."""
     drawn = torch.Generator().manual_seed(1)
