@@ -32,24 +32,32 @@ class _Unwanted:
     On another thread Ray may end this process: it completes a task that was cancelled at the same
     time, and takes that for a fault of its own ("Tried to complete task that was not pending",
     seen with Ray 2.60). Ray calls back on that thread when an object is there, so one is put into
-    its store for this.
+    its store for this. In a program that is connected by Ray Client (``ray://``) the tasks belong
+    to another process, and cancelling them in a callback would wait for ever.
     """
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._there = ray.put(None)
+        self._there = None if _is_by_client(ray) else ray.put(None)
         self._references: collections.deque[Any] = collections.deque()
 
     def cancel(self, reference: Any) -> None:
-        """Have a task cancelled soon. May be called on any thread, and does not wait."""
+        """Have a task cancelled soon. May be called on any thread."""
         self._references.append(reference)
-        self._there._on_completed(self._cancel_all)
+        if self._there is None:
+            self._cancel_all(None)
+        else:
+            self._there._on_completed(self._cancel_all)
 
     def _cancel_all(self, _: object) -> None:
         while self._references:
             with contextlib.suppress(Exception):  # another call took it; the cluster may be gone
                 # Without ``force``, which would kill the process. One that runs ends: see `_call`.
                 self._ray.cancel(self._references.popleft(), force=False, recursive=False)
+
+
+def _is_by_client(ray: Any) -> bool:
+    return bool(ray.util.client.ray.is_connected())
 
 
 class _RayFuture(concurrent.futures.Future[Any]):
@@ -113,6 +121,11 @@ class RayExecutor(concurrent.futures.Executor):
         self._connection = self._find_connection()
         self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
         self._unwanted = _Unwanted(self._ray)
+        # Ray Client calls back on the thread that brings all answers, where submit() would wait for
+        # ever, which is what a callback of a pipeline does.
+        self._callbacks = (
+            concurrent.futures.ThreadPoolExecutor(1) if _is_by_client(self._ray) else None
+        )
         self._futures: weakref.WeakSet[_RayFuture] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._is_shut_down = False
@@ -133,7 +146,12 @@ class RayExecutor(concurrent.futures.Executor):
             reference = self._function.remote(fn, *args, **kwargs)
             future = _RayFuture(reference, self._unwanted)
             self._futures.add(future)
-        reference.future().add_done_callback(future.pass_on)
+        callbacks = self._callbacks
+        reference.future().add_done_callback(
+            future.pass_on
+            if callbacks is None
+            else lambda done: callbacks.submit(future.pass_on, done)
+        )
         return future
 
     def _find_connection(self) -> tuple[str, str]:

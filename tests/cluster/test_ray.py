@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -326,6 +327,48 @@ def test_a_pipeline_whose_cluster_is_gone_ends_with_one_error(connected, tmp_pat
         ray.shutdown()
         with pytest.raises(ConnectionError, match="Ray was shut down"):
             pipeline.get_item(timeout=60)
+
+
+def test_a_program_that_is_connected_by_ray_client_loads_and_leaves_epochs() -> None:
+    needed("grpc")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    cluster = cluster_utils.Cluster(True, head_node_args={**head, "ray_client_server_port": port})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", BY_CLIENT, f"ray://127.0.0.1:{port}"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+    finally:
+        cluster.shutdown()
+    assert done.stdout == "[0, 4, 8, 12, 16]\n0 -3\n[1, 2, 3, 4]\n", done
+
+
+BY_CLIENT = """
+import os, sys
+import ray
+from shmloader import DataLoader, PipelineBuilder
+from shmloader.cluster import RayExecutor
+
+ray.init(sys.argv[1], log_to_driver=False)
+executor = RayExecutor()
+loader = DataLoader(list(range(20)), 4, num_workers=6, executor=executor)
+print([int(batch[0]) for batch in loader], flush=True)
+iterator = iter(loader)
+first = int(next(iterator)[0])
+loader.close()
+print(first, executor.submit(int, -3).result(60), flush=True)
+builder = PipelineBuilder().add_source(range(-4, 0)).pipe(abs, executor=executor)
+with builder.pipe(abs, executor=executor).add_sink(2).build().auto_stop() as numbers:
+    print(sorted(numbers), flush=True)
+os._exit(0)
+"""
 
 
 def test_a_full_disk_under_a_full_store_is_one_clear_error() -> None:
