@@ -8,13 +8,15 @@ import collections
 import concurrent.futures
 import contextlib
 import importlib
+import logging
+import queue
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmloader.pools.executor_kinds import ExecutorGoneError, settle
+from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, settle
 
 __all__ = ["RayExecutor"]
 
@@ -23,41 +25,119 @@ __all__ = ["RayExecutor"]
 # tasks of 50 ms in flight on 4 nodes reach 0.4 of the ideal, and 0.92 spread over all of them.
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
+_log = logging.getLogger("shmloader")
+
+_Future = concurrent.futures.Future[Any]
+
 _GONE = "Ray was shut down, or this process has connected to another cluster"
 
 
-class _Unwanted:
-    """Cancels tasks of Ray's, on the thread on which Ray completes tasks.
+class _Driver:
+    """The connection of a program on a node of the cluster.
 
-    On another thread Ray may end this process: it completes a task that was cancelled at the same
-    time, and takes that for a fault of its own ("Tried to complete task that was not pending",
-    seen with Ray 2.60). Ray calls back on that thread when an object is there, so one is put into
-    its store for this. In a program that is connected by Ray Client (``ray://``) the tasks belong
-    to another process, and cancelling them in a callback would wait for ever.
+    Tasks are cancelled on the thread on which Ray completes tasks. On another one Ray may end this
+    process: it completes a task that was cancelled at the same time, and takes that for a fault of
+    its own ("Tried to complete task that was not pending", seen with Ray 2.60). Ray calls back on
+    that thread when a task has ended, so one that does nothing is submitted for this. Its result
+    lies in this process: to ask for one in Ray's store, whose process may have died, can end this
+    process as well.
+
+    Args:
+        ray: The module.
     """
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._there = None if _is_by_client(ray) else ray.put(None)
-        self._references: collections.deque[Any] = collections.deque()
+        # Without the part that would start a cluster if Ray is being shut down.
+        self._cancel = _unwrapped(ray.cancel)
+        self._context = _unwrapped(ray.get_runtime_context)
+        self._id = self._find_id()
+        self._ended = ray.remote(num_cpus=0)(_do_nothing).remote()
+        self._unwanted: collections.deque[Any] = collections.deque()
+
+    def _find_id(self) -> tuple[str, str]:
+        """Return what tells one ``ray.init()`` from another: jobs count from 1 in each cluster."""
+        context = self._context()
+        return context.get_job_id(), context.get_node_id()
+
+    def is_gone(self) -> bool:
+        """Whether this process has left the cluster that it was connected to."""
+        return not self._ray.is_initialized() or self._find_id() != self._id
+
+    def follow(self, reference: Any, call: Callable[[_Future], None]) -> None:
+        """Have Ray's own future of a task passed to ``call``, mostly on a thread of Ray's."""
+        reference.future().add_done_callback(call)
 
     def cancel(self, reference: Any) -> None:
-        """Have a task cancelled soon. May be called on any thread."""
-        self._references.append(reference)
-        if self._there is None:
-            self._cancel_all(None)
-        else:
-            self._there._on_completed(self._cancel_all)
+        """Have a task cancelled soon. May be called on any thread, and does not wait."""
+        self._unwanted.append(reference)
+        self._ended._on_completed(self._cancel_all)
 
     def _cancel_all(self, _: object) -> None:
-        while self._references:
+        while self._unwanted:
             with contextlib.suppress(Exception):  # another call took it; the cluster may be gone
                 # Without ``force``, which would kill the process. One that runs ends: see `_call`.
-                self._ray.cancel(self._references.popleft(), force=False, recursive=False)
+                self._cancel(self._unwanted.popleft(), force=False, recursive=False)
 
 
-def _is_by_client(ray: Any) -> bool:
-    return bool(ray.util.client.ray.is_connected())
+class _Client:
+    """The connection of a program by Ray Client (``ray://``).
+
+    Ray Client calls back on the thread that brings all answers. To submit or cancel a task there
+    would wait for ever, so a thread of ours does what callbacks and cancelled futures ask for.
+
+    Args:
+        ray: The module.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._worker = self._find_worker()
+        # put() takes no lock that the garbage collector could meet.
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
+        threading.Thread(
+            target=_call_each, args=(self._calls,), name="shmloader_ray_client", daemon=True
+        ).start()
+
+    def _find_worker(self) -> object:
+        return self._ray.util.client.ray.get_context().client_worker
+
+    def is_gone(self) -> bool:
+        """Whether this process has left the cluster that it was connected to."""
+        return not self._ray.util.client.ray.is_connected() or (
+            self._find_worker() is not self._worker
+        )
+
+    def follow(self, reference: Any, call: Callable[[_Future], None]) -> None:
+        """Have Ray's own future of a task passed to ``call``, on a thread of ours."""
+        calls = self._calls
+        reference.future().add_done_callback(lambda done: calls.put(lambda: call(done)))
+
+    def cancel(self, reference: Any) -> None:
+        """Have a task cancelled soon. May be called on any thread, and does not wait."""
+        cancel = self._ray.cancel
+        self._calls.put(lambda: cancel(reference, force=False, recursive=False))
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of Ray's without what it does before, if Ray is not connected."""
+    found: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return found
+
+
+def _do_nothing() -> None:
+    """Do nothing, as a task."""
+
+
+def _call_each(calls: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
+    """Call what comes, until None comes. Runs on a thread of its own."""
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except Exception:  # noqa: BLE001 - the connection may be gone
+            _log.debug("a call of Ray Client failed", exc_info=True)
+        del call
 
 
 class _RayFuture(concurrent.futures.Future[Any]):
@@ -65,13 +145,13 @@ class _RayFuture(concurrent.futures.Future[Any]):
 
     Args:
         reference: Refers to the task's result.
-        unwanted: Cancels the task if the future is cancelled.
+        connection: Cancels the task if the future is cancelled.
     """
 
-    def __init__(self, reference: Any, unwanted: _Unwanted) -> None:
+    def __init__(self, reference: Any, connection: _Driver | _Client) -> None:
         super().__init__()
         self._reference: Any = reference
-        self._unwanted = unwanted
+        self._connection = connection
 
     def cancel(self) -> bool:
         if not super().cancel():
@@ -81,11 +161,11 @@ class _RayFuture(concurrent.futures.Future[Any]):
             with contextlib.suppress(RuntimeError):  # another thread was faster
                 self.set_running_or_notify_cancel()  # for concurrent.futures.wait()
             with contextlib.suppress(Exception):  # the cluster may be gone
-                self._unwanted.cancel(reference)
+                self._connection.cancel(reference)
         return True
 
-    def pass_on(self, done: "concurrent.futures.Future[Any]") -> None:
-        """Take what came of the task from Ray's own future. Mostly runs on a thread of Ray's."""
+    def pass_on(self, done: _Future) -> None:
+        """Take what came of the task from Ray's own future."""
         self._reference = None
         error = done.exception()
         # This future may be cancelled, or have failed since Ray was shut down.
@@ -118,21 +198,14 @@ class RayExecutor(concurrent.futures.Executor):
             raise
         if not self._ray.is_initialized():
             self._ray.init()
-        self._connection = self._find_connection()
+        is_by_client = self._ray.util.client.ray.is_connected()
+        self._connection = _Client(self._ray) if is_by_client else _Driver(self._ray)
         self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
-        self._unwanted = _Unwanted(self._ray)
-        # Ray Client calls back on the thread that brings all answers, where submit() would wait for
-        # ever, which is what a callback of a pipeline does.
-        self._callbacks = (
-            concurrent.futures.ThreadPoolExecutor(1) if _is_by_client(self._ray) else None
-        )
         self._futures: weakref.WeakSet[_RayFuture] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._is_shut_down = False
 
-    def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> "concurrent.futures.Future[Any]":
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _Future:
         """Submit a call of ``fn``. An ``ObjectRef`` in ``args`` is replaced by its value.
 
         Raises:
@@ -141,38 +214,30 @@ class RayExecutor(concurrent.futures.Executor):
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            if self._is_gone():  # otherwise remote() would start a cluster
+            if self._connection.is_gone():  # otherwise remote() would start a cluster
                 raise RuntimeError(_GONE)
             reference = self._function.remote(fn, *args, **kwargs)
-            future = _RayFuture(reference, self._unwanted)
+            future = _RayFuture(reference, self._connection)
             self._futures.add(future)
-        callbacks = self._callbacks
-        reference.future().add_done_callback(
-            future.pass_on
-            if callbacks is None
-            else lambda done: callbacks.submit(future.pass_on, done)
-        )
+        self._connection.follow(reference, future.pass_on)
         return future
-
-    def _find_connection(self) -> tuple[str, str]:
-        """Return what tells one ``ray.init()`` from another: jobs count from 1 in each cluster."""
-        context = self._ray.get_runtime_context()
-        return context.get_job_id(), context.get_node_id()
-
-    def _is_gone(self) -> bool:
-        """Whether this process has left the cluster that it was connected to."""
-        return not self._ray.is_initialized() or self._find_connection() != self._connection
 
     def check(self) -> None:
         """Fail all futures if Ray was shut down in this process, which Ray itself does not do."""
-        if self._is_gone():
+        if self._connection.is_gone():
             with self._lock:
                 futures = list(self._futures)
             for future in futures:
                 settle(future, ExecutorGoneError(_GONE))
 
     def share(self, value: Any) -> Any:
-        """Put a value into Ray's store. Returns a reference that :meth:`submit` takes."""
+        """Put a value into Ray's store. Returns a reference that :meth:`submit` takes.
+
+        Raises:
+            RuntimeError: If Ray is not connected.
+        """
+        if self._connection.is_gone():  # otherwise put() would start a cluster
+            raise RuntimeError(_GONE)
         return self._ray.put(value)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -188,8 +253,8 @@ class RayExecutor(concurrent.futures.Executor):
         if cancel_futures:
             for future in futures:
                 future.cancel()
-        if wait:
-            concurrent.futures.wait(futures)
+        while wait and concurrent.futures.wait(futures, CHECK_S).not_done:
+            self.check()
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

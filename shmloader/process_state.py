@@ -2,7 +2,8 @@
 
 None of it can belong to an object: it is used by hooks that ``os.fork()`` runs, at the
 interpreter's exit, while an object is unpickled, where no loader is known, or by torch's classes.
-Everything else has an owner. (``shmloader.faults`` is separate, since it exists for the tests.)
+Everything else has an owner. (``shmloader.faults`` is separate, since it exists for the tests; and
+where torch needs it, :mod:`shmloader.memory.lease` adds a function to ``gc.callbacks``.)
 
 ======================  =========================================================================
 ``forks``               the number of forks: a page that a child may still read is not reused
@@ -19,11 +20,16 @@ Everything else has an owner. (``shmloader.faults`` is separate, since it exists
 ``received``            in a worker, the descriptors that came with its payload; in a rank, while it
                         opens what another rank has built, those that came with that
 ``opening``             held while a rank does so
+``segments``            the segments that this process has mapped, by their tokens
+``slots``               its slots: a forked worker closes those that it inherits
+``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
+``tasks``               in a process of an executor, its name and what its tasks keep
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
 """
 
+import collections
 import os
 import threading
 import weakref
@@ -66,6 +72,27 @@ class Threads:
         self.is_watching_exit = False
 
 
+class Tasks:
+    """What the tasks of an executor find in this process (:mod:`shmloader.pools.executor_task`).
+
+    Attributes:
+        lock: Held while a task makes a batch.
+        name: The name of this process; None before a task has asked for it.
+        packed_name: The same, pickled; empty before.
+        makers: What tasks keep for later ones, by its key, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the parent's in a forked child, where no task runs."""
+        self.lock = threading.Lock()
+        self.name: Any = None
+        self.packed_name = b""
+        self.makers: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+
+
 class ProcessState:
     """The state of this process. The module's docstring describes the attributes."""
 
@@ -81,6 +108,10 @@ class ProcessState:
         self.builds_on_host: set[int] = set()
         self.received: list[int] = []
         self.opening = threading.RLock()
+        self.segments: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+        self.slots: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.slot_writer: Any = None
+        self.tasks = Tasks()
         self.locked_for_good: list[Any] = []
         self.installation: Any = None
 
@@ -114,6 +145,7 @@ os.register_at_fork(before=PROCESS.forks.one_more, after_in_parent=PROCESS.forks
 # others.
 for _hook in (
     PROCESS.threads.forget,
+    PROCESS.tasks.forget,
     PROCESS.close_pipes,
     PROCESS.leave_meetings,
     PROCESS.leave_groups,

@@ -234,9 +234,19 @@ class ConcurrentFetcher:
             self._run_here(loop, work)
             return
         # This thread runs an event loop already, as a notebook's does.
-        thread = threading.Thread(target=self._run_here, args=(loop, work), daemon=True)
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self._run_here(loop, work)
+            except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
+                raised.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join()
+        if raised:
+            raise raised.pop()
 
     @staticmethod
     def _run_here(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:

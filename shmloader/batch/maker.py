@@ -34,7 +34,7 @@ class BatchMaker:
         timer: Measures the parts of the work. The caller begins it with each ticket.
 
     Args:
-        plan: How a batch is fetched and collated.
+        config: How a batch is fetched and collated.
         dataset: The dataset.
         collate_fn: Makes a batch of samples.
         on_error: How bad samples are handled.
@@ -50,7 +50,7 @@ class BatchMaker:
 
     def __init__(
         self,
-        plan: FetchConfig,
+        config: FetchConfig,
         dataset: Any,
         collate_fn: Callable[[Any], Any],
         on_error: OnError = "raise",
@@ -66,14 +66,14 @@ class BatchMaker:
         self.rng = rng
         self.timer = timer
         collates_plainly = rng is not None and is_plain(collate_fn)
-        if not plan.is_iterable and concurrent_fetcher is None:
+        if not config.is_iterable and concurrent_fetcher is None:
             collate_fn = _refusing_coroutines(collate_fn)
-        collate_fn = timer.wrap(collate_fn, counts_items=plan.auto_collation)
+        collate_fn = timer.wrap(collate_fn, counts_items=config.auto_collation)
         if rng is not None:
             dataset, collate_fn = rng.wrap(
                 dataset,
                 collate_fn,
-                is_iterable=plan.is_iterable,
+                is_iterable=config.is_iterable,
                 may_replace=callable(on_error),
                 begins_samples=concurrent_fetcher is None,
                 begins_collate=begins_collate,
@@ -85,12 +85,12 @@ class BatchMaker:
             if sample_watch is not None:
                 begins.append(sample_watch.begin_sample)
             sample_loader = SampleLoader(concurrent_fetcher, begins)
-        if sample_watch is not None and not plan.is_iterable:
+        if sample_watch is not None and not config.is_iterable:
             dataset = WatchedSamples(sample_watch, dataset)
         if watch_samples is not None:
             dataset = watch_samples(dataset)
-        self.fetcher = plan.make_fetcher(dataset, collate_fn, on_error, where, sample_loader)
-        if sample_watch is not None and plan.is_iterable:
+        self.fetcher = config.make_fetcher(dataset, collate_fn, on_error, where, sample_loader)
+        if sample_watch is not None and config.is_iterable:
             self.fetcher.dataset_iter = WatchedIterator(sample_watch, self.fetcher.dataset_iter)
 
     def make(self, indices: Any) -> Any:

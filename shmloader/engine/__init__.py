@@ -39,6 +39,7 @@ thread that is inside ``next_batch`` changes the scheduler.
 
 **The life of a worker**::
 
+                 ┌───────────────────┐
     GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
                  │          │           │
                  └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
@@ -66,6 +67,9 @@ applies. A thread is left behind instead, and its ticket is put into the queue a
   reported to all ranks; it costs a restart in the rank whose batch it was making.
 * With threads (``thread_pool=True``) there are no messages and no slots. Idle threads take the
   oldest ticket from one queue, and the answer says which thread took it.
+* With ``executor=`` the engine's workers are ``num_workers`` numbers, each of a batch in flight. A
+  task carries no dataset: the process of the executor that runs it keeps one. The result is written
+  to a slot here (:mod:`shmloader.pools.executor`).
 * With ``num_workers=0`` the pool is inline and the window is 0. Nothing is drawn ahead: ``next()``
   draws an index batch, and sending its task makes the batch on the calling thread.
 

@@ -45,6 +45,7 @@ from shmloader.errors import (
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import BatchTimes, batch_times
 from shmloader.interruptions import is_interruption
+from shmloader.memory.lease import is_debugging
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure, StreamEnd
 from shmloader.pools.status_page import AtWork, Phase
@@ -123,7 +124,6 @@ class Engine(EngineBase):
         self.counts = pool.counts
         # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
-        self._restart_limit = worker_restarts
         self._streams: StreamBook | None = None
         if streams is not None:
             self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
@@ -147,6 +147,7 @@ class Engine(EngineBase):
             present=present,
             sharers=sharers,
             read_loads=read_loads,
+            on_free=self._slot_pool.poison if not self._has_queue and is_debugging() else None,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
@@ -280,8 +281,8 @@ class Engine(EngineBase):
         while True:
             if self._inbox:
                 self.take_tickets()
-            has_place = self._may_deliver is None or self._may_deliver()
-            if has_place:
+            has_room = self._may_deliver is None or self._may_deliver()
+            if has_room:
                 is_alone = self._inbox is None or not self.is_dynamic
                 has_taken = is_alone and self._take_awaited()
                 self.in_transit = True
@@ -305,7 +306,7 @@ class Engine(EngineBase):
             self._restart_workers()
             if self.is_dynamic:
                 self._adapt()
-            if self._inbox is None or self._may_wait(self._inbox, has_place=has_place):
+            if self._inbox is None or self._may_wait(self._inbox, has_room=has_room):
                 self._receive_any(deadline)
             self._pause()
             self.check_open()
@@ -328,7 +329,7 @@ class Engine(EngineBase):
             if type(answer) is StreamEnd:
                 self.in_transit = False
                 return self._raise_end()
-            ticket.answer = answer
+            scheduler.answered_inline(ticket, answer)
             if self._watch is None or not self._note_samples(self._watch, ticket):
                 return self._hand_over(ticket)
             self.check_open()  # by now, the user's code or another thread may have closed it
@@ -337,20 +338,20 @@ class Engine(EngineBase):
         self.check_open()  # once it is closed, there is nothing to draw
         return self._raise_end()
 
-    def _may_wait(self, inbox: Inbox, *, has_place: bool) -> bool:
+    def _may_wait(self, inbox: Inbox, *, has_room: bool) -> bool:
         """Set whether the user's thread wakes this one when it brings a ticket or takes a batch.
 
         Returns:
-            Whether to wait. False if a ticket or free place has come since the last look, which
+            Whether to wait. False if a ticket or room has come since the last look, which
             woke no thread.
         """
         if not self.is_dynamic:
             return True
-        lacks_place = not has_place and self._scheduler.has_next
-        inbox.is_awaited = lacks_place or self._scheduler.has_room
+        lacks_room = not has_room and self._scheduler.has_next
+        inbox.is_awaited = lacks_room or self._scheduler.has_room
         if not inbox.is_awaited:
             return True
-        return not inbox and (has_place or self._may_deliver is None or not self._may_deliver())
+        return not inbox and (has_room or self._may_deliver is None or not self._may_deliver())
 
     def _take_awaited(self) -> bool:
         """Take a message of the worker whose answer must come next, if one is here or about to be.
@@ -705,7 +706,7 @@ class Engine(EngineBase):
     def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
         """Note a worker's death: it will be replaced, or its tickets fail."""
         scheduler = self._scheduler
-        death = dataclasses.replace(death, restart_limit=self._restart_limit)
+        death = dataclasses.replace(death, restart_limit=scheduler.restart_limit)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         scheduler.worker_lost(
             worker_id,

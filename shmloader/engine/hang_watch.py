@@ -1,6 +1,6 @@
 """Ends workers that take longer than ``sample_timeout`` for a sample. Runs while the engine waits.
 
-While batches come, nobody waits for the slow sample, and its worker may go on.
+While batches come, the loop does not wait for the slow sample, and its worker may go on.
 """
 
 from shmloader.batch.sample_watch import NO_SAMPLE

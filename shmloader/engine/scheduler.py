@@ -120,6 +120,7 @@ class Scheduler:
         present: int | None = None,
         sharers: int = 1,
         read_loads: Callable[[], Sequence[int] | None] | None = None,
+        on_free: Callable[[int], None] | None = None,
     ) -> None:
         """Start with an empty window.
 
@@ -140,12 +141,13 @@ class Scheduler:
             sharers: How many engines share the workers. Each has tickets for its share of them.
             read_loads: Returns the tasks that each worker has from the others; None if that is not
                 known.
+            on_free: Called with each slot that becomes free; None calls nothing.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
         self._has_queue = has_queue
         self.task_limit = 1
-        self.slots = SlotTable(window + lend_limit)
+        self.slots = SlotTable(window + lend_limit, on_free)
         self.workers = WorkerTable(
             worker_count, worker_count if present is None else present, ended
         )
@@ -157,7 +159,7 @@ class Scheduler:
         self._in_order = in_order
         self._router = Router(window, in_order=in_order, first=first_worker)
         self._pace = Pace()
-        self._restart_limit = self._restarts_left = restart_limit
+        self.restart_limit = self._restarts_left = restart_limit
         self._tickets: dict[int, Ticket] = {}
         self._next_seq = 0
         self._next_delivery = 0
@@ -206,6 +208,10 @@ class Scheduler:
         seq = self._next_seq
         self._next_seq = seq + 1
         return Ticket(seq, 0, UNASSIGNED, indices)
+
+    def answered_inline(self, ticket: Ticket, answer: object) -> None:
+        """Note the answer to a ticket of :meth:`offer_inline`."""
+        ticket.answer = answer
 
     def _add(self, indices: object, now_ns: int) -> Ticket:
         seq = self._next_seq
@@ -661,7 +667,7 @@ class Scheduler:
             ticket.is_dropped = True
             self._answer(ticket, self.workers[ticket.worker_id], None)
         self.epoch += 1
-        self._restarts_left = self._restart_limit
+        self._restarts_left = self.restart_limit
         self._next_seq = self._next_delivery = 0
         self._router.restart()
         for worker in self.workers:

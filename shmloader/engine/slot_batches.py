@@ -4,7 +4,6 @@ from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.engine.slots import FREE, LENT, RETIRED
 from shmloader.engine.wording import describe_change
 from shmloader.errors import InternalError, SharedMemoryError
-from shmloader.memory.lease import is_debugging
 from shmloader.pools import SlotPool
 from shmloader.pools.answers import Batch
 
@@ -20,8 +19,6 @@ class SlotBatches:
     def __init__(self, pool: SlotPool, scheduler: Scheduler) -> None:
         self._pool = pool
         self._scheduler = scheduler
-        if is_debugging():
-            scheduler.slots.on_free = pool.poison
 
     def tidy(self) -> None:
         """Return memory that slots do not need to the kernel, if the pool says that it is time."""

@@ -47,12 +47,13 @@ class SlotTable:
     A slot is made when it is first needed. There are never more than ``capacity`` that are
     not retired (I4).
 
-    Attributes:
+    Args:
+        capacity: The most slots that are not retired.
         on_free: Called with each slot that becomes FREE; None calls nothing.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.on_free: Callable[[int], None] | None = None
+    def __init__(self, capacity: int, on_free: Callable[[int], None] | None = None) -> None:
+        self._on_free = on_free
         self._capacity = capacity
         self._states: dict[int, SlotState] = {}
         self._free: list[int] = []
@@ -121,6 +122,6 @@ class SlotTable:
             return
         self._states[slot_id] = new
         if new is FREE:
-            if self.on_free is not None:
-                self.on_free(slot_id)
+            if self._on_free is not None:
+                self._on_free(slot_id)
             self._free.append(slot_id)

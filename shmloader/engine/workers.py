@@ -2,6 +2,7 @@
 
 ::
 
+                 ┌───────────────────┐
     GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
                  │          │           │
                  └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
@@ -12,7 +13,8 @@ STARTING has been started and may be sent tasks; it is READY when its first answ
 fixed number of workers no worker is ever LEAVING or GONE.
 
 Rule: everything that is known about a worker is in its record, and only :meth:`WorkerTable.move`
-changes its state, as the table above allows.
+changes its state, as the table above allows. How far its stream of an iterable dataset has come is
+not known of the worker, whose replacement goes on with it: see :mod:`shmloader.engine.streams`.
 """
 
 import enum

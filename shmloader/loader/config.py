@@ -27,8 +27,8 @@ from shmloader.memory.collate import is_plain
 from shmloader.pools.adapting import Adapter
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have neither
-    from shmloader.pools.executor import ProcessNumbers
     from shmloader.pools.host_pool import HostPool
+    from shmloader.pools.process_numbers import ProcessNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from shmloader.loader.slot_iterator import SlotIterator
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.executor import ExecutorPool, ProcessNumbers
+from shmloader.pools.executor import ExecutorPool
+from shmloader.pools.process_numbers import ProcessNumbers
 
 _NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 

@@ -29,7 +29,8 @@ class WorkerIterator(SlotIterator):
         workers, memory = self._join() if self._config.worker_scope == "host" else self._start()
         config = self._config
         lent, slot_bytes = config.lend_limit, config.slot_bytes
-        self._wanted = config.num_workers
+        # The worker count that the engine was told in this epoch; None before.
+        self._wanted: int | None = None
         try:
             self._pool = ProcessPool(
                 workers,
@@ -113,6 +114,7 @@ class WorkerIterator(SlotIterator):
     def _begin_adapting(self, adapter: Adapter) -> None:
         if self._reporter is None:
             adapter.begin()
+            self._wanted = None  # workers that were leaving stay when an epoch is left
         else:
             self._reporter.begin()
 

@@ -274,7 +274,7 @@ class EngineIterator(CountingIterator):
                 raise ClosedLoaderError(CLOSED_MEANWHILE) from error
             if staged.raised_id != id(error):
                 uninterruptible(functools.partial(staged.give_up, error))
-                staged.in_transit = True  # so that whoever asks what is lost ends the record
+                staged.in_transit = True  # so that the caller ends the record
             raise
 
     def _leave_beginning(self) -> None:

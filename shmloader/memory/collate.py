@@ -21,13 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.packer import FlatPacker, stack_into
 from shmloader.memory.slot_writer import SlotWriter
-
-
-class _Worker:
-    """Holds the writer of this process; None outside a worker."""
-
-    writer: SlotWriter | None = None
-
+from shmloader.process_state import PROCESS
 
 _torch_collate_tensor_fn = torch_collate.collate_tensor_fn
 _torch_new_shared: Any = torch.UntypedStorage._new_shared
@@ -51,7 +45,7 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
         SharedMemoryError: If it does not fit the slot, or there is not enough memory.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    writer = _Worker.writer
+    writer: SlotWriter | None = PROCESS.slot_writer
     if writer is None or not writer.may_allocate:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
@@ -74,7 +68,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     if first.is_nested or first.is_quantized:
         return _collate_by_torch(batch, collate_fn_map)
     shape = (len(batch), *first.shape)
-    writer = _Worker.writer
+    writer: SlotWriter | None = PROCESS.slot_writer
     out: torch.Tensor | None = None
     # What does not fit goes to private memory, since it may only be an intermediate result. But
     # where there is no memory, the writer raises: there would be none elsewhere either.
@@ -94,7 +88,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
 
 def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
     """Return a storage of ``size`` bytes for a collate function: in the slot, if it fits there."""
-    writer = _Worker.writer
+    writer: SlotWriter | None = PROCESS.slot_writer
     is_ours = kind is torch.UntypedStorage and torch.device(device).type == "cpu" and size > 0
     if not is_ours or writer is None or not writer.may_allocate:
         return _torch_new_shared(size, device=device)
@@ -105,7 +99,7 @@ def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
 
 def install(writer: SlotWriter) -> None:
     """Make torch's collate functions in this worker process write to the slot of ``writer``."""
-    _Worker.writer = writer
+    PROCESS.slot_writer = writer
     torch.UntypedStorage._new_shared = classmethod(_new_shared)  # type: ignore[assignment,method-assign]
     collate_map = torch_collate.default_collate_fn_map
     if collate_map.get(torch.Tensor) is _torch_collate_tensor_fn:

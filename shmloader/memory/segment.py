@@ -23,15 +23,15 @@ import mmap
 import multiprocessing.context
 import os
 import secrets
-import weakref
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.limits import control_groups, format_bytes, free_memory
 from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
 from shmloader.memory.slot import align
+from shmloader.process_state import PROCESS
 
 # fcntl's, <linux/fcntl.h>.
 _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)
@@ -49,12 +49,6 @@ _CHECK_BYTES = 32 << 20
 
 # One call on Linux writes at most 2 GiB less a page.
 _WRITE_BYTES = 1 << 30
-
-
-class _Segments:
-    """The segments that this process has mapped, by their tokens."""
-
-    live: ClassVar["weakref.WeakValueDictionary[bytes, Segment]"] = weakref.WeakValueDictionary()
 
 
 class Segment(mmap.mmap):
@@ -95,7 +89,7 @@ class Segment(mmap.mmap):
         segment._token = token
         segment.nbytes = nbytes
         segment.address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
-        _Segments.live[token] = segment
+        PROCESS.segments[token] = segment
         segment._fd = fd
         return segment
 
@@ -111,7 +105,7 @@ class Segment(mmap.mmap):
             OSError: If there is no address space, or no descriptor left.
         """
         view = memoryview(contents).cast("B")
-        known = _Segments.live.get(bytes(view[:TOKEN_BYTES]))
+        known: Segment | None = PROCESS.segments.get(bytes(view[:TOKEN_BYTES]))
         if known is not None:
             return known
         with SegmentWriter(bytes(view[:TOKEN_BYTES])) as writer:
@@ -155,7 +149,7 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
     Raises:
         SharedMemoryError: If it is gone.
     """
-    known = _Segments.live.get(token)
+    known: Segment | None = PROCESS.segments.get(token)
     if not isinstance(where, tuple):
         fd = where.detach()  # a duplicate, which is closed below unless the segment takes it
     elif known is not None:
@@ -179,7 +173,8 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
 
 def find_segment(address: int, nbytes: int) -> Segment | None:
     """Return the segment whose mapping contains these bytes; None if they lie elsewhere."""
-    for segment in list(_Segments.live.values()):
+    segments: list[Segment] = list(PROCESS.segments.values())
+    for segment in segments:
         if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
             return segment
     return None

@@ -21,15 +21,15 @@ import errno
 import fcntl
 import mmap
 import os
-import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from shmloader.errors import SharedMemoryError
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import address_space, format_bytes
 from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
 from shmloader.memory.slot_size import longest_file, whole_pages
+from shmloader.process_state import PROCESS
 
 #: Every storage starts at a multiple of this many bytes: a cache line, and the alignment of the
 #: widest vector instructions.
@@ -67,15 +67,9 @@ def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     return present_bytes > _EXCESS_FACTOR * needed_bytes + _EXCESS_BYTES
 
 
-class _Slots:
-    """The slots of this process. A forked worker closes those that it inherits."""
-
-    live: ClassVar["weakref.WeakSet[Slot]"] = weakref.WeakSet()
-
-
 def close_inherited_slots() -> None:
     """Close all slots that a forked worker has inherited."""
-    for slot in list(_Slots.live):
+    for slot in list(PROCESS.slots):
         slot.close()
 
 
@@ -104,7 +98,7 @@ class Slot:
         self._fd = -1
         self.most_bytes = most_bytes
         self._take(_map(fd, most_bytes if nbytes is None else nbytes))
-        _Slots.live.add(self)
+        PROCESS.slots.add(self)
         self._fd = fd
 
     def _take(self, mapping: mmap.mmap) -> None:

@@ -72,6 +72,12 @@ class DaskExecutor(AnyExecutor):
         super().__init__(executor)
         self._executor = executor
         self._client = executor._client
+        if self._client.asynchronous:
+            raise ValueError(
+                "executor= takes no client of Dask's that is asynchronous here, since next() would "
+                "hold up the event loop that sends its tasks: load on another thread "
+                "(asyncio.to_thread), with a client that was made there"
+            )
         self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.check = self._fail_if_closed
@@ -118,7 +124,15 @@ class DaskExecutor(AnyExecutor):
             settle(future, None, result)
 
     def _is_closed(self) -> bool:
-        return self._client.status in ("closing", "closed")
+        """Whether the client brings no more results.
+
+        It may also have stopped connecting again, with an error of its own, which it never tells.
+        """
+        client = self._client
+        reports = getattr(client, "_handle_report_task", None)
+        return client.status in ("closing", "closed") or (
+            client.status == "connecting" and reports is not None and reports.done()
+        )
 
     def _fail_if_closed(self) -> None:
         """Fail all futures if the client is closed: its event loop may have ended before them.

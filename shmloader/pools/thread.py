@@ -1,6 +1,6 @@
 """The pool whose workers are threads, for datasets that wait or release the interpreter lock.
 
-One of them is a :class:`~shmloader.pools.thread_worker.Worker`.
+One of them is a :class:`~shmloader.pools.thread_worker.ThreadWorker`.
 
 ::
 
@@ -40,7 +40,7 @@ from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.status_page import AtWork
 from shmloader.pools.thread_task import ThreadConfig, ThreadTask
-from shmloader.pools.thread_worker import Post, Worker, start_workers
+from shmloader.pools.thread_worker import Post, ThreadWorker, start_workers
 from shmloader.threads.fork_safety import is_exiting, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 
@@ -88,9 +88,9 @@ class ThreadPool:
             self.close()
             raise
 
-    def _make_worker(self, worker_id: int) -> Worker:
+    def _make_worker(self, worker_id: int) -> ThreadWorker:
         config = self._config()
-        return Worker(worker_id, self._post, None if config is None else config.init_fn)
+        return ThreadWorker(worker_id, self._post, None if config is None else config.init_fn)
 
     @property
     def is_inherited(self) -> bool:
@@ -225,5 +225,5 @@ class ThreadPool:
         self.readings.close()
 
 
-def _read_usage(workers: list[Worker], _: bool) -> list[Usage]:
+def _read_usage(workers: list[ThreadWorker], _: bool) -> list[Usage]:
     return [worker.usage() for worker in workers]

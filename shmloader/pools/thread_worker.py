@@ -43,7 +43,7 @@ class Post:
         self.is_closed = False
 
 
-class Worker(BackgroundThread):
+class ThreadWorker(BackgroundThread):
     """One worker thread."""
 
     parks_for_forks = False
@@ -189,7 +189,7 @@ class Worker(BackgroundThread):
                 return self._post.tasks.get()
 
 
-def start_workers(workers: list[Worker]) -> None:
+def start_workers(workers: list[ThreadWorker]) -> None:
     """Start threads, and wait until they have begun."""
     thread_count = torch.get_num_threads()
     for worker in workers:
@@ -212,4 +212,4 @@ def _describe_stack(frame: FrameType | None) -> str:
 
 
 # The functions that call the user's code.
-_CALLERS = (BatchMaker.make.__code__, load.__code__, Worker._prepare.__code__)
+_CALLERS = (BatchMaker.make.__code__, load.__code__, ThreadWorker._prepare.__code__)

@@ -8,6 +8,10 @@ Guarantees:
       and leaves no descriptor. Called again, or in a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods.
+
+Under spawn, worker 0 starts before the dataset is pickled for all. Without that, in five rounds in
+turns with a dataset of many strings, the first batch came 1.4 times as late with four workers
+(1.0–1.6), and 1.1 times with eight (1.1–1.3).
 """
 
 import contextlib
@@ -111,9 +115,6 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         is_early = self._starter.method == "spawn" and count > 0
         if is_early:
             # Worker 0 imports torch during the pickling, and loads the batch that is wanted first.
-            # Without this, in five rounds in turns with a dataset of many strings, the first batch
-            # came 1.4 times as late with four workers (1.0–1.6), and 1.1 times with eight
-            # (1.1–1.3).
             environment = dict(os.environ)
             self._workers.append(self._start_worker(0))
         try:

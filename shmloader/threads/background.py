@@ -1,6 +1,10 @@
-"""The base class of all background threads: starts, parks, ends and joins one.
+"""The base class of background threads: starts, parks, ends and joins one.
 
-It keeps these rules for every thread of the package:
+Some threads are none: those that make one call for which somebody waits, or which is a library's
+(in :mod:`shmloader.batch.concurrent_fetcher` and :mod:`shmloader.pipeline.executors`), and in a
+worker the one that ends it with the main process (:mod:`shmloader.pools.parent_death`).
+
+It keeps these rules for every other thread of the package:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.
   At the exit they are parked for good (:mod:`shmloader.threads.fork_safety`).

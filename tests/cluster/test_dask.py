@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +25,7 @@ from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Hungry, Mixed, Pids
 from tests.cluster.needed import needed
 from tests.parity.compare import assert_same
-from tests.process.support import wait_until
+from tests.process.support import ROOT, wait_until
 
 dask = needed("dask")
 distributed = needed("distributed")
@@ -202,6 +205,54 @@ def test_a_worker_killed_for_its_memory_is_one_clear_error() -> None:
         with pytest.raises(WorkerDiedError, match=r"KilledWorker: .*loading batch 5 \(index 5\)"):
             found.extend(iterator)
         assert found == list(range(5))
+
+
+def test_a_client_in_whose_event_loop_the_program_runs_is_refused(cluster) -> None:
+    async def load() -> None:
+        async with distributed.Client(cluster.scheduler_address, asynchronous=True) as client:
+            loader = DataLoader(Mixed(), num_workers=2, executor=client.get_executor())
+            with pytest.raises(ValueError, match="hold up the event loop"):
+                next(iter(loader))
+
+    asyncio.run(load())
+
+
+def test_a_client_that_has_given_up_connecting_is_one_error(cluster) -> None:
+    """As where its own ``_reconnect`` fails, since futures came in the meantime."""
+    done = subprocess.run(
+        [sys.executable, "-c", GIVES_UP, cluster.scheduler_address],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.startswith("WorkerDiedError"), done
+
+
+GIVES_UP = """
+import os, sys
+import cloudpickle, distributed
+from shmloader import DataLoader
+from tests.cluster import datasets
+cloudpickle.register_pickle_by_value(datasets)
+
+client = distributed.Client(sys.argv[1])
+dataset, executor = datasets.Pids(400, 0.05), client.get_executor()
+iterator = iter(DataLoader(dataset, None, num_workers=2, executor=executor))
+next(iterator)
+
+async def fail(*_):
+    raise RuntimeError("dictionary changed size during iteration")
+
+client._reconnect = fail
+client.loop.add_callback(client.scheduler_comm.comm.abort)
+try:
+    list(iterator)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
 
 
 def test_threads_of_this_process_are_refused() -> None:

@@ -329,6 +329,39 @@ def test_a_pipeline_whose_cluster_is_gone_ends_with_one_error(connected, tmp_pat
             pipeline.get_item(timeout=60)
 
 
+def test_a_program_survives_that_leaves_its_epoch_when_its_raylet_is_gone() -> None:
+    source = KILLS_ITS_RAYLET.partition("began = ")[0] + LEAVES_THEN
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    assert done.stdout.endswith("alive\n"), done
+
+
+LEAVES_THEN = """
+loader.close()
+time.sleep(3)
+print("alive", flush=True)
+os._exit(0)
+"""
+
+
+def test_an_executor_whose_cluster_is_left_can_be_shut_down(connected) -> None:
+    with RayExecutor(resources={"none has this": 1}) as executor:
+        future = executor.submit(abs, -3)
+        ray.shutdown()
+        with pytest.raises(RuntimeError, match="Ray was shut down"):
+            executor.share(1)
+        assert not ray.is_initialized()
+    with pytest.raises(ExecutorGoneError):
+        future.result(0)
+
+
 def test_a_program_that_is_connected_by_ray_client_loads_and_leaves_epochs() -> None:
     needed("grpc")
     with socket.socket() as free:

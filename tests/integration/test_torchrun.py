@@ -740,7 +740,7 @@ ONE_DATASET = """
     import torch
     import shmloader
     from shmloader import ShardedDataLoader
-    from shmloader.memory.segment import _Segments
+    from shmloader.process_state import PROCESS
 
     rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -762,7 +762,7 @@ ONE_DATASET = """
 
     if __name__ == "__main__":
         dataset = shmloader.share_on_host(Texts)
-        files = {os.fstat(segment._fd).st_ino for segment in _Segments.live.values()}
+        files = {os.fstat(segment._fd).st_ino for segment in PROCESS.segments.values()}
         total = 0
         for method in ("fork", "spawn"):
             with ShardedDataLoader(

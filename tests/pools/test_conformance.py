@@ -36,12 +36,13 @@ from shmloader.host.meeting import Meeting
 from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
-from shmloader.pools.executor import ExecutorPool, ProcessNumbers
+from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.host_pool import HostPool
 from shmloader.pools.host_service import ServiceStart, serve_host
 from shmloader.pools.host_workers import HostWorkers
 from shmloader.pools.inline import InlinePool
 from shmloader.pools.process import ProcessPool
+from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadPool

@@ -6,17 +6,20 @@ import copy
 import multiprocessing
 import os
 import random
+import threading
 import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 import shmloader.loader.dataloader as dataloader_module
 from shmloader import DataLoader, ShardedDataLoader
+from shmloader.engine.workers import LEAVING
 from shmloader.pools import adapting
-from tests.process.support import Calls, Streams, wait_until
+from tests.process.support import Calls, Gate, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,7 +65,7 @@ def test_batches_are_the_same_whatever_the_number(expected, options) -> None:
         engine = batches._engine
         given = []
         for count in (5, 8, 1, 1, 3, 2):
-            engine.want_workers(count)
+            loader._adapter.count = count
             given += [next(batches).tolist() for _ in range(4)]
             assert engine.present_workers == count
             assert workers_alive() - before <= max(count, 8)
@@ -90,12 +93,45 @@ def test_an_epoch_after_many_workers_begins_with_as_many() -> None:
     with auto(persistent_workers=True) as loader:
         batches = iter(loader)
         next(batches)
-        batches._engine.want_workers(4)
+        loader._adapter.count = 4
         first = contents(batches)
         assert batches._engine.present_workers == 4
         second = contents(loader)
         assert loader._iterator._engine.present_workers in (3, 4)
         assert len(first) + 1 == len(second) == 30
+
+
+def test_a_worker_that_was_leaving_when_an_epoch_was_left_leaves_in_the_next_one() -> None:
+    gate = Gate()
+
+    def held(index: int) -> int:
+        if get_worker_info().id == 1:
+            gate.pass_through()
+        return index
+
+    options: dict[str, Any] = {"seed": 5, "persistent_workers": True, "in_order": False}
+    with DataLoader(Calls(held, 400), None, num_workers="auto", **options) as loader:
+        batches = iter(loader)
+        workers = batches._engine._scheduler.workers
+        assert loader._adapter is not None
+        loader._adapter.count = 1
+
+        def is_leaving() -> bool:
+            next(batches)
+            return workers[1].state is LEAVING
+
+        wait_until(is_leaving)
+
+        def open_gate() -> None:
+            wait_until(lambda: workers[1].takes_tasks)  # it stays for the epoch's end
+            gate.open(800)
+
+        opener = threading.Thread(target=open_gate)
+        opener.start()
+        assert sorted(loader) == [*range(400)]
+        opener.join()
+        assert batches._engine.present_workers == 1
+    gate.close()
 
 
 def test_it_goes_up_for_slow_samples_and_says_so(monkeypatch) -> None:

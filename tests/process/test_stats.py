@@ -211,10 +211,13 @@ def test_pinning_is_a_stage(options) -> None:
 def test_start_up_is_a_part_of_the_wait(kind) -> None:
     """What the consumer does between ``iter()`` and its first ``next()`` is its own."""
     with loader_of(**KINDS[kind]) as loader:
+        began_s = time.monotonic()
         batches = iter(loader)
         time.sleep(0.3)
         next(batches)
+        elapsed_s = time.monotonic() - began_s
         wait = loader.stats().wait
+        assert wait.total_s <= elapsed_s - 0.3
         assert 0 < wait.startup_s == pytest.approx(wait.total_s)
         list(batches)
         assert loader.stats().wait.startup_s == wait.startup_s

@@ -118,8 +118,8 @@ def test_the_states_and_the_free_list_are_copies():
 
 
 def test_who_wants_to_know_is_told_of_each_slot_that_becomes_free():
-    table, told = SlotTable(2), []
-    table.on_free = told.append
+    told: list[int] = []
+    table = SlotTable(2, told.append)
     one, two = table.take(0), table.take(0)
     table.move(one, SlotState.FREE)
     table.move(two, SlotState.FULL)

@@ -17,6 +17,7 @@ from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
 from shmloader.memory.lease import LeaseBook
 from shmloader.memory.slot import ALIGNMENT, Slot
 from shmloader.memory.slot_writer import SlotWriter
+from shmloader.process_state import PROCESS
 
 MIB = 1 << 20
 SPILL_BYTES = 8 << 10
@@ -69,7 +70,7 @@ def installed(writer: SlotWriter) -> Iterator[None]:
         collate.install(writer)
         yield
     finally:
-        collate._Worker.writer = None
+        PROCESS.slot_writer = None
         torch_collate.default_collate_fn_map.clear()
         torch_collate.default_collate_fn_map.update(before)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmloader.pools.executor import ProcessNumbers
+from shmloader.pools.process_numbers import ProcessNumbers
 
 
 def test_the_smallest_number_is_offered_that_neither_a_process_nor_a_task_has() -> None:

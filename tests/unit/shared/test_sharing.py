@@ -20,6 +20,7 @@ from shmloader.memory import segment as segment_module
 from shmloader.memory.encoder import batch_dispatch_table
 from shmloader.memory.limits import Free
 from shmloader.memory.segment import find_segment
+from shmloader.process_state import PROCESS
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.containers import SharedDict, SharedList
 
@@ -234,7 +235,7 @@ def test_a_tuple_that_holds_itself_still_does():
     ids=["array", "writable array", "tensor", "list"],
 )
 def test_items_that_were_shared_before_last_as_long_as_their_list(make):
-    others = set(segment_module._Segments.live)
+    others = set(PROCESS.segments)
     whole = make()
     once = shmloader.share([whole[number : number + 500] for number in range(LONG)])
     twice = shmloader.share([once[:2], *range(LONG)])
@@ -246,7 +247,7 @@ def test_items_that_were_shared_before_last_as_long_as_their_list(make):
     del once, twice, tables
     assert [int(number) for number in last[1][:2]] == [1, 2]
     del last, part
-    assert set(segment_module._Segments.live) == others
+    assert set(PROCESS.segments) == others
 
 
 def test_a_tensor_without_memory_stays():
@@ -435,7 +436,7 @@ def test_the_memory_is_gone_with_its_last_user():
     ours = shmloader.share([np.arange(1_000), list(range(LONG)), torch.arange(5)])
     segment = find_segment(ours[0].ctypes.data, 8)
     fd, token = segment._fd, segment._token
-    assert token in segment_module._Segments.live
+    assert token in PROCESS.segments
     del segment
     row, items = ours[0][3:4], ours[1][5:6]
     del ours
@@ -443,7 +444,7 @@ def test_the_memory_is_gone_with_its_last_user():
     del row
     assert list(items) == [5]
     del items
-    assert token not in segment_module._Segments.live
+    assert token not in PROCESS.segments
     with pytest.raises(OSError, match="Bad file descriptor"):
         segment_module.os.fstat(fd)
 
