@@ -21,9 +21,9 @@ step of 20 ms has let caches and cores go cold. Keeping the GIL in that call wou
 user's thread then drops the batch before, where torch releases the GIL, too. So :class:`Waker` can
 wake the thread a moment later, by a timer of the kernel's.
 
-Without that delay, in five rounds in turns on two cores, a training loop with a seed (row I of the
-benchmark) waits 2.4 times as long (1.6–2.9), and the longest wait is 8 times as long (1.5–14);
-photographs (row D) take 1.2 times the main process's CPU (1.16–1.26).
+Without that delay, in three rounds in turns on two cores (AMD EPYC, 2026-11-26), a training loop
+with a seed (row I of the benchmark) waits 2.2 times as long (1.9–2.5), and the longest wait is 9
+times as long (1.8–16). Photographs (row D) are the same: their engine needs its thread less often.
 """
 
 import contextlib
