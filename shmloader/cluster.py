@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shmloader.interruptions import is_interruption
 from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, settle
 
 __all__ = ["RayExecutor"]
@@ -62,7 +63,12 @@ class _Driver:
 
     def is_gone(self) -> bool:
         """Whether this process has left the cluster that it was connected to."""
-        return not self._ray.is_initialized() or self._find_id() != self._id
+        try:
+            return not self._ray.is_initialized() or self._find_id() != self._id
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            return True  # another thread is just leaving it
 
     def follow(self, reference: Any, call: Callable[[_Future], None]) -> None:
         """Have Ray's own future of a task passed to ``call``, mostly on a thread of Ray's."""
@@ -92,6 +98,7 @@ class _Client:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
+        self._cancel = _unwrapped(ray.cancel)
         self._worker = self._find_worker()
         # put() takes no lock that the garbage collector could meet.
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -116,7 +123,7 @@ class _Client:
 
     def cancel(self, reference: Any) -> None:
         """Have a task cancelled soon. May be called on any thread, and does not wait."""
-        cancel = self._ray.cancel
+        cancel = self._cancel
         self._calls.put(lambda: cancel(reference, force=False, recursive=False))
 
 

@@ -100,7 +100,7 @@ def split_block(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterato
         view = views.get(tensor.dtype)
         if view is None:
             view = views[tensor.dtype] = block.view(tensor.dtype)
-        # One call for each tensor: where there are a hundred, each further one costs 0.1 ms.
+        # One call for each tensor: where there are a hundred, each further call costs 0.1 ms.
         piece = view.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
         # `.data`, so that autograd does not see a view of the block: one piece may be changed in
         # place while another one is kept for the backward pass.

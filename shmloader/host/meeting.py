@@ -8,7 +8,7 @@ meet.
 A name can be bound, and connected to, by any user. So each side asks the kernel who the other is
 (``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything. In a user namespace
 the kernel shows all users that have no number there as one (user_namespaces(7)), and a process of
-that number meets no other.
+that number cannot meet any other.
 """
 
 import contextlib

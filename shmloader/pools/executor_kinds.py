@@ -126,13 +126,12 @@ class DaskExecutor(AnyExecutor):
     def _is_closed(self) -> bool:
         """Whether the client brings no more results.
 
-        It may also have stopped connecting again, with an error of its own, which it never tells.
+        It may also have stopped listening to the scheduler, by an error of its own that it does not
+        tell.
         """
-        client = self._client
-        reports = getattr(client, "_handle_report_task", None)
-        return client.status in ("closing", "closed") or (
-            client.status == "connecting" and reports is not None and reports.done()
-        )
+        reports = getattr(self._client, "_handle_report_task", None)
+        has_stopped = reports is not None and reports.done()
+        return has_stopped or self._client.status in ("closing", "closed")
 
     def _fail_if_closed(self) -> None:
         """Fail all futures if the client is closed: its event loop may have ended before them.

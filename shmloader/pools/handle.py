@@ -8,10 +8,11 @@ import select
 import socket
 import time
 from multiprocessing.process import BaseProcess
+from typing import ClassVar
 
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.waker import CONSUMER_LOOKS, receive_soon
+from shmloader.pools.waker import LOOKS, SHARED_LOOKS, receive_soon
 
 # For a user without privileges, Linux limits the descriptors that are on their way between all
 # processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event reports
@@ -33,9 +34,12 @@ class WorkerChannel:
         channel: The socket.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
+        looks: How often it looks for a message that is about to arrive.
     """
 
     __slots__ = ("_refused_at", "channel", "is_lost", "outbox")
+
+    looks: ClassVar[int] = SHARED_LOOKS
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
@@ -97,7 +101,7 @@ class WorkerChannel:
         receive = self.channel.recv
         try:
             if soon:
-                return receive_soon(receive, RECEIVE_BYTES, looks=CONSUMER_LOOKS) or None
+                return receive_soon(receive, RECEIVE_BYTES, looks=self.looks) or None
             return receive(RECEIVE_BYTES) or None
         except OSError as error:  # also a BlockingIOError, or a TimeoutError of a signal handler
             if is_interruption(error):
@@ -120,6 +124,8 @@ class WorkerHandle(WorkerChannel):
     """
 
     __slots__ = ("pidfd", "process")
+
+    looks = LOOKS
 
     def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
         super().__init__(channel)

@@ -6,13 +6,12 @@ of a socket look for a message a few times, and let other processes run in betwe
 sleep (:func:`receive_soon`). Two workers on two cores: 256 samples of 3×32×32 floats a batch, 1.15
 to 1.2 times the batches; 114 small tensors, 1.04 to 1.07 times.
 
-The process that uses the workers looks less often. Where it is in another session than the workers
-(ranks that torchrun has started, with shared workers), the kernel divides the cores among sessions
-(sched(7), autogroup), and yielding only gives the core to processes of the own session.
-With 5 looks in place of 50, four rounds in turns (AMD EPYC,
-2026-11-25), two such ranks on two cores take 78 µs of CPU a
-small batch where they took 129, and four take 122 for 183; with workers of their own, the rate and
-the CPU are the same.
+A rank that shares workers looks less often. torchrun starts each rank in a session of its own, the
+kernel divides the cores among sessions (sched(7), autogroup), and yielding only gives the core to
+processes of the own session. With 5 looks in place of 50, four rounds in turns (AMD EPYC,
+2026-11-25), two such ranks on two cores take 78 µs of CPU a small batch where they took 129, and
+four take 122 for 183. With workers of its own, a process would lose by that: a `TensorDataset` of a
+million rows (row K) gives 0.89 of the batches with 5 looks (0.85–0.94, four rounds, 2026-11-26).
 
 **Before waking.** A thread that is woken at once gets in the way of the user's thread, which is
 about to return from ``next()``: the system call that wakes releases the GIL, the woken thread takes
@@ -23,7 +22,8 @@ wake the thread a moment later, by a timer of the kernel's.
 
 Without that delay, in three rounds in turns on two cores (AMD EPYC, 2026-11-26), a training loop
 with a seed (row I of the benchmark) waits 2.2 times as long (1.9–2.5), and the longest wait is 9
-times as long (1.8–16). Photographs (row D) are the same: their engine needs its thread less often.
+times as long (1.8–16). Photographs (row D) take the same time and CPU, since their engine needs its
+thread less often.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from collections.abc import Callable
 from typing import Any
 
 # About 70 µs in all.
-_LOOKS = 50
-# In the process that uses the workers.
-CONSUMER_LOOKS = 5
+LOOKS = 50
+# In a rank that shares workers.
+SHARED_LOOKS = 5
 
 # The rest of ``next()``, and dropping a batch, take 0.1 ms with cold caches.
 _SOON_NS = 200_000
@@ -46,7 +46,7 @@ _SOON_NS = 200_000
 _NS_PER_S = 1_000_000_000
 
 
-def receive_soon(receive: Callable[..., Any], *arguments: object, looks: int = _LOOKS) -> Any:
+def receive_soon(receive: Callable[..., Any], *arguments: object, looks: int = LOOKS) -> Any:
     """Receive a message that is there or about to arrive, without sleeping.
 
     Args:
@@ -72,7 +72,7 @@ def poll_soon(poll: "select.poll") -> list[tuple[int, int]]:
     Returns:
         Pairs of a descriptor and its events; empty if nothing has happened.
     """
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         if happened := poll.poll(0):
             return happened
         with contextlib.suppress(OSError):  # a sandbox

@@ -1,8 +1,10 @@
 """The base class of background threads: starts, parks, ends and joins one.
 
-Some threads are none: those that make one call for which somebody waits, or which is a library's
-(in :mod:`shmloader.batch.concurrent_fetcher` and :mod:`shmloader.pipeline.executors`), and in a
-worker the one that ends it with the main process (:mod:`shmloader.pools.parent_death`).
+These threads are not derived from it: one that runs an event loop while its starter waits
+(:mod:`shmloader.batch.concurrent_fetcher`), those that call an executor
+(:mod:`shmloader.pipeline.executors`) or Ray Client (:mod:`shmloader.cluster`), which may not
+return, and in a worker the one that ends it with the main process
+(:mod:`shmloader.pools.parent_death`).
 
 It keeps these rules for every other thread of the package:
 

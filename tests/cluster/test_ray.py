@@ -380,11 +380,11 @@ def test_a_program_that_is_connected_by_ray_client_loads_and_leaves_epochs() -> 
         )
     finally:
         cluster.shutdown()
-    assert done.stdout == "[0, 4, 8, 12, 16]\n0 -3\n[1, 2, 3, 4]\n", done
+    assert done.stdout == "[0, 4, 8, 12, 16]\n0 -3\n[1, 2, 3, 4]\nFalse\n", done
 
 
 BY_CLIENT = """
-import os, sys
+import os, sys, time
 import ray
 from shmloader import DataLoader, PipelineBuilder
 from shmloader.cluster import RayExecutor
@@ -400,6 +400,12 @@ print(first, executor.submit(int, -3).result(60), flush=True)
 builder = PipelineBuilder().add_source(range(-4, 0)).pipe(abs, executor=executor)
 with builder.pipe(abs, executor=executor).add_sink(2).build().auto_stop() as numbers:
     print(sorted(numbers), flush=True)
+iterator = iter(DataLoader(list(range(200)), 4, num_workers=30, executor=executor))
+next(iterator)
+iterator._shutdown_workers()
+ray.shutdown()
+time.sleep(2)
+print(ray.is_initialized(), flush=True)
 os._exit(0)
 """
 

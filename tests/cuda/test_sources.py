@@ -96,6 +96,7 @@ def test_an_epoch_that_was_left_goes_on_with_the_next_batch(ends_of) -> None:
 # Ranks ---------------------------------------------------------------------------------------
 
 _RANK = """
+    import contextlib
     import os
     import psutil
     import torch
@@ -120,8 +121,10 @@ _RANK = """
             if len(found) == 50:
                 owner = psutil.Process(loader._parts.host_pool.owner_pid)
                 for process in (psutil.Process(), owner, *owner.children()):
-                    files = Path(f"/proc/{{process.pid}}/fd").iterdir()
-                    opened = [str(file.readlink()) for file in files if file.is_symlink()]
+                    opened = []
+                    for file in Path(f"/proc/{{process.pid}}/fd").iterdir():
+                        with contextlib.suppress(FileNotFoundError):
+                            opened.append(str(file.readlink()))
                     print(any(name.startswith("/dev/nvidia") for name in opened), flush=True)
         print([first for first, last in torch.stack(found).tolist() if first == last], flush=True)
         loader.close()

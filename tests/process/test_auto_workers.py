@@ -40,8 +40,12 @@ def contents(batches: Any) -> list[list[list[int]]]:
 
 @pytest.fixture(autouse=True)
 def _cores(monkeypatch) -> None:
-    """Four, whatever the machine has: two workers at first, eight at most."""
+    """Four, whatever the machine has: two workers at first, eight at most.
+
+    Their number changes only where a test says so, or sets a shorter period.
+    """
     monkeypatch.setattr(dataloader_module, "usable_cores", lambda _: 4)
+    monkeypatch.setattr(adapting, "PERIOD_NS", 10**12)
 
 
 @pytest.fixture
@@ -123,8 +127,10 @@ def test_a_worker_that_was_leaving_when_an_epoch_was_left_leaves_in_the_next_one
         wait_until(is_leaving)
 
         def open_gate() -> None:
-            wait_until(lambda: workers[1].takes_tasks)  # it stays for the epoch's end
-            gate.open(800)
+            try:
+                wait_until(lambda: workers[1].takes_tasks)  # it stays for the epoch's end
+            finally:
+                gate.open(800)
 
         opener = threading.Thread(target=open_gate)
         opener.start()

@@ -254,6 +254,19 @@ def test_in_process_it_works_inside_of_a_running_loop():
     assert asyncio.run(notebook()) == [[0, 1, 4, 9]]
 
 
+def test_what_leaves_the_loop_of_another_thread_reaches_the_caller():
+    class Leaves(Squares):
+        async def __getitem__(self, index):
+            raise SystemExit(3)
+
+    async def notebook():
+        with DataLoader(Leaves(2), batch_size=2, fetch_concurrency=2) as loader:
+            list(loader)
+
+    with pytest.raises(SystemExit):
+        asyncio.run(notebook())
+
+
 def test_stop_iteration_of_a_sample_is_an_error():
     class Stops(Squares):
         def __getitem__(self, index):
