@@ -82,7 +82,7 @@ def test_workers_that_are_not_wanted_end_and_come_back() -> None:
     with auto(400) as loader:
         batches = iter(loader)
         for count in (6, 1, 4):
-            batches._engine.want_workers(count)
+            loader._adapter.count = count
 
             def has_so_many(count: int = count) -> bool:
                 next(batches)
@@ -198,7 +198,7 @@ def test_a_sharded_loader_takes_it() -> None:
     with loader:
         batches = iter(loader)
         next(batches)
-        batches._engine.want_workers(5)
+        loader._adapter.count = 5
         assert len(list(batches)) == 9
 
 
