@@ -7,6 +7,7 @@ none. Ray is an extra (``pip install shmloader[ray]``), imported when an executo
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import logging
 import queue
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmloader.interruptions import is_interruption
-from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, settle
+from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, Future, settle
 
 __all__ = ["RayExecutor"]
 
@@ -27,8 +28,6 @@ __all__ = ["RayExecutor"]
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 _log = logging.getLogger("shmloader")
-
-_Future = concurrent.futures.Future[Any]
 
 _GONE = "Ray was shut down, or this process has connected to another cluster"
 
@@ -49,8 +48,7 @@ class _Driver:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        # Without the part that would start a cluster if Ray is being shut down.
-        self._cancel = _unwrapped(ray.cancel)
+        self._cancel = _canceller(ray)
         self._context = _unwrapped(ray.get_runtime_context)
         self._id = self._find_id()
         self._ended = ray.remote(num_cpus=0)(_do_nothing).remote()
@@ -70,7 +68,7 @@ class _Driver:
                 raise
             return True  # another thread is just leaving it
 
-    def follow(self, reference: Any, call: Callable[[_Future], None]) -> None:
+    def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
         """Have Ray's own future of a task passed to ``call``, mostly on a thread of Ray's."""
         reference.future().add_done_callback(call)
 
@@ -82,8 +80,7 @@ class _Driver:
     def _cancel_all(self, _: object) -> None:
         while self._unwanted:
             with contextlib.suppress(Exception):  # another call took it; the cluster may be gone
-                # Without ``force``, which would kill the process. One that runs ends: see `_call`.
-                self._cancel(self._unwanted.popleft(), force=False, recursive=False)
+                self._cancel(self._unwanted.popleft())
 
 
 class _Client:
@@ -98,7 +95,7 @@ class _Client:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._cancel = _unwrapped(ray.cancel)
+        self._cancel = _canceller(ray)
         self._worker = self._find_worker()
         # put() takes no lock that the garbage collector could meet.
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -116,21 +113,28 @@ class _Client:
             self._find_worker() is not self._worker
         )
 
-    def follow(self, reference: Any, call: Callable[[_Future], None]) -> None:
+    def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
         """Have Ray's own future of a task passed to ``call``, on a thread of ours."""
         calls = self._calls
         reference.future().add_done_callback(lambda done: calls.put(lambda: call(done)))
 
     def cancel(self, reference: Any) -> None:
         """Have a task cancelled soon. May be called on any thread, and does not wait."""
-        cancel = self._cancel
-        self._calls.put(lambda: cancel(reference, force=False, recursive=False))
+        self._calls.put(functools.partial(self._cancel, reference))
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of Ray's without what it does before, if Ray is not connected."""
+    """Return a function of Ray's without the part that starts a cluster if Ray is not connected."""
     found: Callable[..., Any] = getattr(function, "__wrapped__", function)
     return found
+
+
+def _canceller(ray: Any) -> Callable[[Any], object]:
+    """Return the function that cancels a task.
+
+    Without ``force``, which would kill the process. A task that runs ends: see `_call`.
+    """
+    return functools.partial(_unwrapped(ray.cancel), force=False, recursive=False)
 
 
 def _do_nothing() -> None:
@@ -171,7 +175,7 @@ class _RayFuture(concurrent.futures.Future[Any]):
                 self._connection.cancel(reference)
         return True
 
-    def pass_on(self, done: _Future) -> None:
+    def pass_on(self, done: Future) -> None:
         """Take what came of the task from Ray's own future."""
         self._reference = None
         error = done.exception()
@@ -212,7 +216,7 @@ class RayExecutor(concurrent.futures.Executor):
         self._lock = threading.Lock()
         self._is_shut_down = False
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _Future:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Submit a call of ``fn``. An ``ObjectRef`` in ``args`` is replaced by its value.
 
         Raises:

@@ -57,7 +57,7 @@ from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, FromWorker, T
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import UNKNOWN_PID, Death, Empty, Failure
 from shmloader.pools.arena import PageLocker
-from shmloader.pools.executor_kinds import CHECK_S, open_executor
+from shmloader.pools.executor_kinds import CHECK_S, Future, open_executor
 from shmloader.pools.executor_task import (
     Own,
     ProcessName,
@@ -67,7 +67,7 @@ from shmloader.pools.executor_task import (
     this_process,
     this_version,
 )
-from shmloader.pools.process_numbers import Future, ProcessNumbers
+from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.remote_clock import RemoteClock
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork, Phase

@@ -1,12 +1,10 @@
 """The worker numbers of an executor's processes, which start and end unseen."""
 
 import collections
-import concurrent.futures
 import functools
 import heapq
-from typing import Any
 
-Future = concurrent.futures.Future[Any]
+from shmloader.pools.executor_kinds import Future
 
 
 class ProcessNumbers:

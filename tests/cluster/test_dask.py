@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +22,9 @@ from shmloader import (
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Hungry, Mixed, Pids
 from tests.cluster.needed import needed
+from tests.cluster.programs import run_fresh
 from tests.parity.compare import assert_same
-from tests.process.support import ROOT, wait_until
+from tests.process.support import wait_until
 
 dask = needed("dask")
 distributed = needed("distributed")
@@ -219,14 +218,7 @@ def test_a_client_in_whose_event_loop_the_program_runs_is_refused(cluster) -> No
 
 def test_a_client_that_has_given_up_connecting_is_one_error(cluster) -> None:
     """As where its own ``_reconnect`` fails, since futures came in the meantime."""
-    done = subprocess.run(
-        [sys.executable, "-c", GIVES_UP, cluster.scheduler_address],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_fresh(GIVES_UP, cluster.scheduler_address, timeout_s=100)
     assert done.stdout.startswith("WorkerDiedError"), done
 
 

@@ -8,8 +8,6 @@ import pickle
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +30,9 @@ from shmloader.pools.executor_kinds import ExecutorGoneError
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Overtaken, Pids
 from tests.cluster.needed import needed
+from tests.cluster.programs import run_fresh
 from tests.parity.compare import assert_same
-from tests.process.support import ROOT, wait_until
+from tests.process.support import wait_until
 
 ray = needed("ray")
 cluster_utils = needed("ray.cluster_utils")
@@ -241,14 +240,7 @@ def test_a_task_that_runs_is_left_to_end_when_the_loader_is_closed(connected, tm
 def test_tasks_may_be_cancelled_at_the_moment_when_they_end(connected) -> None:
     """In a program of its own, which Ray ended within a second when it cancelled them itself."""
     address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [sys.executable, "-c", CANCELS, address],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = run_fresh(CANCELS, address)
     assert (done.returncode, done.stdout) == (0, "3\n"), done
 
 
@@ -331,14 +323,7 @@ def test_a_pipeline_whose_cluster_is_gone_ends_with_one_error(connected, tmp_pat
 
 def test_a_program_survives_that_leaves_its_epoch_when_its_raylet_is_gone() -> None:
     source = KILLS_ITS_RAYLET.partition("began = ")[0] + LEAVES_THEN
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = run_fresh(source)
     assert done.returncode == 0, done
     assert done.stdout.endswith("alive\n"), done
 
@@ -370,14 +355,7 @@ def test_a_program_that_is_connected_by_ray_client_loads_and_leaves_epochs() -> 
     head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     cluster = cluster_utils.Cluster(True, head_node_args={**head, "ray_client_server_port": port})
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", BY_CLIENT, f"ray://127.0.0.1:{port}"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
+        done = run_fresh(BY_CLIENT, f"ray://127.0.0.1:{port}")
     finally:
         cluster.shutdown()
     assert done.stdout == "[0, 4, 8, 12, 16]\n0 -3\n[1, 2, 3, 4]\nFalse\n", done
@@ -440,14 +418,7 @@ def test_a_full_disk_under_a_full_store_is_one_clear_error() -> None:
 
 def test_a_killed_raylet_of_the_driver_is_one_error() -> None:
     """In a program of its own, which Ray may end."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS_ITS_RAYLET],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = run_fresh(KILLS_ITS_RAYLET)
     told = r"^WorkerDiedError after .*LocalRayletDiedError"
     assert re.search(told, done.stdout, re.MULTILINE), done
 
