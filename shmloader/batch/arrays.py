@@ -229,19 +229,8 @@ def _mapping_of(indices: Sequence[Any], length: int) -> Any:
     return mapping
 
 
-class AnyIndexFetcher:
-    """Passes indices to a fetcher as lists.
-
-    Attributes:
-        plain: The fetcher.
-    """
-
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def fetch(self, indices: Any) -> Any:
-        """Return the batch of these indices."""
-        return self.plain.fetch(as_list(indices))
+def no_gatherer() -> None:
+    """Return None: nothing gathers the next batch."""
 
 
 class ArrayFetcher:
@@ -272,14 +261,16 @@ class ArrayFetcher:
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch of these indices, or a list of the shards' batches."""
-        if self._may_shard and is_sharded(indices):
-            return [self._fetch_one(shard) for shard in indices]
-        return self._fetch_one(indices)
-
-    def _fetch_one(self, indices: Any) -> Any:
         gatherer = self._find_gatherer()
-        valid = None if gatherer is None else _valid_indices(indices, gatherer.length)
-        if gatherer is None or valid is None:
+        if gatherer is None:
+            return self._plain.fetch(as_list(indices))
+        if self._may_shard and is_sharded(indices):
+            return [self._fetch_one(gatherer, shard) for shard in indices]
+        return self._fetch_one(gatherer, indices)
+
+    def _fetch_one(self, gatherer: RowGatherer, indices: Any) -> Any:
+        valid = _valid_indices(indices, gatherer.length)
+        if valid is None:
             return self._plain.fetch(as_list(indices))
         self._note(len(valid))
         return gatherer.gather(valid)
@@ -305,28 +296,19 @@ def _valid_indices(indices: Any, length: int) -> Any:
     return array
 
 
-def fetcher_of_arrays(
-    dataset: Any,
-    writer: SlotWriter,
-    plain: Any,
-    note: Callable[[int], None],
-    *,
-    may_shard: bool,
-) -> Any:
-    """Return a worker process's fetcher, for a dataset that torch's ``default_collate`` collates.
+def gatherer_to_slots(dataset: Any, writer: SlotWriter) -> Callable[[], RowGatherer | None]:
+    """Return a function that returns what gathers a dataset's batches in a worker process.
 
     Args:
-        dataset: The worker's dataset, after ``worker_init_fn``.
+        dataset: The worker's dataset, after ``worker_init_fn``. torch's own ``default_collate``
+            collates its samples.
         writer: Writer of the slot, into which batches are gathered.
-        plain: The fetcher that loads sample by sample.
-        note: Called for each gathered batch with the number of its samples.
-        may_shard: Whether the indices may be a list of index lists, one for each shard.
     """
     columns = find_columns(dataset)
     if columns is None:
-        return AnyIndexFetcher(plain)
+        return no_gatherer
     gatherer = SlotGatherer(columns, writer)
-    return ArrayFetcher(lambda: gatherer, plain, note, may_shard=may_shard)
+    return lambda: gatherer
 
 
 def _is_stacked_in_order(column: Column) -> bool:

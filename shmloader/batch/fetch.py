@@ -33,6 +33,10 @@ class FetchConfig(NamedTuple):
         concurrency: How many samples of a batch are loaded at once in a worker; None if the
             worker's own thread loads one after the other.
         sample_timeout_s: The longest time that a sample may take, in seconds; None for no limit.
+        is_threaded: Whether workers are threads, which share the process's random number
+            generators.
+        takes_arrays: Whether indices may be arrays or ranges, and batches may be gathered, since
+            the dataset seems to consist of arrays and no code of the user's runs.
     """
 
     is_iterable: bool
@@ -45,11 +49,13 @@ class FetchConfig(NamedTuple):
     is_persistent: bool = False
     concurrency: int | None = None
     sample_timeout_s: float | None = None
+    is_threaded: bool = False
+    takes_arrays: bool = False
 
     @property
     def sets_global_rngs(self) -> bool:
         """Whether a sample can seed the process's generators: not if several are loaded at once."""
-        return self.concurrency is None
+        return self.concurrency is None and not self.is_threaded
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """Return a new fetcher that the caller closes, or None without ``concurrency``."""

@@ -2,15 +2,17 @@
 
 A batch maker holds the parts of a loader that make batches: the dataset, torch's fetcher or one of
 ours, the collate function, the samples' random number generators, the policy for bad samples, and a
-timer. The caller puts the batch into a slot or a queue, or returns it to the user.
+timer. It is put together here alone: the callers differ in what they give the constructor. The
+caller puts the batch into a slot or a queue, or returns it to the user.
 """
 
 import contextlib
 import inspect
 from collections.abc import Callable
 from types import CoroutineType
-from typing import Any
+from typing import Any, TypeGuard
 
+from shmloader.batch.arrays import ArrayFetcher, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, SampleReport
 from shmloader.batch.fetch import FetchConfig
@@ -19,7 +21,8 @@ from shmloader.batch.sample_rng import SampleRng, loading
 from shmloader.batch.sample_watch import SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.batch.timer import Timer
 from shmloader.batch.tolerant_fetcher import TolerantFetcher
-from shmloader.memory.collate import is_plain
+from shmloader.memory.collate import SlotCollate, is_plain
+from shmloader.memory.gather import RowGatherer
 
 
 class BatchMaker:
@@ -40,10 +43,13 @@ class BatchMaker:
         on_error: How bad samples are handled.
         where: Where this runs, in words, for the texts of failures.
         timer: The timer that measures the work.
-        rng: The samples' random number generators; None without a seed.
+        worker_id: Number of the worker that loads; 0 in the main process and in threads.
+        epoch: Number of the epoch that begins; None if the first ticket tells it.
+        restores_rngs: Whether the process's random number generators are put back after each
+            batch for which ``config.seed`` has set them.
+        find_gatherer: Returns what gathers the next batch of a dataset of arrays, or None. It is
+            called only with ``config.takes_arrays``.
         concurrent_fetcher: Loads several samples at once; None loads one after the other.
-        begins_collate: Whether the batch's generators are set when ``collate_fn`` is called; see
-            :meth:`SampleRng.wrap`.
         sample_watch: Watches how long samples take; None if they may take any time.
         watch_samples: Wraps the dataset last; the fetcher loads samples from the result.
     """
@@ -57,14 +63,29 @@ class BatchMaker:
         *,
         where: str,
         timer: Timer,
-        rng: SampleRng | None = None,
+        worker_id: int = 0,
+        epoch: int | None = None,
+        restores_rngs: bool = False,
+        find_gatherer: Callable[[], RowGatherer | None] = no_gatherer,
         concurrent_fetcher: ConcurrentFetcher | None = None,
-        begins_collate: bool = True,
         sample_watch: SampleWatch | None = None,
         watch_samples: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.rng = rng
         self.timer = timer
+        self.rng = rng = None
+        if config.seed is not None:
+            self.rng = rng = SampleRng(
+                config.seed,
+                worker_id,
+                epoch=epoch,
+                sets_global=config.sets_global_rngs,
+                restores_global=restores_rngs,
+            )
+        # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
+        # seeding a sample's, so the collate function does that only where it does not pack.
+        begins_collate = True
+        if rng is not None and not config.is_iterable and _packs(collate_fn):
+            begins_collate, collate_fn.before = False, rng.begin_default_collate
         collates_plainly = rng is not None and is_plain(collate_fn)
         if not config.is_iterable and concurrent_fetcher is None:
             collate_fn = _refusing_coroutines(collate_fn)
@@ -92,6 +113,10 @@ class BatchMaker:
         self.fetcher = config.make_fetcher(dataset, collate_fn, on_error, where, sample_loader)
         if sample_watch is not None and config.is_iterable:
             self.fetcher.dataset_iter = WatchedIterator(sample_watch, self.fetcher.dataset_iter)
+        if config.takes_arrays:
+            self.fetcher = ArrayFetcher(
+                find_gatherer, self.fetcher, timer.count, may_shard=config.may_shard
+            )
 
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.
@@ -121,6 +146,11 @@ class BatchMaker:
         """Return the report on samples since the last call; None where bad samples are raised."""
         fetcher = self.fetcher
         return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
+
+
+def _packs(collate_fn: object) -> TypeGuard[SlotCollate]:
+    """Whether a collate function packs the batches of torch's ``default_collate`` into a slot."""
+    return isinstance(collate_fn, SlotCollate) and collate_fn.packer is not None
 
 
 def describe_coroutines(source: str) -> str:

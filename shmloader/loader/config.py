@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.device.device import Destination
@@ -23,7 +22,6 @@ from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.statistics import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
-from shmloader.memory.collate import is_plain
 from shmloader.pools.adapting import Adapter
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have neither
@@ -52,7 +50,6 @@ class LoaderConfig:
         worker_init_fn: Called in each worker with its number.
         worker_restarts: Number of dead workers that are replaced in an epoch.
         multiprocessing_context: A multiprocessing context; None for the default one.
-        is_threaded: Whether workers are threads.
         executor: The executor whose tasks make the batches; None for workers of our own.
         shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
         devices: Where each batch of a step arrives; None for the CPU. Only one, unless
@@ -82,7 +79,6 @@ class LoaderConfig:
     worker_init_fn: Callable[[int], None] | None
     worker_restarts: int
     multiprocessing_context: Any
-    is_threaded: bool
     executor: concurrent.futures.Executor | None
     shm_bytes: int | None
     devices: tuple[torch.device | None, ...]
@@ -106,7 +102,7 @@ class LoaderConfig:
         """What loads, as statistics name it."""
         if self.executor is not None:
             return "executor"
-        return "threads" if self.is_threaded else "processes"
+        return "threads" if self.fetch.is_threaded else "processes"
 
     @property
     def has_device(self) -> bool:
@@ -159,17 +155,6 @@ class LoaderConfig:
         if self.shm_bytes is None:
             return None
         return slot_share(self.shm_bytes, self.most_window + self.lend_limit)
-
-    @property
-    def takes_arrays(self) -> bool:
-        """Whether batches may be gathered from a dataset that consists of arrays only."""
-        return (
-            self.on_error == "raise"
-            and self.fetch.auto_collation
-            and not self.fetch.is_iterable
-            and may_be_columns(self.dataset)
-            and is_plain(self.collate_fn)
-        )
 
     def watch_failures(self, failures: FailureList[FailedSample]) -> FailureWatch | None:
         """Return the watch that records failures in ``failures``; None if the first raises."""

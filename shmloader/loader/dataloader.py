@@ -19,6 +19,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data.dataloader import _DatasetKind
 
+from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.seeds import seed_of_rank
@@ -54,6 +55,7 @@ from shmloader.loader.in_workers import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
 from shmloader.loader.rebuilt import ReadByFrameworks
 from shmloader.loader.threaded import ThreadIterator
+from shmloader.memory.collate import is_plain
 from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
@@ -535,6 +537,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             is_persistent=bool(self.persistent_workers),
             concurrency=None if concurrency is None else operator.index(concurrency),
             sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
+            is_threaded=self.thread_pool and self.num_workers > 0,
+            takes_arrays=self._takes_arrays,
         )
         return LoaderConfig(
             fetch=fetch,
@@ -553,7 +557,6 @@ class DataLoader(MeasuredLoader[_T_co]):
             worker_init_fn=self.worker_init_fn,
             worker_restarts=operator.index(self.worker_restarts),
             multiprocessing_context=self.multiprocessing_context,
-            is_threaded=self.thread_pool,
             executor=self.executor,
             shm_bytes=None if size is None else parse_size(size, "shm_size"),
             devices=tuple(parse_device(device) for device in self._wanted_devices()),
@@ -562,6 +565,17 @@ class DataLoader(MeasuredLoader[_T_co]):
             device_transform=self.device_transform,
             root=self._root,
             **self._scope_config(),
+        )
+
+    @property
+    def _takes_arrays(self) -> bool:
+        """Whether batches may be gathered from a dataset that consists of arrays only."""
+        return (
+            self.on_error == "raise"
+            and self._auto_collation
+            and self._dataset_kind == _DatasetKind.Map
+            and may_be_columns(self.dataset)
+            and is_plain(self.collate_fn)
         )
 
     @property

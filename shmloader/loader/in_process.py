@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from shmloader.batch.arrays import ArrayFetcher, ArraysHere
+from shmloader.batch.arrays import ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.iterable_state import (
     IterableCheckpoint,
@@ -21,7 +21,6 @@ from shmloader.batch.iterable_state import (
     take_fingerprints,
 )
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
 from shmloader.device.stage import Stage
@@ -180,16 +179,9 @@ class LocalMaker:
         concurrent_fetcher: ConcurrentFetcher | None,
     ) -> None:
         fetch = config.fetch
-        rng = global_rng_state() if fetch.is_iterable and fetch.seed is None else None
-        sample_rng: SampleRng | None = None
-        if fetch.seed is not None:
-            sample_rng = SampleRng(
-                fetch.seed,
-                epoch=epoch,
-                sets_global=fetch.sets_global_rngs,
-                restores_global=True,
-            )
-        with _as_before(checkpoint.rng if sample_rng is None else None):
+        is_seeded = fetch.seed is not None
+        rng = global_rng_state() if fetch.is_iterable and not is_seeded else None
+        with _as_before(None if is_seeded else checkpoint.rng):
             self._maker = BatchMaker(
                 fetch,
                 config.dataset,
@@ -197,18 +189,13 @@ class LocalMaker:
                 config.on_error,
                 where="in the main process",
                 timer=timer,
-                rng=sample_rng,
+                epoch=epoch,
+                restores_rngs=True,
+                find_gatherer=ArraysHere(config.dataset).find_gatherer,
                 concurrent_fetcher=concurrent_fetcher,
             )
-            if fetch.is_iterable and sample_rng is None:
+            if fetch.is_iterable and not is_seeded:
                 load_iterator(self._maker.fetcher, saved)
-        if config.takes_arrays:
-            self._maker.fetcher = ArrayFetcher(
-                ArraysHere(config.dataset).find_gatherer,
-                self._maker.fetcher,
-                timer.count,
-                may_shard=fetch.may_shard,
-            )
         self.fetcher = self._maker.fetcher
         self.streams: StreamHere | DatasetHere | None = None
         self.take_report = None if config.on_error == "raise" else self._maker.take_report

@@ -188,7 +188,7 @@ class EngineIterator(CountingIterator):
 
     def _begin_draws(self) -> None:
         """Begin to draw the epoch's index batches."""
-        as_arrays = self._config.takes_arrays
+        as_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=as_arrays)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

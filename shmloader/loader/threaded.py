@@ -17,14 +17,14 @@ class ThreadIterator(EngineIterator):
 
     def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - there are no slots
         config = self._config
-        self._arrays = ArraysHere(config.dataset) if config.takes_arrays else None
+        self._arrays = ArraysHere(config.dataset)
         self._thread_config = ThreadConfig(
             config.fetch,
             config.dataset,
             config.collate_fn,
             config.on_error,
             config.worker_init_fn,
-            self._arrays,
+            self._arrays.find_gatherer,
         )
         self._pool = ThreadPool(config.num_workers, weakref.ref(self._thread_config))
         self._engine = Engine(
@@ -39,6 +39,5 @@ class ThreadIterator(EngineIterator):
         )
 
     def _begin_draws(self) -> None:
-        if self._arrays is not None:
-            self._arrays.begin_epoch()
+        self._arrays.begin_epoch()
         super()._begin_draws()

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.arrays import ArrayFetcher, ArraysHere
+from shmloader.batch.arrays import no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError, list_loader, one_by_one
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer, bytes_of
+from shmloader.memory.gather import RowGatherer
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
 
@@ -30,7 +30,7 @@ class ThreadConfig:
         collate_fn: Makes a batch of samples.
         on_error: How bad samples are handled.
         init_fn: Called in each thread with its number, before its first batch; None for no call.
-        arrays: Gathers batches if the dataset consists of arrays; else None.
+        find_gatherer: Returns what gathers the next batch, if the dataset consists of arrays.
     """
 
     fetch: FetchConfig
@@ -38,7 +38,7 @@ class ThreadConfig:
     collate_fn: Callable[[Any], Any]
     on_error: OnError
     init_fn: Callable[[int], Any] | None = None
-    arrays: ArraysHere | None = None
+    find_gatherer: Callable[[], RowGatherer | None] = no_gatherer
 
 
 @dataclass(eq=False, slots=True)
@@ -120,15 +120,11 @@ def load(
         config.on_error,
         where=where,
         timer=timer,
-        rng=None if fetch.seed is None else SampleRng(fetch.seed, sets_global=False),
+        find_gatherer=config.find_gatherer,
         concurrent_fetcher=concurrent_fetcher,
         sample_watch=watch,
         watch_samples=functools.partial(_Samples, task),
     )
-    if config.arrays is not None:
-        maker.fetcher = ArrayFetcher(
-            config.arrays.find_gatherer, maker.fetcher, timer.count, may_shard=fetch.may_shard
-        )
     batch, error = None, None
     try:
         batch = maker.make(task.indices)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.arrays import AnyIndexFetcher, fetcher_of_arrays
+from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, RemoteError, note_sample
 from shmloader.batch.fetch import FetchConfig
@@ -30,10 +30,10 @@ from shmloader.batch.iterable_state import (
     take_fingerprints,
 )
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import SlotCollate
+from shmloader.memory.gather import RowGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
@@ -175,19 +175,9 @@ class WorkerDataset:
         # One for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
-        maker = self._make_maker()
-        if self._on_error == "raise" and config.auto_collation:
-            if not self._is_packed:
-                maker.fetcher = AnyIndexFetcher(maker.fetcher)
-            else:
-                maker.fetcher = fetcher_of_arrays(
-                    self._dataset,
-                    self._writer,
-                    maker.fetcher,
-                    self._timer.count,
-                    may_shard=config.may_shard,
-                )
-        return maker
+        if config.takes_arrays and self._is_packed:
+            return self._make_maker(gatherer_to_slots(self._dataset, self._writer))
+        return self._make_maker()
 
     def _iterate(self, saved: Saved | None = None) -> BatchMaker:
         """Call ``iter(dataset)``, and prepare to make batches of it."""
@@ -197,27 +187,20 @@ class WorkerDataset:
         self._fingerprints = take_fingerprints(maker.fetcher)
         return maker
 
-    def _make_maker(self) -> BatchMaker:
-        config = self._config
+    def _make_maker(
+        self, find_gatherer: Callable[[], RowGatherer | None] = no_gatherer
+    ) -> BatchMaker:
         assert self._collate is not None
-        rng: SampleRng | None = None
-        if config.seed is not None:
-            rng = SampleRng(config.seed, self._worker_id, sets_global=config.sets_global_rngs)
-        # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
-        # seeding a sample's, so the collate function does that only where it does not pack.
-        begins_collate = config.is_iterable or not self._is_packed
-        if rng is not None and not begins_collate:
-            self._collate.before = rng.begin_default_collate
         return BatchMaker(
-            config,
+            self._config,
             self._dataset,
             cast("Callable[[Any], Any]", self._collate),
             self._on_error,
             where=self._where,
             timer=self._timer,
-            rng=rng,
+            worker_id=self._worker_id,
+            find_gatherer=find_gatherer,
             concurrent_fetcher=self._concurrent_fetcher,
-            begins_collate=begins_collate,
             sample_watch=self._sample_watch,
         )
 

@@ -30,8 +30,8 @@ import shmloader
 from shmloader.batch.arrays import (
     ArrayFetcher,
     ArraysHere,
-    fetcher_of_arrays,
     find_columns,
+    gatherer_to_slots,
     may_be_columns,
 )
 from shmloader.memory import gather as gather_module
@@ -75,7 +75,8 @@ def slot():
 def fetched(dataset: Any, indices: Any, slot: Slot) -> tuple[Any, bool]:
     """What a worker's fetcher makes of a batch, and whether it was gathered."""
     writer, plain = SlotWriter(), Plain(dataset)
-    fetcher = fetcher_of_arrays(dataset, writer, plain, [].append, may_shard=False)
+    find_gatherer = gatherer_to_slots(dataset, writer)
+    fetcher = ArrayFetcher(find_gatherer, plain, [].append, may_shard=False)
     writer.open(slot)
     batch = fetcher.fetch(indices)
     if isinstance(batch, FlatLayout):

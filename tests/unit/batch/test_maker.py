@@ -10,7 +10,6 @@ from shmloader import sample_rng
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.timer import Timer
 from shmloader.insight.measurements import WorkTimes
 from shmloader.sampling.indices import PositionedIndices
@@ -36,12 +35,9 @@ class Draws(torch.utils.data.Dataset):
         return index, random.random(), int(sample_rng().integers(1 << 30))
 
 
-def make_maker(dataset, on_error="raise", seed=None, restores_global=False, **options):
+def make_maker(dataset, on_error="raise", seed=None, **options):
     plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False, seed=seed)
-    rng = None if seed is None else SampleRng(seed, restores_global=restores_global)
-    return BatchMaker(
-        plan, dataset, list, on_error, where="here", timer=Timer(), rng=rng, **options
-    )
+    return BatchMaker(plan, dataset, list, on_error, where="here", timer=Timer(), **options)
 
 
 def test_a_batch_is_what_collate_makes_of_the_samples():
@@ -77,7 +73,7 @@ def test_samples_draw_by_their_position_whatever_was_made_before():
 
 @pytest.mark.parametrize("restores", [False, True])
 def test_the_global_generators_are_put_back_where_they_are_the_users(restores):
-    maker = make_maker(Draws(), seed=1, restores_global=restores)
+    maker = make_maker(Draws(), seed=1, restores_rngs=restores)
     before = random.getstate(), torch.get_rng_state().tolist()
     maker.make(PositionedIndices([5, 6], 0, 8))
     after = random.getstate(), torch.get_rng_state().tolist()
@@ -104,9 +100,7 @@ def replacing(index, error):
 )
 def test_generators_are_seeded_only_where_code_of_the_users_may_run(dataset, on_error, is_seeded):
     plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False, seed=1)
-    maker = BatchMaker(
-        plan, dataset, default_collate, on_error, where="here", timer=Timer(), rng=SampleRng(1)
-    )
+    maker = BatchMaker(plan, dataset, default_collate, on_error, where="here", timer=Timer())
     before = random.getstate(), torch.get_rng_state()
     maker.make(PositionedIndices([5, 6], 0, 8))
     after = random.getstate()
@@ -127,8 +121,9 @@ def test_a_bad_sample_of_plain_data_does_not_shift_the_random_numbers_of_collate
         plan = FetchConfig(
             is_iterable=False, auto_collation=True, drop_last=False, seed=1, may_shard=True
         )
-        rng = SampleRng(1, restores_global=True)
-        maker = BatchMaker(plan, dataset, collate, "skip", where="here", timer=Timer(), rng=rng)
+        maker = BatchMaker(
+            plan, dataset, collate, "skip", where="here", timer=Timer(), restores_rngs=True
+        )
         return maker.make(PositionedIndices([[0, 99, 1], [2, 3]], 0, 0))
 
     plain = batches(list(range(9)))
