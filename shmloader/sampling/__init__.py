@@ -16,7 +16,8 @@ and its number, and does not use the random number generators of the process (``
 
 The loader's own order of samples begins in ``plan``: :class:`EpochPlan` holds the position in the
 epoch, ``seeded_order`` and ``sampler_order`` yield the index batches, the latter by a
-``resumable_sampler``.
+``resumable_sampler``. ``steps`` cuts an order into batches and knows what it leaves over,
+``rollover`` carries that into the next epoch, ``fast_forward`` draws from a position on.
 ``seeded_samplers`` show a seeded order to what reads a loader's samplers, ``epoch_counter`` numbers
 the epochs for both.
 """

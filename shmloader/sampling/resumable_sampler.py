@@ -12,10 +12,11 @@ from typing import Any
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.interruptions import is_interruption
+from shmloader.sampling.fast_forward import pass_over, too_few, without_done
 from shmloader.sampling.indices import as_list
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
-from shmloader.sampling.rollover import CarryOver, RolloverEpoch
+from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
     are_known,
@@ -26,6 +27,7 @@ from shmloader.sampling.sampler_checkpoint import (
     log_redraw,
     own_state,
 )
+from shmloader.sampling.steps import Steps
 from shmloader.sampling.user_iterators import only_next, restart_if_exhausted
 
 # After how many batches a sampler's own state is taken: states may be large, and drawing the
@@ -144,24 +146,17 @@ class ResumableSampler(Iterator[Any]):
         with self._checkpoint.drawing(state):
             items = self._continue(state)
             first = list(islice(items, 1))
-        return self._without_done(first, items)
+        position = self._progress.position
+        return without_done(itertools.chain(first, items), position, self._done_ahead)
 
     def _iterate(self) -> Iterator[Any]:
         return self._registered(iter(self._index_sampler))
 
     def _registered(self, drawing: Iterator[Any]) -> Iterator[Any]:
         """Register an iterator with the carry-over, and return it for ``next()`` only."""
-        if self._carry_over is not None and isinstance(drawing, RolloverEpoch):
+        if self._carry_over is not None and isinstance(drawing, Steps):
             self._carry_over.begin(drawing, drawing)
         return only_next(drawing)
-
-    def _without_done(self, first: list[Any], items: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches that were not delivered ahead of their turn."""
-        batches, done_ahead = itertools.chain(first, items), self._done_ahead
-        if not done_ahead:
-            return batches
-        numbers = itertools.count(self._progress.position)
-        return filter(lambda _: next(numbers) not in done_ahead, batches)
 
     def _find_stateful(self) -> Any:
         """Return the iterator, or the sampler it draws from, that has a state of its own."""
@@ -214,7 +209,7 @@ class ResumableSampler(Iterator[Any]):
         if type(inner) is not SequentialSampler:
             return None
         if position > len(outer):
-            raise self._too_few(position, len(outer))
+            raise too_few(position, len(outer), describe(outer))
         if inner is outer:
             return iter(range(position, len(outer)))
         indices = range(position * outer.batch_size, len(inner))
@@ -228,12 +223,9 @@ class ResumableSampler(Iterator[Any]):
         """
         if not count:
             return
-        passed = sum(1 for _ in islice(self._drawing, count - 1))
-        last = list(islice(self._drawing, 1))
         kind = describe(self._index_sampler)
-        if not last:
-            raise self._too_few(position, passed)
-        expected, actual = self._last_checksum, _checksum(last[0])
+        last = pass_over(self._drawing, count, position, kind)
+        expected, actual = self._last_checksum, _checksum(last)
         if expected is not None and actual is not None and expected != actual:
             raise ValueError(
                 f"the state does not fit this loader: the {kind} of this loader yields another "
@@ -241,13 +233,6 @@ class ResumableSampler(Iterator[Any]):
                 "the same whenever it is iterated for the same epoch: seed it, or give it a "
                 "generator=, a set_epoch(), or state_dict() and load_state_dict()"
             )
-
-    def _too_few(self, position: int, count: int) -> ValueError:
-        return ValueError(
-            f"the state does not fit this loader: it was saved after {position} batches of an "
-            f"epoch, and the {describe(self._index_sampler)} of this loader yields only {count}. "
-            "Give the sampler, dataset and batch_size with which it was saved"
-        )
 
     def _take_own_state(self) -> None:
         self._own_states.append((self._number, own_state(self._stateful)))

@@ -6,24 +6,13 @@ since workers run ahead. So :meth:`CarryOver.commit` replaces these samples, and
 user leaves early neither loses nor repeats what it began with.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, Sampler
 
-
-class DrawnEpoch(Protocol):
-    """An epoch that is being drawn.
-
-    Attributes:
-        drawn: Number of batches drawn so far.
-        is_over: Whether all batches were drawn.
-        left_over: Samples that did not fill a batch; known once the epoch is over.
-    """
-
-    drawn: int
-    is_over: bool
-    left_over: list[Any]
+from shmloader.sampling.steps import Cut, DrawnSteps, Steps
 
 
 class CarryOver:
@@ -35,10 +24,10 @@ class CarryOver:
 
     def __init__(self, samples: Iterable[Any] = ()) -> None:
         self.samples: list[Any] = list(samples)
-        self._epoch: DrawnEpoch | None = None
+        self._epoch: Steps | None = None
         self._drawing: Iterator[Any] = iter(())
 
-    def begin(self, epoch: DrawnEpoch, drawing: Iterator[Any]) -> None:
+    def begin(self, epoch: Steps, drawing: Iterator[Any]) -> None:
         """Begin an epoch.
 
         Args:
@@ -78,42 +67,6 @@ def _is_all(count: int, batches: Sized) -> bool:
         return False
 
 
-class RolloverEpoch(Iterator[list[Any]]):
-    """Draws the full batches of one epoch, and keeps what it leaves over.
-
-    Attributes:
-        drawn: Number of batches drawn so far.
-        is_over: Whether all batches were drawn.
-        left_over: Samples that did not fill a batch, once the epoch is over.
-
-    Args:
-        indices: Yields the indices.
-        first: Indices that come first.
-        batch_size: Length of each batch.
-    """
-
-    def __init__(self, indices: Iterable[Any], first: list[Any], batch_size: int) -> None:
-        self.drawn = 0
-        self.is_over = False
-        self.left_over: list[Any] = []
-        self._drawing = self._draw(indices, first, batch_size)
-
-    def __next__(self) -> list[Any]:
-        return next(self._drawing)
-
-    def _draw(
-        self, indices: Iterable[Any], first: list[Any], batch_size: int
-    ) -> Iterator[list[Any]]:
-        batch = list(first)
-        for index in indices:
-            batch.append(index)
-            if len(batch) == batch_size:
-                self.drawn += 1
-                yield batch
-                batch = []
-        self.is_over, self.left_over = True, batch
-
-
 class RolloverBatchSampler(BatchSampler):
     """torch's batch sampler without short batches: samples left over come first in the next epoch.
 
@@ -145,7 +98,8 @@ class RolloverBatchSampler(BatchSampler):
         """Return an iterator of full batches. What it leaves over is carried over by the loader."""
         if not self.drop_last:
             return super().__iter__()
-        return RolloverEpoch(self.sampler, self.carry_over.samples, self.batch_size)
+        draw = functools.partial(iter, self.sampler)
+        return DrawnSteps(draw, Cut(self.batch_size), "rollover", self.carry_over.samples)
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one."""

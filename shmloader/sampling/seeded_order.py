@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from shmloader.sampling.fast_forward import too_few, without_done
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import Ranks
@@ -175,7 +176,7 @@ class SeededOrder(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[Any]:
         """Begin the epoch, and return an iterator of its steps."""
         steps = self._steps = self._begin()
-        drawing = self._shape(steps, self.epoch, self._done_ahead)
+        drawing = self._shape(steps, self.epoch)
         if self._last_batch == "rollover":
             self.carry_over.begin(steps, drawing)
         return drawing
@@ -260,11 +261,7 @@ class SeededOrder(Sampler[list[Any]]):
         # The steps of the rank that has the most, since the state may be another rank's.
         most = -(-(self._item_count() + len(carried)) // self.cut.global_count)
         if position > most:
-            raise ValueError(
-                f"the state does not fit this loader: it was saved after {position} batches of an "
-                f"epoch, and an epoch of this loader has {most}. Give the dataset and batch_size "
-                "with which it was saved"
-            )
+            raise too_few(position, most, "order")
 
     def checkpoint(
         self,
@@ -323,13 +320,13 @@ class SeededOrder(Sampler[list[Any]]):
         if self._items is not None:
             return DrawnSteps(
                 functools.partial(self._begin_items, self.epoch, start),
-                RngState(self._seed, self.epoch),
-                are_known(self._items),
                 self.cut,
                 self._last_batch,
                 carried,
-                _sample_count if self._batch_size is None and self._may_shard else _one,
-                start,
+                rng_state=RngState(self._seed, self.epoch),
+                draws_first=are_known(self._items),
+                weigh=_sample_count if self._batch_size is None and self._may_shard else _one,
+                start=start,
             )
         return self.steps_of(self.epoch, start)
 
@@ -353,7 +350,7 @@ class SeededOrder(Sampler[list[Any]]):
             return items
         return restart_if_exhausted(items, functools.partial(iter, self._items))
 
-    def _shape(self, steps: Steps, epoch: int, done_ahead: frozenset[int]) -> Iterator[Any]:
+    def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
         """Return an iterator of the tickets. It goes on after an error of the user's sampler."""
         cut = self.cut
 
@@ -369,9 +366,7 @@ class SeededOrder(Sampler[list[Any]]):
             first = number * cut.global_count + cut.rank * cut.share
             return PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
 
-        if done_ahead:
-            return map(shape, filter(lambda _: steps.drawn - 1 not in done_ahead, steps))
-        return map(shape, steps)
+        return map(shape, without_done(steps, steps.drawn, self._done_ahead))
 
     def _form(self, items: list[Any], number: int) -> Any:
         """Return step ``number``, counted from 0, made of these items."""

@@ -85,10 +85,10 @@ class ShardedSampler(EpochSampler[Any]):
         set_epoch_of(self.sampler, epoch)
         steps = DrawnSteps(
             lambda: iter(self.sampler),
-            RngState(self.seed, epoch),
-            are_known(self.sampler),
             self._cut,
             self.last_batch,
+            rng_state=RngState(self.seed, epoch),
+            draws_first=are_known(self.sampler),
         )
         for step in steps:
             yield from step

@@ -6,6 +6,7 @@ So the items of all ranks at a step, one rank after the other, are the same sequ
 of ranks, as long as the global step has the same length.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shmloader.sampling.fast_forward import pass_over
 from shmloader.sampling.indices import IndexArray
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
@@ -103,24 +105,33 @@ class Steps(Iterator[list[Any]]):
         left_over: Items for the next epoch (``"rollover"``), once this one is over.
 
     Args:
+        last_batch: How the last global step is handled.
         start: Number of the first step that is yielded.
     """
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, last_batch: LastBatch, start: int = 0) -> None:
         self.drawn = start
         self.is_over = False
         self.repeats = (0, 0)
         self.left_over: list[Any] = []
+        self._last_batch = last_batch
 
     def __next__(self) -> list[Any]:
         step = None if self.is_over else self._next()
-        if step is None:
-            self.is_over = True
-            raise StopIteration
-        self.drawn += 1
-        return step
+        if step is not None:
+            self.drawn += 1
+            return step
+        if self._last_batch == "rollover" and not self.is_over:
+            self.left_over = self._rest()
+        self.is_over = True
+        raise StopIteration
 
     def _next(self) -> list[Any] | None:
+        """Return the next step; None at the end."""
+        raise NotImplementedError
+
+    def _rest(self) -> list[Any]:
+        """Return the items after the last whole step. Called at the end."""
         raise NotImplementedError
 
 
@@ -143,23 +154,24 @@ class OrderSteps(Steps):
     """
 
     def __init__(self, order: Order, cut: Cut, last_batch: LastBatch, start: int = 0) -> None:
-        super().__init__(start)
+        super().__init__(last_batch, start)
         self._order = order
         self._cut = cut
-        self._last_batch = last_batch
         self._count = step_count(order.length, cut, last_batch)
         self.as_arrays = False
         self._block: list[Any] = []
 
     def _next(self) -> Any:
         if self.drawn >= self._count:
-            if self._last_batch == "rollover":
-                start = self._count * self._cut.global_count
-                self.left_over = self._order.at(np.arange(start, self._order.length)).tolist()
             return None
         if not self._block:
             self._block = self._compute(self.drawn)
         return self._block.pop()
+
+    def _rest(self) -> list[int]:
+        start = self._count * self._cut.global_count
+        rest: list[int] = self._order.at(np.arange(start, self._order.length)).tolist()
+        return rest
 
     def _compute(self, first: int) -> list[Any]:
         """Return some steps from ``first`` on, the last one first."""
@@ -192,11 +204,12 @@ class DrawnSteps(Steps):
 
     Args:
         draw: Returns an iterator of the sampler.
-        rng_state: State of the global generators, from which the sampler draws.
-        draws_first: Whether the sampler draws from them for its first item only.
         cut: The rank's share.
         last_batch: How the last global step is handled.
         first: Items that come first.
+        rng_state: State of the global generators, from which the sampler draws; None for the
+            process's own.
+        draws_first: Whether the sampler draws from them for its first item only.
         weigh: Returns the number of samples in an item.
         start: Number of the first step that is yielded; earlier steps are drawn and discarded.
     """
@@ -204,15 +217,16 @@ class DrawnSteps(Steps):
     def __init__(
         self,
         draw: Callable[[], Iterator[Any]],
-        rng_state: RngState,
-        draws_first: bool,
         cut: Cut,
         last_batch: LastBatch,
         first: Iterable[Any] = (),
+        *,
+        rng_state: RngState | None = None,
+        draws_first: bool = False,
         weigh: Callable[[Any], int] = lambda _: 1,
         start: int = 0,
     ) -> None:
-        super().__init__(start)
+        super().__init__(last_batch, start)
         self._to_pass = start
         self._draw = draw
         self._rng_state = rng_state
@@ -220,47 +234,37 @@ class DrawnSteps(Steps):
         # Whether the sampler has yielded its first item.
         self._has_begun = False
         self._cut = cut
-        self._last_batch = last_batch
         self._weigh = weigh
         self._items: Iterator[Any] | None = None
         # Items of ``first`` that were not yielded yet.
         self._waiting = list(first)
         # The epoch's first items, with which the last step is filled up.
         self._beginning: list[Any] = []
+        # Items that do not fill a step.
+        self._unfinished: list[Any] = []
 
-    def _pass_over(self) -> None:
-        """Draw the items of the steps before the first that is yielded.
+    def _passed(self) -> Iterator[list[Any]]:
+        """Yield the items of the steps before the first that is yielded by this object."""
+        while self._to_pass and (items := self._draw_items(self._cut.global_count)):
+            self._note_beginning(items)
+            self._to_pass -= 1
+            yield items
 
-        Raises:
-            ValueError: If there are fewer steps.
-        """
-        count = self.drawn
-        with self._rng_state.used():
-            while self._to_pass:
-                number = count - self._to_pass
-                items = self._draw_items(self._cut.global_count)
-                if not items:
-                    raise ValueError(
-                        f"the state does not fit this loader: it was saved after {count} batches "
-                        f"of an epoch, and the sampler of this loader yields only {number}. Give "
-                        "the sampler, dataset and batch_size with which it was saved"
-                    )
-                if number == 0 and self._last_batch == "pad":
-                    self._beginning = items
-                self._to_pass -= 1
+    def _note_beginning(self, items: list[Any]) -> None:
+        if self._last_batch == "pad" and not self._beginning:
+            self._beginning = items
 
     def _next(self) -> list[Any] | None:
         cut = self._cut
         if self._to_pass:
-            self._pass_over()
+            with self._random_numbers():
+                pass_over(self._passed(), self._to_pass, self.drawn, "sampler")
         items = self._take(cut.global_count)
         missing = cut.global_count - len(items)
         if missing == 0:
-            if self._last_batch == "pad" and not self._beginning:
-                self._beginning = items
+            self._note_beginning(items)
             return items[cut.rank * cut.share :][: cut.share]
-        if self._last_batch == "rollover":
-            self.left_over = items
+        self._unfinished = items
         if not items or self._last_batch in {"discard", "rollover"}:
             return None
         own_count = cut.count(len(items))
@@ -277,8 +281,15 @@ class DrawnSteps(Steps):
         # Exchanging the generators' states takes 40 µs, and more after a training step.
         if self._has_begun and self._draws_first:
             return self._draw_items(count)
-        with self._rng_state.used():
+        with self._random_numbers():
             return self._draw_items(count)
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Set the generators that the sampler draws from, in a ``with`` block."""
+        return contextlib.nullcontext() if self._rng_state is None else self._rng_state.used()
+
+    def _rest(self) -> list[Any]:
+        return self._unfinished
 
     def _draw_items(self, count: int) -> list[Any]:
         if self._items is None:
