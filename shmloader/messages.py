@@ -98,7 +98,7 @@ class ResumeStream(NamedTuple):
     """Main → worker, before its first task: resume the dataset.
 
     Attributes:
-        checkpoint: A pickled :class:`~shmloader.batch.iterable_state.IterableCheckpoint`.
+        checkpoint: A pickled :class:`~shmloader.batch.dataset_checkpoint.DatasetCheckpoint`.
     """
 
     checkpoint: bytes | Attached
@@ -191,8 +191,8 @@ class StreamEnded(NamedTuple):
         slot_id: The task's slot.
         kept: Whether the slot must never be filled again; see :class:`BatchDone`.
         touched_bytes: How many bytes of the slot were written.
-        beginning: A pickled :class:`~shmloader.batch.iterable_state.Beginning` of the next epoch,
-            if workers are persistent.
+        beginning: A pickled :class:`~shmloader.batch.dataset_checkpoint.Beginning` of the next
+            epoch, if workers are persistent.
     """
 
     seq: int
@@ -217,8 +217,8 @@ class EpochStarted(NamedTuple):
 
     Attributes:
         epoch: Number of the epoch, from the message that this answers.
-        beginning: A pickled :class:`~shmloader.batch.iterable_state.Beginning` of the epoch, or its
-            last piece.
+        beginning: A pickled :class:`~shmloader.batch.dataset_checkpoint.Beginning` of the epoch, or
+            its last piece.
     """
 
     epoch: int

@@ -87,11 +87,6 @@ class FingerprintingCollate:
         self.value = check
 
 
-def chained(check: int, value: int) -> int:
-    """Return the checksum over a sequence of fingerprints, from that before the last one."""
-    return zlib.crc32(value.to_bytes(4, "little"), check)
-
-
 def fingerprint(sample: object, check: int = 0) -> int:
     """Return a checksum of a sample that is the same in every process.
 

@@ -15,11 +15,12 @@ again and discarded, and a checksum shows whether they are the same.
 import contextlib
 import pickle
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 
-from shmloader.batch.fingerprint import FingerprintingCollate, chained
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint, chained
+from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
 from shmloader.batch.sample_watch import WatchedIterator
 from shmloader.batch.seeded_datasets import SeededIterator
@@ -42,104 +43,6 @@ class Saved(NamedTuple):
     is_short: bool
     state: Any
     position: int = 0
-
-
-class IterableCheckpoint(NamedTuple):
-    """How far the dataset of one worker has come in an epoch.
-
-    The state of a map-style dataset is taken after every batch, and nothing is read again, so only
-    ``given`` and ``snapshot`` are used.
-
-    Attributes:
-        given: Batches that were delivered in this epoch, or exceptions in their place.
-        snapshot: Newest state of the dataset, a pickled :class:`Saved`; None means the stream's
-            beginning.
-        at: The number of batches after which the snapshot was taken.
-        has_ended: Whether the stream has ended. Then the next epoch begins with the snapshot and
-            with ``rng``.
-        rng: States of the global random generators at the stream's beginning; None means those that
-            a worker's base seed and ``worker_init_fn`` leave, or, in-process, the present ones.
-        rng_at: Numbers of batches, each with the generators' states before the batch. Used only
-            in-process, where other code uses the generators, too. The batches are the first one,
-            since an order may be drawn in ``iter(dataset)`` or with the first sample, and the one
-            at which the epoch was resumed.
-        check: Checksum over the fingerprints of the batches since the snapshot.
-        failed: Numbers, from the stream's beginning, of the batches since the snapshot that
-            raised.
-    """
-
-    given: int = 0
-    snapshot: bytes | None = None
-    at: int = 0
-    has_ended: bool = False
-    rng: dict[str, Any] | None = None
-    rng_at: tuple[tuple[int, dict[str, Any]], ...] = ()
-    check: int = 0
-    failed: tuple[int, ...] = ()
-
-    @property
-    def skip(self) -> int:
-        """The number of batches that were delivered since the snapshot."""
-        return self.given - self.at
-
-    def after_batch(
-        self,
-        snapshot: bytes | None,
-        fingerprint: int | None = None,
-        *,
-        has_failed: bool = False,
-    ) -> "IterableCheckpoint":
-        """Return the checkpoint after a further batch.
-
-        Args:
-            snapshot: The state after the batch, if one was taken.
-            fingerprint: The batch's fingerprint; None if its samples could not be read.
-            has_failed: Whether an exception came in the batch's place.
-        """
-        given = self.given + 1
-        if snapshot is not None:
-            return IterableCheckpoint(given, snapshot, given, rng=self.rng, rng_at=self.rng_at)
-        check = self.check if fingerprint is None else chained(self.check, fingerprint)
-        failed = (*self.failed, self.given) if has_failed else self.failed
-        # Once for each batch, and five times as fast as _replace().
-        return IterableCheckpoint(
-            given, self.snapshot, self.at, self.has_ended, self.rng, self.rng_at, check, failed
-        )
-
-    def ended(self, next_epoch: "Beginning") -> "IterableCheckpoint":
-        """Return the checkpoint at the stream's end."""
-        return IterableCheckpoint(
-            self.given, next_epoch.snapshot, self.given, has_ended=True, rng=next_epoch.rng
-        )
-
-    def at_next_epoch(self) -> "IterableCheckpoint":
-        """Return the checkpoint at the next epoch's beginning, if the dataset persists."""
-        return (
-            IterableCheckpoint(0, self.snapshot, rng=self.rng)
-            if self.has_ended
-            else IterableCheckpoint()
-        )
-
-
-class Beginning(NamedTuple):
-    """What a further epoch of a persistent dataset begins with.
-
-    Attributes:
-        rng: States of the global random generators; None if samples do not depend on them.
-        snapshot: The dataset's state, a pickled :class:`Saved`; None if it has none.
-    """
-
-    rng: dict[str, Any] | None = None
-    snapshot: bytes | None = None
-
-    def dumps(self) -> bytes | None:
-        """Return the pickled fields; None if both are None."""
-        return None if self == (None, None) else pickle.dumps(tuple(self))
-
-    @classmethod
-    def loads(cls, data: bytes | None) -> Self:
-        """Return what :meth:`dumps` has pickled."""
-        return cls() if data is None else cls(*pickle.loads(data))
 
 
 def save(fetcher: Any) -> Saved | None:
@@ -214,7 +117,7 @@ def load_iterator(fetcher: Any, saved: Saved | None) -> None:
 
 def replay(
     fetcher: Any,
-    checkpoint: IterableCheckpoint,
+    checkpoint: DatasetCheckpoint,
     indices: Any,
     collate: FingerprintingCollate,
     *,
@@ -263,7 +166,7 @@ def replay(
         raise _other_samples(checkpoint)
 
 
-def _other_samples(checkpoint: IterableCheckpoint) -> ValueError:
+def _other_samples(checkpoint: DatasetCheckpoint) -> ValueError:
     start = "the start" if checkpoint.snapshot is None else "its state"
     return ValueError(
         f"the state does not fit this loader: read again from {start}, its dataset yields other "

@@ -46,8 +46,9 @@ thread that is inside ``next_batch`` changes the scheduler.
                                         └──▶ DEAD                 (no restart is left)
 
 Each worker has one record in the scheduler's table: its state, the number of its tickets in flight,
-the slots that it has mapped, its last layout, and how it died. The tickets of a lost worker are
-sent to its replacement. When no restart is left, each of them is answered by the worker's death.
+the slots that it has mapped, its last layout, how far its dataset has come, and how it died. The
+tickets of a lost worker are sent to its replacement. When no restart is left, each of them is
+answered by the worker's death.
 
 **Samples that hang** (``sample_timeout=``). A worker publishes which sample it is loading and until
 when it may (:mod:`shmloader.batch.sample_watch`). When that time has passed while the engine waits,
@@ -102,11 +103,12 @@ tickets.
 
 **Checkpoints of datasets.** With each batch comes what a checkpoint of the worker's dataset needs:
 the dataset's own state if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up
-to the last answer, from which a dead worker is replaced, and up to the last delivered batch, from
-which the loader's state is made. A dataset with a state of its own is resumed from that. Otherwise
-it is iterated again from the same random generator states, and the batches that were already
-delivered are re-read, compared by their fingerprints, and discarded
-(:mod:`shmloader.batch.iterable_state`). If it cannot be resumed, the iterator raises and ends.
+to the last answer, in the worker's record, from which a dead worker is replaced; and up to the last
+delivered batch, on the user's thread, from which the loader's state is made. A dataset with a state
+of its own is resumed from that. Otherwise it is iterated again from the same random generator
+states, and the batches that were already delivered are re-read, compared by their fingerprints, and
+discarded (:mod:`shmloader.batch.iterable_state`). If it cannot be resumed, the iterator raises and
+ends.
 
 **Pipelines** run a stage on worker processes by an engine with a thread of its own: an item is a
 ticket, the operation is the dataset, and the epoch has no end
@@ -145,7 +147,7 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``inbox``                 Tickets on their way from the user's thread to the engine's.
 ``slot_batches``          Builds batches from slots, and frees the slots.
 ``failures``              Bad samples: counted, listed, limited.
-``iterable_checkpoints``  Checkpoints of the workers' datasets as of the last delivered batch.
+``dataset_checkpoints``   Checkpoints of the workers' datasets as of the last delivered batch.
 ``streams``               Checkpoints of the workers' datasets as of the last answer (pure).
 ``stream_here``           The checkpoint of a dataset in the main process (``num_workers=0``).
 ``lateness``              Asks late workers what they are doing, for a timeout's error.

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
+from shmloader.engine.streams import StreamNote
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError, LoaderTimeoutError
 from shmloader.insight.measurements import BatchTimes, Counts
@@ -339,7 +340,7 @@ class EngineBase(abc.ABC):
     # Streams of an iterable dataset ------------------------------------------------------
 
     @property
-    def stream_beginnings(self) -> IterableCheckpoints | None:
+    def stream_beginnings(self) -> DatasetCheckpoints | None:
         """The streams' checkpoints at the epoch's beginning; None without such a dataset."""
         return None
 

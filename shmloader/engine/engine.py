@@ -6,8 +6,7 @@ on the tasks that they have, and their answers wait in the pool.
 
 The module is long because one object performs every action of the scheduler and receives every
 report of the pool. What can be separated has a module of its own: slots (``slot_batches``), the
-caller's view (``base``), bad samples (``failures``), dataset checkpoints (``streams``) and texts
-(``wording``, ``lateness``).
+caller's view (``base``), bad samples (``failures``) and texts (``wording``, ``lateness``).
 """
 
 import dataclasses
@@ -17,16 +16,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, cast
 
-from shmloader.batch.iterable_state import Beginning
+from shmloader.batch.dataset_checkpoint import Beginning
 from shmloader.engine.base import EngineBase, delivery_of
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.hang_watch import HangWatch
 from shmloader.engine.inbox import Inbox
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.slot_batches import SlotBatches
-from shmloader.engine.streams import StreamBook
+from shmloader.engine.streams import StreamNote
 from shmloader.engine.wording import (
     describe_death,
     describe_loading,
@@ -53,11 +52,13 @@ from shmloader.pools.status_page import AtWork, Phase
 _log = logging.getLogger("shmloader")
 
 
-def _note_of(worker_id: int, answer: Answer) -> StreamNote:
+def _note_of(worker_id: int, answer: Answer) -> StreamNote | None:
     """Return what an answer says about its worker's dataset."""
     if isinstance(answer, Batch):
         return StreamNote(worker_id, answer.snapshot, answer.fingerprint)
     if isinstance(answer, Failure):
+        if answer.is_final:
+            return None  # the dataset could not be resumed: this stands for no batch
         return StreamNote(worker_id, answer.snapshot, answer.fingerprint, has_failed=True)
     return StreamNote(worker_id, answer.snapshot)
 
@@ -106,7 +107,7 @@ class Engine(EngineBase):
         timeout_s: float,
         sample_timeout_s: float | None = None,
         worker_restarts: int = 0,
-        streams: IterableCheckpoints | None = None,
+        streams: DatasetCheckpoints | None = None,
         is_iterable: bool = True,
         is_dynamic: bool = False,
         is_seeded: bool = False,
@@ -124,9 +125,7 @@ class Engine(EngineBase):
         self.counts = pool.counts
         # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
-        self._streams: StreamBook | None = None
-        if streams is not None:
-            self._streams = StreamBook(streams, in_order=in_order, is_iterable=is_iterable)
+        self._base_seed = None if streams is None else streams.base_seed
         self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
         # Workers that other ranks use as well should not wait for a rank's next call to be freed of
@@ -139,9 +138,8 @@ class Engine(EngineBase):
             in_order=in_order,
             restart_limit=worker_restarts,
             first_worker=first_worker if streams is None else streams.next_worker,
-            ended=()
-            if streams is None
-            else [checkpoint.has_ended for checkpoint in streams.checkpoints],
+            beginnings=None if streams is None else streams.checkpoints,
+            is_iterable=is_iterable,
             is_dynamic=is_dynamic,
             has_queue=self._has_queue,
             present=present,
@@ -177,17 +175,21 @@ class Engine(EngineBase):
             self._resume(worker.worker_id)
 
     def _resume(self, worker_id: int) -> None:
-        if self._streams is not None:
-            self._pool.resume(worker_id, self._streams.checkpoint(worker_id))
+        if self._scheduler.streams is not None:
+            self._pool.resume(worker_id, self._scheduler.workers[worker_id].checkpoint)
 
     @property
-    def stream_beginnings(self) -> IterableCheckpoints | None:
+    def stream_beginnings(self) -> DatasetCheckpoints | None:
         """See :attr:`EngineBase.stream_beginnings`."""
-        return None if self._streams is None else self._streams.beginnings
+        streams = self._scheduler.streams
+        if streams is None:
+            return None
+        return DatasetCheckpoints(streams.beginnings, base_seed=self._base_seed)
 
     def take_stream_ends(self) -> list[StreamNote]:
         """See :meth:`EngineBase.take_stream_ends`."""
-        return [] if self._streams is None else self._streams.take_ends()
+        streams = self._scheduler.streams
+        return [] if streams is None else streams.take_ends()
 
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
@@ -234,8 +236,6 @@ class Engine(EngineBase):
         scheduler = self._scheduler
         scheduler.end_epoch()
         self._drop_slots()
-        if self._streams is not None:
-            self._streams.leave()
         for worker in scheduler.workers:
             if worker.is_alive:
                 self._pool.start_epoch(worker.worker_id, scheduler.epoch + 1)
@@ -255,8 +255,6 @@ class Engine(EngineBase):
             self.check_open()
         scheduler.start_epoch()
         self._left_out.clear()
-        if self._streams is not None:
-            self._streams.start_epoch()
         if self._watch is not None:
             self._watch.start_epoch()
 
@@ -407,7 +405,7 @@ class Engine(EngineBase):
         if not isinstance(answer, Batch):
             self._raise_instead(ticket, answer)
         times = None if answer.times is None else self._times(ticket, answer)
-        self._note_delivery(ticket, answer, times)
+        self._note_delivery(ticket, times)
         if self._slots is None:
             if self._window:
                 self._offer()
@@ -432,7 +430,7 @@ class Engine(EngineBase):
             note = describe_loading(ticket, pid)
             if answer.is_final:
                 self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
-            self._note_delivery(ticket, answer, None)
+            self._note_delivery(ticket, None)
             if self._window:
                 self._offer()
             self._raise_on_purpose(answer.error.rebuilt(note))
@@ -441,13 +439,9 @@ class Engine(EngineBase):
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
-    def _note_delivery(
-        self, ticket: Ticket, answer: Batch | Failure, times: BatchTimes | None
-    ) -> None:
+    def _note_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
-        notes: Sequence[StreamNote] = ()
-        if self._streams is not None:
-            notes = self._streams.handed_over(ticket.seq, _note_of(ticket.worker_id, answer))
+        notes = self._scheduler.handed_over(ticket)
         left_out: tuple[int, ...] = ()
         if self._left_out:
             left_out = tuple(self._left_out)
@@ -548,7 +542,7 @@ class Engine(EngineBase):
         while (worker := self._scheduler.workers.next_restart()) is not None:
             worker_id = worker.worker_id
             death = worker.death if isinstance(worker.death, Death) else None
-            checkpoint = None if self._streams is None else self._streams.checkpoint(worker_id)
+            checkpoint = None if self._scheduler.streams is None else worker.checkpoint
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
             text = describe_restart(
                 worker_id,
@@ -665,29 +659,22 @@ class Engine(EngineBase):
             taker=worker_id if self._has_queue else None,
             is_kept=answer.is_kept,
             now_ns=now_ns,
+            note=None if self._scheduler.streams is None else _note_of(worker_id, answer),
         )
         if ticket.is_dropped:
             self._drop_slots()
-        elif self._streams is not None and not (type(answer) is Failure and answer.is_final):
-            # A failure to resume a dataset stands for no batch, and so does not count as one.
-            self._streams.answered(_note_of(worker_id, answer))
 
-    def stream_ended(
-        self, seq: int, epoch: int, worker_id: int, beginning: Beginning, *, is_kept: bool
-    ) -> None:
+    def stream_ended(self, seq: int, epoch: int, beginning: Beginning, *, is_kept: bool) -> None:
         """Note that a worker's iterable dataset has no batch for this task or a later one."""
-        is_first = self._scheduler.stream_ended(
-            seq, epoch, is_kept=is_kept, now_ns=time.monotonic_ns()
+        self._scheduler.stream_ended(
+            seq, epoch, beginning, is_kept=is_kept, now_ns=time.monotonic_ns()
         )
-        if is_first and self._streams is not None:
-            self._streams.ended(worker_id, seq, beginning)
         self._drop_slots()
         self._ask_for_tickets()
 
-    def state_part(self, worker_id: int, data: bytes) -> None:
+    def beginning_part(self, worker_id: int, data: bytes) -> None:
         """Note one piece of the state that a worker's next epoch begins with."""
-        if self._streams is not None:
-            self._streams.note_part(worker_id, data)
+        self._scheduler.beginning_part(worker_id, data)
 
     def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
         """Log that the state of a worker's dataset did not fit into a slot."""
@@ -695,9 +682,7 @@ class Engine(EngineBase):
 
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
         """Note that a worker has finished all tasks of the previous epoch."""
-        if self._streams is not None:
-            self._streams.entered(worker_id, beginning)
-        self._scheduler.left_epoch(worker_id)
+        self._scheduler.left_epoch(worker_id, beginning)
 
     def workers_wanted(self, count: int) -> None:
         """Note how many of the host's workers there should be."""
@@ -716,8 +701,6 @@ class Engine(EngineBase):
             may_restart=not death.is_final,
             is_blameless=bool(death.reason),
         )
-        if self._streams is not None:
-            self._streams.lost(worker_id)
 
     # Ends --------------------------------------------------------------------------------
 

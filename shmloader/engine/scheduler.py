@@ -29,12 +29,14 @@ of a slot or the record of a worker.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.routing import Pace, Router, pick_idle
 from shmloader.engine.slots import FREE, FULL, RETIRED, SlotState, SlotTable
+from shmloader.engine.streams import StreamNote, Streams
 from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
@@ -60,6 +62,7 @@ class Ticket:
         is_slot_new: Whether its worker is sent the slot's descriptor with it.
         hung: Samples of the batch that took too long: by number, what the worker was doing that was
             ended. The next worker raises in their places.
+        note: What the answer says about the worker's dataset, if checkpoints of it are kept.
     """
 
     seq: int
@@ -74,6 +77,7 @@ class Ticket:
     sent_ns: int = 0
     is_slot_new: bool = False
     hung: dict[int, str] | None = None
+    note: StreamNote | None = None
 
 
 class DroppedSlot(NamedTuple):
@@ -103,6 +107,7 @@ class Scheduler:
             room for it, and any worker may take it. Otherwise each ticket has its worker and slot
             from the start, or no worker until its answer comes if the pool has a queue.
         task_limit: The most tasks of a worker, with dynamic dispatch.
+        streams: Keeps checkpoints of the workers' datasets; None if there are none.
     """
 
     def __init__(
@@ -114,7 +119,8 @@ class Scheduler:
         in_order: bool,
         restart_limit: int = 0,
         first_worker: int = 0,
-        ended: Sequence[bool] = (),
+        beginnings: Iterable[DatasetCheckpoint] | None = None,
+        is_iterable: bool = True,
         is_dynamic: bool = False,
         has_queue: bool = False,
         present: int | None = None,
@@ -132,7 +138,9 @@ class Scheduler:
             restart_limit: The most workers restarted in an epoch.
             first_worker: The worker that gets the first ticket of the first epoch; with dynamic
                 dispatch, the one that is preferred among those with equally many tasks.
-            ended: For each worker, whether its stream has already ended in that epoch.
+            beginnings: The checkpoints at which the workers' datasets begin, if checkpoints are
+                kept; else None.
+            is_iterable: Whether the datasets are iterable.
             is_dynamic: Whether tickets are dispatched dynamically. Not for iterable datasets.
             has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
                 in flight when an epoch is left, its workers do not die, and its batches have no
@@ -148,9 +156,12 @@ class Scheduler:
         self._has_queue = has_queue
         self.task_limit = 1
         self.slots = SlotTable(window + lend_limit, on_free)
-        self.workers = WorkerTable(
-            worker_count, worker_count if present is None else present, ended
-        )
+        self.workers = WorkerTable(worker_count, worker_count if present is None else present)
+        self.streams: Streams | None = None
+        if beginnings is not None:
+            self.streams = Streams(
+                self.workers, beginnings, in_order=in_order, is_iterable=is_iterable
+            )
         # With dynamic dispatch, the first of those with the fewest tasks gets the next one. Ranks
         # that share workers begin at different ones.
         self._by_preference = [*self.workers][first_worker:] + [*self.workers][:first_worker]
@@ -307,6 +318,7 @@ class Scheduler:
         taker: int | None = None,
         is_kept: bool = False,
         now_ns: int = 0,
+        note: StreamNote | None = None,
     ) -> Ticket:
         """Note a worker's answer to a ticket: a batch or an error.
 
@@ -317,6 +329,8 @@ class Scheduler:
             taker: The worker that took it, if the pool has a queue; else the ticket knows it.
             is_kept: Whether the worker still holds memory of the slot.
             now_ns: The time, by the engine's clock.
+            note: What the answer says about the worker's dataset; None if there are no checkpoints,
+                or if the answer is for no batch.
 
         Returns:
             The ticket. Its slot is FULL; or FREE or RETIRED, if the ticket was dropped (I6).
@@ -328,7 +342,20 @@ class Scheduler:
             self.task_limit = self._pace.note(now_ns - began_ns)
         self._note_alive(worker, now_ns)
         self._answer(ticket, worker, answer, is_kept)
+        if note is not None and self.streams is not None and not ticket.is_dropped:
+            ticket.note = note
+            self.streams.answered(note)
         return ticket
+
+    def handed_over(self, ticket: Ticket) -> Sequence[StreamNote]:
+        """Note that a ticket's batch, or an exception in its place, is handed over.
+
+        Returns:
+            What the user's thread notes about the workers' datasets.
+        """
+        if ticket.note is None or self.streams is None:
+            return ()
+        return self.streams.handed_over(ticket.seq, ticket.note)
 
     def _note_alive(self, worker: Worker, now_ns: int) -> None:
         """Note that a worker has answered something."""
@@ -359,11 +386,25 @@ class Scheduler:
         if not self._has_queue:
             self.slots.move(ticket.slot_id, state)
 
-    def stream_ended(self, seq: int, epoch: int, *, is_kept: bool = False, now_ns: int = 0) -> bool:
+    def stream_ended(
+        self,
+        seq: int,
+        epoch: int,
+        next_epoch: Beginning,
+        *,
+        is_kept: bool = False,
+        now_ns: int = 0,
+    ) -> None:
         """Note that a worker's iterable dataset has no batch for this ticket or a later one.
 
-        Returns:
-            Whether this is the worker's first such answer. Then another ticket is to be drawn.
+        At the first such answer of a worker, another ticket is to be drawn.
+
+        Args:
+            seq: Number of the ticket.
+            epoch: Epoch of the ticket.
+            next_epoch: What the dataset's next epoch begins with.
+            is_kept: Whether the worker still holds memory of the slot.
+            now_ns: The time, by the engine's clock.
         """
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
@@ -371,13 +412,14 @@ class Scheduler:
         self._note_alive(worker, now_ns)
         self._answer(ticket, worker, None, is_kept)
         if not worker.has_stream:
-            return False
+            return
         worker.has_stream = False
+        if self.streams is not None:
+            self.streams.ended(worker.worker_id, seq, next_epoch)
         for other in self._tickets.values():
             if other.worker_id == ticket.worker_id and other.answer is None:
                 other.is_dropped = True
         self._wanted_tickets += 1
-        return True
 
     def take_wanted_tickets(self) -> int:
         """Return how many tickets to draw in addition to those that replace delivered ones."""
@@ -636,6 +678,8 @@ class Scheduler:
         self._tickets_asked = self._tickets_for(self.workers.wanted_count)
         for worker in self.workers:
             worker.has_left_epoch = False
+        if self.streams is not None:
+            self.streams.leave_epoch()
 
     def _forget(self, ticket: Ticket) -> None:
         """Remove a ticket that was not sent to any worker."""
@@ -645,8 +689,19 @@ class Scheduler:
         if ticket.worker_id != UNASSIGNED:
             self.workers[ticket.worker_id].in_flight -= 1
 
-    def left_epoch(self, worker_id: int) -> None:
-        """Note that a worker has finished the epoch that is being left."""
+    def beginning_part(self, worker_id: int, data: bytes) -> None:
+        """Note a piece of what a worker's next epoch begins with; the last comes by left_epoch."""
+        self.workers[worker_id].next_beginning.extend(data)
+
+    def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
+        """Note that a worker has finished the epoch that is being left.
+
+        Args:
+            worker_id: The worker.
+            beginning: The pickled ``Beginning`` of its next epoch, or the last piece of it.
+        """
+        if self.streams is not None:
+            self.streams.entered(worker_id, beginning)
         self.workers[worker_id].has_left_epoch = True
 
     @property
@@ -673,6 +728,8 @@ class Scheduler:
         for worker in self.workers:
             worker.has_stream = True
             worker.is_death_untold = False
+        if self.streams is not None:
+            self.streams.start_epoch()
 
     def close(self) -> None:
         """Release all batches, and the layouts, which keep references to slots."""

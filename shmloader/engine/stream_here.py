@@ -4,16 +4,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.iterable_state import (
-    IterableCheckpoint,
-    Saved,
-    parts_of,
-    read,
-    save,
-    save_dataset,
-)
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.iterable_state import Saved, parts_of, read, save, save_dataset
 from shmloader.batch.seeded_datasets import SeededIterator
-from shmloader.engine.iterable_checkpoints import dump_checkpoint
+from shmloader.engine.dataset_checkpoints import dump_checkpoint
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import global_rng_state
 from shmloader.sampling.sampler_checkpoint import has_own_state
@@ -62,7 +56,7 @@ class DatasetHere:
     def dump(self) -> dict[str, Any]:
         """See :meth:`StreamHere.dump`."""
         saved = self._before if self._is_reading else self._state()
-        return _dumped(IterableCheckpoint(self._given, at=self._given), saved)
+        return _dumped(DatasetCheckpoint(self._given, at=self._given), saved)
 
 
 class StreamHere:
@@ -87,7 +81,7 @@ class StreamHere:
     def __init__(
         self,
         fetcher: Any,
-        checkpoint: IterableCheckpoint,
+        checkpoint: DatasetCheckpoint,
         rng: dict[str, Any] | None,
         *,
         asks: bool = True,
@@ -127,7 +121,7 @@ class StreamHere:
             self._notes_rng = False
         self._is_reading = True
 
-    def _with_rng(self) -> IterableCheckpoint:
+    def _with_rng(self) -> DatasetCheckpoint:
         """Return the checkpoint with the generator states that the next batch is drawn from."""
         now = global_rng_state() if self._draws else None
         checkpoint = self._checkpoint
@@ -169,7 +163,7 @@ class StreamHere:
         self._checkpoint = self._checkpoint._replace(has_ended=True)
 
     def dump(self) -> dict[str, Any]:
-        """Return what :meth:`IterableCheckpoints.dump` returns.
+        """Return what :meth:`DatasetCheckpoints.dump` returns.
 
         Raises:
             Exception: What the user's ``state_dict()`` raises, or copying its state.
@@ -177,7 +171,7 @@ class StreamHere:
         checkpoint = self._checkpoint
         if checkpoint.has_ended:
             saved = save_dataset(self._sources.dataset) if self._asks else None
-            ended = IterableCheckpoint(checkpoint.given, at=checkpoint.given, has_ended=True)
+            ended = DatasetCheckpoint(checkpoint.given, at=checkpoint.given, has_ended=True)
             return _dumped(ended, copy.deepcopy(saved))
         if self._notes_rng:
             checkpoint = self._with_rng()
@@ -187,7 +181,7 @@ class StreamHere:
         # A dataset that draws its order again does so from the states before its first batch.
         rng_at = tuple(each for each in checkpoint.rng_at if each[0] == 0)
         return _dumped(
-            IterableCheckpoint(
+            DatasetCheckpoint(
                 checkpoint.given, at=checkpoint.given, rng=checkpoint.rng, rng_at=rng_at
             ),
             saved,
@@ -213,7 +207,7 @@ class _Sources:
         self.ended = ended
 
 
-def _dumped(checkpoint: IterableCheckpoint, saved: Saved | None) -> dict[str, Any]:
+def _dumped(checkpoint: DatasetCheckpoint, saved: Saved | None) -> dict[str, Any]:
     return {
         "num_workers": 0,
         "next_worker": 0,

@@ -1,16 +1,41 @@
-"""Tracks, from the workers' answers, how far their streams of an iterable dataset have come. Pure.
+"""Tracks, from the workers' answers, how far their datasets have come. Pure.
 
-A delivery reports a stream's batch when the batch is handed over. It reports a stream's end once
-everything that precedes the end in the order has been handed over. So what the user's thread notes
-does not depend on how fast the workers are.
+Where a dataset is after its worker's last answer is in the worker's record: its replacement resumes
+there. A delivery reports a batch when it is handed over. It reports a stream's end once everything
+that precedes the end in the order has been handed over. So what the user's thread notes does not
+depend on how fast the workers are.
 """
 
 import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
+from shmloader.engine.workers import WorkerTable
+
+
+class StreamNote(NamedTuple):
+    """Says that a worker's dataset has yielded a batch, or that it has ended.
+
+    Attributes:
+        worker_id: The worker.
+        snapshot: The dataset's state after the batch, if one came with it.
+        fingerprint: The batch's fingerprint, if one was taken.
+        has_failed: Whether an exception came in the batch's place.
+        next_epoch: What the stream's next epoch begins with, if the stream has ended; else None.
+    """
+
+    worker_id: int
+    snapshot: bytes | None = None
+    fingerprint: int | None = None
+    has_failed: bool = False
+    next_epoch: Beginning | None = None
+
+    def applied_to(self, checkpoint: DatasetCheckpoint) -> DatasetCheckpoint:
+        """Return the checkpoint of the worker's dataset after this note."""
+        if self.next_epoch is not None:
+            return checkpoint.ended(self.next_epoch)
+        return checkpoint.after_batch(self.snapshot, self.fingerprint, has_failed=self.has_failed)
 
 
 class _End(NamedTuple):
@@ -18,43 +43,45 @@ class _End(NamedTuple):
     note: StreamNote
 
 
-class StreamBook:
-    """The checkpoints of all streams, on the engine's thread.
+class Streams:
+    """Keeps the checkpoints in the workers' records. Part of the scheduler.
 
     Attributes:
-        beginnings: The streams' checkpoints at the beginning of the epoch, or where it was
-            resumed.
+        beginnings: The checkpoints with which the epoch began, or from which it was resumed, by
+            worker number.
 
     Args:
-        start: The ``beginnings`` of the first epoch.
+        workers: The workers' records.
+        beginnings: The ``beginnings`` of the first epoch.
         in_order: Whether batches are handed over in the order of ``seq``.
         is_iterable: Whether the dataset is iterable; otherwise the checkpoints hold the states of
             a map-style dataset, which carry over from epoch to epoch.
     """
 
     def __init__(
-        self, start: IterableCheckpoints, *, in_order: bool, is_iterable: bool = True
+        self,
+        workers: WorkerTable,
+        beginnings: Iterable[DatasetCheckpoint],
+        *,
+        in_order: bool,
+        is_iterable: bool = True,
     ) -> None:
-        self.beginnings = start
-        self._checkpoints = list(start.checkpoints)
+        self._workers = workers
+        self.beginnings = tuple(beginnings)
+        for worker, checkpoint in zip(workers, self.beginnings, strict=True):
+            worker.checkpoint = checkpoint
+            worker.has_stream = not checkpoint.has_ended
         self._in_order = in_order
         self._is_iterable = is_iterable
-        # For each worker, how many answers are not handed over yet.
-        self._waiting = [0] * len(self._checkpoints)
         # Ends that no delivery has reported yet.
         self._ends: list[_End] = []
         self._is_left = False
-        self._parts: dict[int, bytearray] = {}
-
-    def checkpoint(self, worker_id: int) -> IterableCheckpoint:
-        """Return the checkpoint from which a replacement of this worker resumes."""
-        return self._checkpoints[worker_id]
 
     def answered(self, note: StreamNote) -> None:
         """Note that a batch, or an exception in its place, has come from a worker."""
-        worker_id = note.worker_id
-        self._checkpoints[worker_id] = note.applied_to(self._checkpoints[worker_id])
-        self._waiting[worker_id] += 1
+        worker = self._workers[note.worker_id]
+        worker.checkpoint = note.applied_to(worker.checkpoint)
+        worker.undelivered += 1
 
     def ended(self, worker_id: int, seq: int, next_epoch: Beginning) -> None:
         """Note that a stream has no batch for ticket ``seq`` or any later one.
@@ -65,13 +92,13 @@ class StreamBook:
             next_epoch: What the worker's next epoch begins with.
         """
         if not self._is_left:
-            note = StreamNote(worker_id, next_epoch=next_epoch)
-            self._checkpoints[worker_id] = note.applied_to(self._checkpoints[worker_id])
+            worker, note = self._workers[worker_id], StreamNote(worker_id, next_epoch=next_epoch)
+            worker.checkpoint = note.applied_to(worker.checkpoint)
             self._ends.append(_End(seq, note))
 
     def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
         """Return the notes for a ticket's delivery: the ends before it, then its own batch."""
-        self._waiting[note.worker_id] -= 1
+        self._workers[note.worker_id].undelivered -= 1
         if not self._ends:
             return [note]
         over = [end for end in self._ends if self._is_over(end, seq)]
@@ -81,7 +108,7 @@ class StreamBook:
     def _is_over(self, end: _End, seq: int) -> bool:
         if self._in_order:
             return end.seq < seq
-        return not self._waiting[end.note.worker_id]
+        return not self._workers[end.note.worker_id].undelivered
 
     def take_ends(self) -> list[StreamNote]:
         """Return the ends that no delivery has reported. Called at the epoch's end."""
@@ -90,16 +117,14 @@ class StreamBook:
 
     # Between epochs ----------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Note that the epoch is abandoned: a worker that starts from now on begins the next."""
+    def leave_epoch(self) -> None:
+        """Note that the epoch is left: a worker that starts from now on begins the next."""
         self._is_left = True
-        if self._is_iterable:
-            self._checkpoints = [checkpoint.at_next_epoch() for checkpoint in self._checkpoints]
-        self._parts.clear()
-
-    def note_part(self, worker_id: int, data: bytes) -> None:
-        """Store a piece of a worker's :class:`Beginning`; :meth:`entered` gets the last piece."""
-        self._parts.setdefault(worker_id, bytearray()).extend(data)
+        for worker in self._workers:
+            worker.undelivered = 0
+            worker.next_beginning.clear()
+            if self._is_iterable:
+                worker.checkpoint = worker.checkpoint.at_next_epoch()
 
     def entered(self, worker_id: int, data: bytes | None) -> None:
         """Note that a worker is ready for the next epoch.
@@ -108,22 +133,16 @@ class StreamBook:
             worker_id: The worker.
             data: The pickled :class:`Beginning` of that epoch, or the last piece of it.
         """
-        parts = self._parts.pop(worker_id, b"")
-        beginning = Beginning.loads(data if data is None else bytes(parts) + data)
-        self._checkpoints[worker_id] = IterableCheckpoint(0, beginning.snapshot, rng=beginning.rng)
-
-    def lost(self, worker_id: int) -> None:
-        """Discard the pieces that a worker sent before it died."""
-        self._parts.pop(worker_id, None)
+        worker = self._workers[worker_id]
+        beginning = Beginning.loads(data if data is None else bytes(worker.next_beginning) + data)
+        worker.next_beginning.clear()
+        worker.checkpoint = DatasetCheckpoint(0, beginning.snapshot, rng=beginning.rng)
 
     def start_epoch(self) -> None:
-        """Begin the next epoch, at worker 0."""
+        """Begin the next epoch."""
         self._is_left = False
         self._ends.clear()
-        self._waiting = [0] * len(self._checkpoints)
-        self.beginnings = IterableCheckpoints(
-            self._checkpoints, base_seed=self.beginnings.base_seed
-        )
+        self.beginnings = tuple(worker.checkpoint for worker in self._workers)
 
 
 def _in_order(ends: Iterable[_End]) -> list[StreamNote]:

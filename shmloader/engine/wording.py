@@ -7,8 +7,8 @@ import itertools
 import signal
 from collections.abc import Iterable
 
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import describe_indices
-from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.pools.answers import UNKNOWN_PID, Death
 from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
@@ -122,7 +122,7 @@ def describe_restart(
     worker_id: int,
     death: Death | None,
     seqs: list[int],
-    checkpoint: IterableCheckpoint | None,
+    checkpoint: DatasetCheckpoint | None,
     *,
     is_seeded: bool = False,
     hang: str = "",
@@ -152,7 +152,7 @@ def describe_restart(
     return text + _describe_oom(death)
 
 
-def _describe_resumption(checkpoint: IterableCheckpoint) -> str:
+def _describe_resumption(checkpoint: DatasetCheckpoint) -> str:
     given = "the batch that was" if checkpoint.skip == 1 else f"{checkpoint.skip} batches that were"
     if checkpoint.snapshot is None:
         return (

@@ -13,14 +13,14 @@ STARTING has been started and may be sent tasks; it is READY when its first answ
 fixed number of workers no worker is ever LEAVING or GONE.
 
 Rule: everything that is known about a worker is in its record, and only :meth:`WorkerTable.move`
-changes its state, as the table above allows. How far its stream of an iterable dataset has come is
-not known of the worker, whose replacement goes on with it: see :mod:`shmloader.engine.streams`.
+changes its state, as the table above allows. A record outlives the process or thread: the
+replacement has the same number, and what the record says of the dataset is where it resumes.
 """
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.errors import InternalError
 
 
@@ -72,6 +72,10 @@ class Worker:
         in_flight: Tickets it was assigned and has not answered.
         has_stream: Whether its iterable dataset has not ended in this epoch; always true with a
             map-style dataset.
+        checkpoint: How far its dataset has come, up to its last answer; a replacement resumes
+            there. Used only if states of the loader contain the dataset's.
+        undelivered: Its answers that were not delivered yet; counted only with checkpoints.
+        next_beginning: Pieces of the pickled ``Beginning`` of its next epoch that have come.
         has_left_epoch: Whether it has finished with the epoch that is being left.
         mapped_slots: Slots whose descriptors it was sent.
         last_layout: The layout of its last batch, which it does not repeat; None before the first.
@@ -85,6 +89,9 @@ class Worker:
     state: WorkerState = STARTING
     in_flight: int = 0
     has_stream: bool = True
+    checkpoint: DatasetCheckpoint = field(default_factory=DatasetCheckpoint)
+    undelivered: int = 0
+    next_beginning: bytearray = field(default_factory=bytearray)
     has_left_epoch: bool = False
     mapped_slots: set[int] = field(default_factory=set)
     last_layout: object = None
@@ -114,13 +121,10 @@ class WorkerTable(list[Worker]):
     Args:
         worker_count: The most workers there may be.
         present: How many workers run at first; the others are GONE.
-        ended: For each worker, whether its stream has already ended; empty if none has.
     """
 
-    def __init__(self, worker_count: int, present: int, ended: Sequence[bool] = ()) -> None:
+    def __init__(self, worker_count: int, present: int) -> None:
         super().__init__(Worker(worker_id) for worker_id in range(worker_count))
-        for worker, has_ended in zip(self, ended, strict=False):
-            worker.has_stream = not has_ended
         for worker in self[present:]:
             worker.state = GONE
         self.wanted_count = present
@@ -158,6 +162,7 @@ class WorkerTable(list[Worker]):
             worker.mapped_slots.clear()
             worker.last_layout = None
             worker.last_answer_ns = 0
+            worker.next_beginning.clear()
 
     def balance(self) -> None:
         """Make workers leave that are not wanted, and leaving ones stay that are.

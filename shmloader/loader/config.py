@@ -17,8 +17,8 @@ import torch
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.device.device import Destination
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.statistics import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
@@ -190,13 +190,13 @@ class LoaderParts:
     failures: FailureList[FailedSample] = field(default_factory=FailureList)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
-    streams: IterableCheckpoints | StreamHere | DatasetHere | None = None
-    resume_streams: IterableCheckpoints | None = None
+    streams: DatasetCheckpoints | StreamHere | DatasetHere | None = None
+    resume_streams: DatasetCheckpoints | None = None
     executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False
 
-    def take_resumed(self) -> IterableCheckpoints | None:
+    def take_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""
         resumed = self.resume_streams
         self.streams = self.resume_streams = None

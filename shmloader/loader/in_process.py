@@ -11,8 +11,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from shmloader.batch.arrays import ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import (
-    IterableCheckpoint,
     Saved,
     load_dataset,
     load_iterator,
@@ -25,8 +25,8 @@ from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
 from shmloader.device.stage import Stage
 from shmloader.device.structure import map_tensors
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.engine import Engine
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
@@ -49,15 +49,15 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
     _pool: InlinePool
     _streams: StreamHere | DatasetHere | None  # type: ignore[assignment]
 
-    def _load_dataset(self, config: LoaderConfig, resumed: IterableCheckpoints | None) -> None:
+    def _load_dataset(self, config: LoaderConfig, resumed: DatasetCheckpoints | None) -> None:
         """Load the dataset's state, which the sampler may depend on when it is iterated."""
-        checkpoint = IterableCheckpoint() if resumed is None else resumed.checkpoints[0]
+        checkpoint = DatasetCheckpoint() if resumed is None else resumed.checkpoints[0]
         saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
         with _as_before(checkpoint.rng):
             load_dataset(config.dataset, saved)
-        self._resumed: tuple[IterableCheckpoint, Saved | None] | None = (checkpoint, saved)
+        self._resumed: tuple[DatasetCheckpoint, Saved | None] | None = (checkpoint, saved)
 
-    def _begin_streams(self, resumed: IterableCheckpoints | None) -> None:
+    def _begin_streams(self, resumed: DatasetCheckpoints | None) -> None:
         """Do nothing: the maker knows where the dataset is."""
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
@@ -172,7 +172,7 @@ class LocalMaker:
     def __init__(
         self,
         config: LoaderConfig,
-        checkpoint: IterableCheckpoint,
+        checkpoint: DatasetCheckpoint,
         saved: Saved | None,
         epoch: int | None,
         timer: Timer,
@@ -208,13 +208,13 @@ class LocalMaker:
     def _begin_stream(
         self,
         config: LoaderConfig,
-        checkpoint: IterableCheckpoint,
+        checkpoint: DatasetCheckpoint,
         saved: Saved | None,
         rng: dict[str, Any] | None,
     ) -> None:
         """Prepare to resume an iterable dataset from a checkpoint."""
         # Set until the first batch after resuming is made.
-        self._resumed: IterableCheckpoint | None = None
+        self._resumed: DatasetCheckpoint | None = None
         if checkpoint.rng is not None or checkpoint.skip:
             self._resumed = checkpoint
         if config.fetch.seed is not None:
@@ -255,7 +255,7 @@ class LocalMaker:
             return self._maker.make(indices)
         return self._make_first(indices, self._resumed)
 
-    def _make_first(self, indices: Any, checkpoint: IterableCheckpoint) -> Any:
+    def _make_first(self, indices: Any, checkpoint: DatasetCheckpoint) -> Any:
         """Make the first batch since the stream was resumed."""
         # The dataset may draw its order when its first sample is read.
         rng = dict(checkpoint.rng_at).get(0, checkpoint.rng)
@@ -277,7 +277,7 @@ class LocalMaker:
             return self._maker.make(indices)
 
     def _replay(
-        self, indices: Any, checkpoint: IterableCheckpoint, rng: dict[str, Any] | None
+        self, indices: Any, checkpoint: DatasetCheckpoint, rng: dict[str, Any] | None
     ) -> dict[str, Any] | None:
         """Re-read and discard what was delivered since the snapshot; return the generators' states.
 

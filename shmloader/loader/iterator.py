@@ -17,8 +17,8 @@ from shmloader.device.pin import PinStage
 from shmloader.device.stage import PassThroughStage, Stage
 from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.base import EngineBase
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.engine import Engine
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
@@ -123,19 +123,19 @@ class EngineIterator(CountingIterator):
                 self._pool.close()  # after a Ctrl-C no other code closes the workers
             raise
 
-    def _load_dataset(self, config: LoaderConfig, resumed: IterableCheckpoints | None) -> None:
+    def _load_dataset(self, config: LoaderConfig, resumed: DatasetCheckpoints | None) -> None:
         """Do nothing: workers load the states of their own datasets."""
 
-    def _begin_streams(self, resumed: IterableCheckpoints | None) -> None:
+    def _begin_streams(self, resumed: DatasetCheckpoints | None) -> None:
         """Note where the workers' datasets are, if states of the loader contain that.
 
         Args:
             resumed: Where they are resumed; None for their beginnings.
         """
-        self._streams: IterableCheckpoints | None = None
+        self._streams: DatasetCheckpoints | None = None
         config = self._config
         if config.saves_dataset:
-            begun = resumed or IterableCheckpoints.at_beginning(
+            begun = resumed or DatasetCheckpoints.at_beginning(
                 config.num_workers, int(self._base_seed)
             )
             if begun.base_seed is not None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
@@ -245,7 +245,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if iterator is not None:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
         if "streams" in state:
-            resumed = IterableCheckpoints.load(state["streams"], self.num_workers)
+            resumed = DatasetCheckpoints.load(state["streams"], self.num_workers)
             self._parts.resume_streams = resumed
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
             if again and isinstance(self.dataset, IterableDataset):
@@ -316,7 +316,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             if is_iterable:
                 state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
         elif is_persistent:
-            ended = IterableCheckpoints.load(streams.dump(), self.num_workers)
+            ended = DatasetCheckpoints.load(streams.dump(), self.num_workers)
             state["streams"] = ended.next_epoch(is_iterable=is_iterable).dump()
         return state
 
@@ -364,7 +364,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                     "the state does not fit this loader: the state contains the states of the "
                     f"dataset, which this loader cannot load: {self._describe_unsaved()}"
                 )
-            IterableCheckpoints.load(loaded["streams"], self.num_workers)  # raises if it does not
+            DatasetCheckpoints.load(loaded["streams"], self.num_workers)  # raises if it does not
         elif self._saves_dataset and loaded["position"]:
             what = "position" if isinstance(self.dataset, IterableDataset) else "state"
             raise ValueError(

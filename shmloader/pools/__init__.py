@@ -43,7 +43,7 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
-from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools.answers import Answer, Batch, Death, StreamEnd
 from shmloader.pools.status_page import AtWork
@@ -95,20 +95,17 @@ class Events(Protocol):
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Note that a task is done or has failed."""
 
-    def stream_ended(
-        self, seq: int, epoch: int, worker_id: int, beginning: Beginning, *, is_kept: bool
-    ) -> None:
+    def stream_ended(self, seq: int, epoch: int, beginning: Beginning, *, is_kept: bool) -> None:
         """Note that a worker's iterable dataset has no batch for this task or a later one.
 
         Args:
             seq: Number of the task.
             epoch: Epoch of the task.
-            worker_id: Number of the worker.
             beginning: The state that the worker's next epoch begins with.
             is_kept: Whether the worker still holds memory of the slot.
         """
 
-    def state_part(self, worker_id: int, data: bytes) -> None:
+    def beginning_part(self, worker_id: int, data: bytes) -> None:
         """Note one piece of the state that a worker's next epoch begins with."""
 
     def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
@@ -171,7 +168,7 @@ class Pool(Protocol):
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task.
 
         Raises:

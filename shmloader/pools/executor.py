@@ -46,8 +46,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.portable import PortablePayload
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.insight.measurements import Readings
@@ -284,7 +284,7 @@ class ExecutorPool(SlotReader):
             self._numbers.leave(sent.number, sent.future)
         return sent
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Do nothing: datasets with states are not loaded by executors."""
 
     # Events ------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ engine decides whether the iterator can continue.
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
-from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.batch.timer import Timer
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import is_interruption
@@ -92,7 +92,7 @@ class InlinePool:
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Do nothing: no task is left over."""
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Do nothing: ``make`` knows where the dataset is resumed."""
 
     # Events ------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from shmloader.batch.iterable_state import Beginning, IterableCheckpoint
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.errors import InternalError
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.messages import (
@@ -89,7 +89,7 @@ class ProcessPool(SlotReader):
         self._told_count = None  # workers that were leaving stay when an epoch is left
         self._workers.send(worker_id, pack(StartEpoch(epoch)))
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Tell a worker where its dataset resumes."""
         self._sender.resume(worker_id, checkpoint)
 
@@ -157,7 +157,7 @@ class ProcessPool(SlotReader):
         elif type(message) is EpochStarted:
             events.epoch_entered(worker_id, message.beginning)
         elif type(message) is StatePart:
-            events.state_part(worker_id, message.data)
+            events.beginning_part(worker_id, message.data)
         else:
             raise InternalError(f"a worker sent {message!r}")
 
@@ -166,7 +166,7 @@ class ProcessPool(SlotReader):
         self.arena.note_failed_use(slot_id, message.touched_bytes)
         # Read before the slot becomes free.
         beginning = Beginning.loads(self.read_state(worker_id, slot_id, message.beginning, events))
-        events.stream_ended(message.seq, message.epoch, worker_id, beginning, is_kept=message.kept)
+        events.stream_ended(message.seq, message.epoch, beginning, is_kept=message.kept)
 
     # Batches -----------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 import pickle
 from typing import Any
 
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.iterable_state import IterableCheckpoint
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -74,7 +74,7 @@ class Sender:
             FAULTS.reach("main.dispatch")
         return None
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task.
 
         Sends nothing if the dataset starts at its beginning.
@@ -83,7 +83,7 @@ class Sender:
             OSError: If there are no descriptors left for its state.
             SharedMemoryError: If there is no memory for its state.
         """
-        if checkpoint == IterableCheckpoint():
+        if checkpoint == DatasetCheckpoint():
             return
         data = pickle.dumps(tuple(checkpoint), pickle.HIGHEST_PROTOCOL)
         sent: bytes | Attached = data

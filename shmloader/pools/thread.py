@@ -34,7 +34,7 @@ import time
 import weakref
 from typing import Any
 
-from shmloader.batch.iterable_state import IterableCheckpoint
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage
 from shmloader.pools import Events, SentTicket
@@ -118,7 +118,7 @@ class ThreadPool:
         self._tasks.clear()
         self._post.answers.clear()
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Do nothing: iterable datasets are not loaded by threads."""
 
     # Events ------------------------------------------------------------------------------

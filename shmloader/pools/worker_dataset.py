@@ -13,12 +13,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.batch.failures import OnError, RemoteError, note_sample
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.iterable_state import (
-    Beginning,
-    IterableCheckpoint,
     Saved,
     dump_here,
     load_dataset,
@@ -90,7 +89,7 @@ class WorkerDataset:
         self.error: RemoteError | None = None
         self.is_lost = self.is_ready = self.has_ended = False
         # Where the dataset is resumed.
-        self._checkpoint = IterableCheckpoint()
+        self._checkpoint = DatasetCheckpoint()
         # Whether batches that were delivered before are yet to be read again.
         self._has_to_replay = False
         # Batches that the dataset has yielded, or raised in place of, in this epoch: in this worker
@@ -215,9 +214,9 @@ class WorkerDataset:
         """Resume where a predecessor or an earlier run stopped. Called before the first task.
 
         Args:
-            checkpoint: A pickled ``IterableCheckpoint``.
+            checkpoint: A pickled ``DatasetCheckpoint``.
         """
-        self._checkpoint = IterableCheckpoint(*pickle.loads(checkpoint))
+        self._checkpoint = DatasetCheckpoint(*pickle.loads(checkpoint))
         if self._config.is_iterable or self._open_error is not None:
             return
         try:
@@ -247,7 +246,7 @@ class WorkerDataset:
             if self.has_ended:
                 # This epoch has no task that could fail.
                 self._open_error = RemoteError.caught(self._where)
-            self.is_lost = checkpoint != IterableCheckpoint()
+            self.is_lost = checkpoint != DatasetCheckpoint()
             raise
         return None
 

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.iterable_state import IterableCheckpoint
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Death
@@ -133,7 +133,7 @@ class ScriptedPool:
     def retire(self, worker_id: int) -> None:
         self.log.append(("retire", worker_id))
 
-    def resume(self, worker_id: int, checkpoint: IterableCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         self.log.append(("resume", worker_id, checkpoint.given))
 
     def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:

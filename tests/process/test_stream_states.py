@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmloader.loader.calls
 from shmloader import DataLoader
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from tests.late import switched_on
 from tests.process.support import Switch, wait_until
 from tests.process.test_restarts import Deaths, answered, told
@@ -218,7 +218,7 @@ def state_of(loader: DataLoader) -> dict[str, Any]:
 
 
 def resume(loader: DataLoader, state: dict[str, Any]) -> None:
-    states = IterableCheckpoints.load(state, loader.num_workers)
+    states = DatasetCheckpoints.load(state, loader.num_workers)
     is_over = all(stream["has_ended"] for stream in state["streams"])
     loader._parts.resume_streams = states.next_epoch() if is_over else states
     loader._iterator = None

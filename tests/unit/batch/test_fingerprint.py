@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.batch.fingerprint import FingerprintingCollate, chained, fingerprint
+from shmloader.batch.dataset_checkpoint import chained
+from shmloader.batch.fingerprint import FingerprintingCollate, fingerprint
 
 LARGE = torch.arange(300_000, dtype=torch.int32).reshape(3, 100, 1000)
 Pair = collections.namedtuple("Pair", "image label")

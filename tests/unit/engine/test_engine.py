@@ -5,10 +5,10 @@ import time
 import pytest
 
 from shmloader.batch.failures import SampleReport
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
 from shmloader.engine.inbox import Inbox
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints
 from shmloader.errors import (
     ClosedLoaderError,
     LoaderTimeoutError,
@@ -288,7 +288,7 @@ def test_a_worker_that_is_lost_between_epochs_is_replaced_for_the_next():
 
 
 def test_a_worker_that_is_lost_while_an_epoch_is_left_begins_the_next_one_at_its_start():
-    streams = IterableCheckpoints.at_beginning(2, base_seed=1)
+    streams = DatasetCheckpoints.at_beginning(2, base_seed=1)
     engine, pool = engine_of(worker_restarts=1, streams=streams)
     engine.start(iter(range(8)))
     assert [engine.next_batch() for _ in range(4)] == [0, 1, 2, 3]

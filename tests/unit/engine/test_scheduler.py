@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.scheduler import UNASSIGNED, DroppedSlot, Scheduler, Ticket
 from shmloader.engine.slots import SlotState
 from shmloader.engine.workers import WorkerState
@@ -351,19 +352,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._send_tasks()
 
     def _answer_end(self, worker_id, known):
-        wants_another = self.scheduler.stream_ended(known.seq, self.epoch)
+        self.scheduler.take_wanted_tickets()
+        self.scheduler.stream_ended(known.seq, self.epoch, Beginning())
+        wanted = self.scheduler.take_wanted_tickets()
         if known.state != ABANDONED:
             self.lost_to_stream_ends.add(known.seq)
         del self.tickets[known.seq]
         if self.is_running:  # else there is nothing to draw a ticket from
             is_first = not self.is_passed_over[worker_id]
-            assert wants_another == is_first, "one further ticket for each stream that ends"
+            assert wanted == is_first, "one further ticket for each stream that ends"
         self.is_passed_over[worker_id] = True
         for other in self.queues[worker_id]:
             if other.state == WAITING:
                 other.state = ENDED
                 self.lost_to_stream_ends.add(other.seq)
-        if wants_another and self._may_offer():
+        if wanted and self._may_offer():
             self.offer()
 
     @precondition(_may_offer)
@@ -776,7 +779,8 @@ def test_a_lost_worker_gives_the_slot_of_an_unwanted_ticket_back():
 
 
 def test_an_epoch_may_go_on_at_any_worker_and_without_those_whose_streams_have_ended():
-    subject = Scheduler(3, 6, 4, in_order=True, first_worker=1, ended=[False, True, False])
+    ended = [DatasetCheckpoint(has_ended=each) for each in (False, True, False)]
+    subject = Scheduler(3, 6, 4, in_order=True, first_worker=1, beginnings=ended)
     assert [ticket.worker_id for ticket in offered(subject, 4)] == [2, 0, 2, 0]
     subject.end_epoch()
     subject.start_epoch()
@@ -835,9 +839,9 @@ def test_restarts_are_counted_by_epoch_and_over_all_workers():
 def test_the_end_of_a_stream_asks_for_one_ticket_in_its_place():
     subject = scheduler()
     offered(subject, 4)
-    assert subject.stream_ended(0, 0)
-    assert not subject.stream_ended(2, 0)
+    subject.stream_ended(0, 0, Beginning())
     assert subject.take_wanted_tickets() == 1
+    subject.stream_ended(2, 0, Beginning())
     assert subject.take_wanted_tickets() == 0
     assert subject.offer([4]).worker_id == 1
     subject.answered(1, 0, "batch 1")
@@ -847,8 +851,8 @@ def test_the_end_of_a_stream_asks_for_one_ticket_in_its_place():
 def test_when_all_streams_have_ended_no_ticket_is_taken():
     subject = scheduler()
     offered(subject, 2)
-    assert subject.stream_ended(0, 0)
-    assert subject.stream_ended(1, 0)
+    subject.stream_ended(0, 0, Beginning())
+    subject.stream_ended(1, 0, Beginning())
     assert subject.offer([2]) is None
     assert subject.is_exhausted
 
@@ -857,8 +861,8 @@ def test_a_stream_that_ends_after_the_epoch_was_given_up_is_open_in_the_next_one
     subject = scheduler()
     offered(subject, 2)
     subject.end_epoch()
-    subject.stream_ended(0, 0)
-    subject.stream_ended(1, 0)
+    subject.stream_ended(0, 0, Beginning())
+    subject.stream_ended(1, 0, Beginning())
     subject.start_epoch()
     assert [ticket.worker_id for ticket in offered(subject, 4)] == [0, 1, 0, 1]
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.batch.fingerprint import chained
-from shmloader.batch.iterable_state import Beginning, IterableCheckpoint, Saved, dump_for_workers
-from shmloader.engine.iterable_checkpoints import IterableCheckpoints, StreamNote
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint, chained
+from shmloader.batch.iterable_state import Saved, dump_for_workers
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.slots import SlotState
 from shmloader.engine.stream_here import StreamHere
-from shmloader.engine.streams import StreamBook
+from shmloader.engine.streams import StreamNote
 
 #: States of random number generators, which are only passed on here.
 RNG = {"torch": "text"}
@@ -29,9 +29,8 @@ class Run:
         self.lengths = lengths
         self.scheduler = Scheduler(
             count, window, 4, in_order=in_order, first_worker=states.next_worker,
-            ended=[checkpoint.has_ended for checkpoint in states.checkpoints],
+            beginnings=states.checkpoints,
         )  # fmt: skip
-        self.book = StreamBook(states.copy(), in_order=in_order)
         self.user = states.copy()
         self.given = [checkpoint.given for checkpoint in states.checkpoints]
         self.queues = [deque() for _ in range(count)]
@@ -52,14 +51,13 @@ class Run:
         """What a worker and the engine do about its next task."""
         ticket = self.queues[worker_id].popleft()
         if self.given[worker_id] >= self.lengths[worker_id]:
-            if self.scheduler.stream_ended(ticket.seq, 0):
-                self.book.ended(worker_id, ticket.seq, Beginning())
+            self.scheduler.stream_ended(ticket.seq, 0, Beginning())
+            for _ in range(self.scheduler.take_wanted_tickets()):
                 self.offer()
             return
         self.given[worker_id] += 1
         snapshot = b"%d" % self.given[worker_id]
-        self.scheduler.answered(ticket.seq, 0, snapshot)
-        self.book.answered(StreamNote(worker_id, snapshot))
+        self.scheduler.answered(ticket.seq, 0, snapshot, note=StreamNote(worker_id, snapshot))
 
     def take(self):
         """What `next()` does, if a batch is there."""
@@ -67,7 +65,7 @@ class Run:
         if ticket is None:
             return False
         worker_id = ticket.worker_id
-        self.user.note(self.book.handed_over(ticket.seq, StreamNote(worker_id, ticket.answer)))
+        self.user.note(self.scheduler.handed_over(ticket))
         self.scheduler.delivered(ticket, SlotState.FREE)
         self.walk.append((worker_id, ticket.answer))
         self.seen.append(self.user.mark())
@@ -85,7 +83,7 @@ class Run:
                 self.answer(busy[min(choice, len(busy) - 1)])
         while self.take():
             pass
-        self.user.note(self.book.take_ends())
+        self.user.note(self.scheduler.streams.take_ends())
         return self
 
 
@@ -109,7 +107,7 @@ streams = st.lists(st.integers(0, 6), min_size=1, max_size=4)
 def test_in_order_the_batches_are_a_walk_round_the_streams_whatever_their_speed(
     lengths, ahead, data
 ):
-    beginning = IterableCheckpoints.at_beginning(len(lengths))
+    beginning = DatasetCheckpoints.at_beginning(len(lengths))
     run = Run(lengths, ahead * len(lengths), beginning).finish(data.draw)
     assert run.walk == walked(lengths)
     other = Run(lengths, len(lengths), beginning).finish(data.draw)
@@ -122,10 +120,10 @@ def test_in_order_the_batches_are_a_walk_round_the_streams_whatever_their_speed(
 @settings(max_examples=150)
 @given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
 def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, data):
-    run = Run(lengths, ahead * len(lengths), IterableCheckpoints.at_beginning(len(lengths)))
+    run = Run(lengths, ahead * len(lengths), DatasetCheckpoints.at_beginning(len(lengths)))
     run.finish(data.draw)
     stop = min(stop, len(run.walk))
-    resumed = Run(lengths, len(lengths), IterableCheckpoints(*run.seen[stop])).finish(data.draw)
+    resumed = Run(lengths, len(lengths), DatasetCheckpoints(*run.seen[stop])).finish(data.draw)
     assert resumed.walk == run.walk[stop:]
     assert resumed.seen == run.seen[stop:]
 
@@ -134,10 +132,10 @@ def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, d
 @settings(max_examples=150)
 @given(lengths=streams, stop=st.integers(0, 24), ahead=st.integers(1, 3), data=st.data())
 def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahead, data):
-    beginning = IterableCheckpoints.at_beginning(len(lengths))
+    beginning = DatasetCheckpoints.at_beginning(len(lengths))
     run = Run(lengths, ahead * len(lengths), beginning, in_order=False).finish(data.draw)
     stop = min(stop, len(run.walk))
-    states = IterableCheckpoints(*run.seen[stop])
+    states = DatasetCheckpoints(*run.seen[stop])
     resumed = Run(lengths, len(lengths), states, in_order=False).finish(data.draw)
     assert sorted(run.walk[:stop] + resumed.walk) == sorted(walked(lengths))
     for worker_id, length in enumerate(lengths):
@@ -146,55 +144,67 @@ def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahea
 
 
 def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_was_delivered():
-    run = Run([9], 4, IterableCheckpoints.at_beginning(1))
+    run = Run([9], 4, DatasetCheckpoints.at_beginning(1))
     for _ in range(3):
         run.answer(0)
     run.take()
-    assert run.book.checkpoint(0) == IterableCheckpoint(3, b"3", 3)
-    assert run.user.checkpoints == (IterableCheckpoint(1, b"1", 1),)
+    assert run.scheduler.workers[0].checkpoint == DatasetCheckpoint(3, b"3", 3)
+    assert run.user.checkpoints == (DatasetCheckpoint(1, b"1", 1),)
+
+
+def subject_of(worker_count, **options):
+    """A scheduler whose workers have a ticket each."""
+    beginnings = [DatasetCheckpoint()] * worker_count
+    subject = Scheduler(
+        worker_count, worker_count, 4, in_order=True, beginnings=beginnings, **options
+    )
+    for number in range(worker_count):
+        subject.offer([number])
+        subject.next_task()
+    return subject
 
 
 def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
-    book = StreamBook(IterableCheckpoints.at_beginning(3), in_order=True)
-    book.answered(StreamNote(0, b"in the midst"))
-    book.ended(1, 1, Beginning(RNG, b"at the end"))
-    book.leave()
-    book.ended(2, 2, Beginning(None, b"late"))
-    assert [book.checkpoint(worker_id) for worker_id in range(3)] == [
-        IterableCheckpoint(), IterableCheckpoint(0, b"at the end", rng=RNG), IterableCheckpoint(),
+    subject = subject_of(3)
+    subject.answered(0, 0, "batch", note=StreamNote(0, b"in the midst"))
+    subject.stream_ended(1, 0, Beginning(RNG, b"at the end"))
+    subject.end_epoch()
+    subject.stream_ended(2, 0, Beginning(None, b"late"))
+    assert [worker.checkpoint for worker in subject.workers] == [
+        DatasetCheckpoint(), DatasetCheckpoint(0, b"at the end", rng=RNG), DatasetCheckpoint(),
     ]  # fmt: skip
 
 
 def test_the_state_of_a_map_style_dataset_stays_with_its_worker_when_an_epoch_is_left():
-    book = StreamBook(IterableCheckpoints.at_beginning(2), in_order=True, is_iterable=False)
-    book.answered(StreamNote(0, b"after a batch"))
-    book.leave()
-    assert book.checkpoint(0).snapshot == b"after a batch"
-    assert book.checkpoint(1) == IterableCheckpoint()
+    subject = subject_of(2, is_iterable=False)
+    subject.answered(0, 0, "batch", note=StreamNote(0, b"after a batch"))
+    subject.end_epoch()
+    assert subject.workers[0].checkpoint.snapshot == b"after a batch"
+    assert subject.workers[1].checkpoint == DatasetCheckpoint()
 
 
 def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
-    book = StreamBook(IterableCheckpoints.at_beginning(3, base_seed=5), in_order=True)
+    subject = subject_of(3, restart_limit=1)
     long, short = Beginning(RNG, b"long").dumps(), Beginning(None, b"state").dumps()
     assert Beginning().dumps() is None
-    book.ended(0, 0, Beginning())
-    book.leave()
-    book.note_part(0, long[:5])
-    book.note_part(1, b"lost ")
-    book.lost(1)
-    book.note_part(0, long[5:9])
-    book.entered(0, long[9:])
-    book.entered(1, short)
-    book.entered(2, None)
-    book.start_epoch()
-    assert book.beginnings.checkpoints == (
-        IterableCheckpoint(0, b"long", rng=RNG),
-        IterableCheckpoint(0, b"state"),
-        IterableCheckpoint(),
+    subject.stream_ended(0, 0, Beginning())
+    subject.end_epoch()
+    subject.beginning_part(0, long[:5])
+    subject.beginning_part(1, b"lost ")
+    subject.worker_lost(1, "death")
+    subject.worker_started(1)
+    subject.beginning_part(0, long[5:9])
+    subject.left_epoch(0, long[9:])
+    subject.left_epoch(1, short)
+    subject.left_epoch(2, None)
+    subject.start_epoch()
+    assert subject.streams.beginnings == (
+        DatasetCheckpoint(0, b"long", rng=RNG),
+        DatasetCheckpoint(0, b"state"),
+        DatasetCheckpoint(),
     )
-    assert book.beginnings.base_seed == 5
-    assert book.beginnings.next_worker == 0
-    assert book.take_ends() == []
+    assert [worker.checkpoint for worker in subject.workers] == list(subject.streams.beginnings)
+    assert subject.streams.take_ends() == []
 
 
 # ---------------------------------------------------------------- dump and load
@@ -205,7 +215,7 @@ def saved(state, of="iterator", is_short=False):
 
 
 def test_without_states_what_is_dumped_is_a_few_numbers():
-    states = IterableCheckpoints.at_beginning(2, base_seed=12)
+    states = DatasetCheckpoints.at_beginning(2, base_seed=12)
     failed = StreamNote(0, has_failed=True)
     states.note([StreamNote(0, None, 3), StreamNote(1, None, 4), StreamNote(0, None, 5), failed])
     states.note([StreamNote(1, next_epoch=Beginning())])
@@ -220,13 +230,13 @@ def test_without_states_what_is_dumped_is_a_few_numbers():
         ],
     }
     assert json.loads(json.dumps(states.dump())) == expected
-    again = IterableCheckpoints.load(expected, 2)
+    again = DatasetCheckpoints.load(expected, 2)
     assert again.mark() == states.mark()
     assert again.dump() == expected
 
 
 def test_what_is_dumped_is_nobody_else_s():
-    states = IterableCheckpoints.at_beginning(1)
+    states = DatasetCheckpoints.at_beginning(1)
     states.note([StreamNote(0, saved({"at": [1]}))])
     first = states.dump()
     first["streams"][0]["snapshot"]["state"]["at"].append(2)
@@ -240,11 +250,11 @@ def test_what_is_dumped_is_nobody_else_s():
 
 
 def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
-    states = IterableCheckpoints.at_beginning(1, base_seed=7)
+    states = DatasetCheckpoints.at_beginning(1, base_seed=7)
     states.note([StreamNote(0, saved({"at": [1]}, "dataset", is_short=True)), StreamNote(0)])
     mine = states.dump()
     kept = copy.deepcopy(mine)
-    loaded = IterableCheckpoints.load(mine, 1)
+    loaded = DatasetCheckpoints.load(mine, 1)
     assert mine == kept, "load has changed what it was given"
     mine["streams"][0]["snapshot"]["state"]["at"].append(2)
     assert loaded.dump() == kept
@@ -252,7 +262,7 @@ def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
 
 
 def test_going_back_takes_back_what_was_noted_since():
-    states = IterableCheckpoints.at_beginning(2)
+    states = DatasetCheckpoints.at_beginning(2)
     states.note([StreamNote(0)])
     mark, before = states.mark(), states.dump()
     states.note([StreamNote(1, next_epoch=Beginning()), StreamNote(0)])
@@ -262,10 +272,10 @@ def test_going_back_takes_back_what_was_noted_since():
 
 
 def test_the_next_epoch_begins_where_the_dataset_was_at_the_end():
-    ended = IterableCheckpoint(3, b"end", 3, has_ended=True, rng=RNG)
-    states = IterableCheckpoints([ended, IterableCheckpoint(2, b"now", 2)], 1, base_seed=5)
+    ended = DatasetCheckpoint(3, b"end", 3, has_ended=True, rng=RNG)
+    states = DatasetCheckpoints([ended, DatasetCheckpoint(2, b"now", 2)], 1, base_seed=5)
     assert states.next_epoch().mark() == (
-        (IterableCheckpoint(0, b"end", rng=RNG), IterableCheckpoint()),
+        (DatasetCheckpoint(0, b"end", rng=RNG), DatasetCheckpoint()),
         0,
     )
     assert states.next_epoch().base_seed == 5
@@ -278,9 +288,9 @@ def test_another_number_of_workers_is_refused(worker_count, other):
         "base_seed": 7 if worker_count else None,
         "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
     }  # fmt: skip
-    assert IterableCheckpoints.load(state, worker_count).dump() == state
+    assert DatasetCheckpoints.load(state, worker_count).dump() == state
     with pytest.raises(ValueError, match="the state does not fit") as raised:
-        IterableCheckpoints.load(state, other)
+        DatasetCheckpoints.load(state, other)
     assert str(raised.value) == (
         f"the state does not fit this loader:\n- num_workers: {worker_count} in the state, {other} "
         "in this loader. Each worker's dataset has a state of its own: set "
@@ -343,14 +353,14 @@ SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
 )  # fmt: skip
 def test_what_is_no_state_of_streams_is_refused(bad):
     with pytest.raises(ValueError, match="state") as caught:
-        IterableCheckpoints.load({"base_seed": 7, **bad} if isinstance(bad, dict) else bad, 1)
+        DatasetCheckpoints.load({"base_seed": 7, **bad} if isinstance(bad, dict) else bad, 1)
     assert len(str(caught.value)) < 1000
 
 
 def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
     state = {**GOOD, "snapshot": {**SNAPSHOT, "state": lambda: 5}}
     whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "streams": [state]}
-    loaded = IterableCheckpoints.load(whole, 1)
+    loaded = DatasetCheckpoints.load(whole, 1)
     assert pickle.loads(loaded.checkpoints[0].snapshot)[2]() == 5
 
 
@@ -372,7 +382,7 @@ class Saving:
 
 def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
     dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])), IterableCheckpoint(), None)
+    here = StreamHere(Fetcher(dataset, iter([])), DatasetCheckpoint(), None)
     first = here.dump()
     dataset.state["at"].append(1)
     here.note_batch(None, has_failed=False, is_short=True)
@@ -386,7 +396,7 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
 
 
 def test_in_process_an_iterator_s_state_goes_before_the_dataset_s_until_it_has_ended():
-    here = StreamHere(Fetcher(Saving(), Saving()), IterableCheckpoint(), None)
+    here = StreamHere(Fetcher(Saving(), Saving()), DatasetCheckpoint(), None)
     assert here.dump()["streams"][0]["snapshot"]["of"] == "iterator"
     here.end()
     assert here.dump()["streams"][0]["snapshot"]["of"] == "dataset"
@@ -401,7 +411,7 @@ def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
 
     iterator = Numbers()
     gone = weakref.ref(iterator)
-    here = StreamHere(Fetcher(object(), iterator), IterableCheckpoint(), None)
+    here = StreamHere(Fetcher(object(), iterator), DatasetCheckpoint(), None)
     del iterator
     assert gone() is None
     assert here.dump()["streams"] == [{"given": 0, "has_ended": False}]
@@ -409,7 +419,7 @@ def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
 
 def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
     dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])), IterableCheckpoint(), None)
+    here = StreamHere(Fetcher(dataset, iter([])), DatasetCheckpoint(), None)
     here.begin_batch()
     dataset.state["at"].append(1)
     here.note_batch(None, has_failed=False, is_short=False)

@@ -3,10 +3,10 @@
 A map-style dataset that has a state of its own is treated alike: there is one checkpoint for each
 worker.
 
-An epoch with workers has two sets of checkpoints. One follows the workers' answers
-(:mod:`shmloader.engine.streams`); a worker's replacement resumes from it. The other follows the
-batches that the user has received; the loader is saved from it. The user's thread updates the
-second one from the deliveries.
+An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
+workers' records (:mod:`shmloader.engine.streams`); a worker's replacement resumes from it. The
+other is here. It follows the batches that the user has received, and the loader is saved from it.
+The user's thread updates it from the deliveries.
 
 With ``in_order``, batches are handed over round-robin over the workers, skipping those whose
 streams have ended, however fast each worker is. So the checkpoints and the number of the next
@@ -15,44 +15,16 @@ worker determine how an epoch continues.
 
 from collections.abc import Iterable
 from reprlib import repr as _short
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from shmloader.batch.iterable_state import (
-    Beginning,
-    IterableCheckpoint,
-    Saved,
-    dump_for_workers,
-    read,
-)
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.iterable_state import Saved, dump_for_workers, read
+from shmloader.engine.streams import StreamNote
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import kept, set_global_rng_state
 
 
-class StreamNote(NamedTuple):
-    """Says that a worker's stream has yielded a batch, or that it has ended.
-
-    Attributes:
-        worker_id: The worker.
-        snapshot: The dataset's state after the batch, if one came with it.
-        fingerprint: The batch's fingerprint, if one was taken.
-        has_failed: Whether an exception came in the batch's place.
-        next_epoch: What the stream's next epoch begins with, if the stream has ended; else None.
-    """
-
-    worker_id: int
-    snapshot: bytes | None = None
-    fingerprint: int | None = None
-    has_failed: bool = False
-    next_epoch: Beginning | None = None
-
-    def applied_to(self, checkpoint: IterableCheckpoint) -> IterableCheckpoint:
-        """Return the checkpoint of the worker's dataset after this note."""
-        if self.next_epoch is not None:
-            return checkpoint.ended(self.next_epoch)
-        return checkpoint.after_batch(self.snapshot, self.fingerprint, has_failed=self.has_failed)
-
-
-class IterableCheckpoints:
+class DatasetCheckpoints:
     """The checkpoints of all workers' streams.
 
     Attributes:
@@ -70,7 +42,7 @@ class IterableCheckpoints:
 
     def __init__(
         self,
-        checkpoints: Iterable[IterableCheckpoint],
+        checkpoints: Iterable[DatasetCheckpoint],
         next_worker: int = 0,
         base_seed: int | None = None,
         worker_count: int | None = None,
@@ -83,11 +55,11 @@ class IterableCheckpoints:
     @classmethod
     def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
         """Return checkpoints of streams that have not begun."""
-        return cls([IterableCheckpoint()] * worker_count, base_seed=base_seed)
+        return cls([DatasetCheckpoint()] * worker_count, base_seed=base_seed)
 
-    def copy(self) -> "IterableCheckpoints":
+    def copy(self) -> "DatasetCheckpoints":
         """Return an independent copy."""
-        return IterableCheckpoints(
+        return DatasetCheckpoints(
             self.checkpoints, self.next_worker, self.base_seed, self._worker_count
         )
 
@@ -101,27 +73,25 @@ class IterableCheckpoints:
                 self.next_worker = (worker_id + 1) % len(checkpoints)
         self.checkpoints = tuple(checkpoints)
 
-    def mark(self) -> tuple[tuple[IterableCheckpoint, ...], int]:
+    def mark(self) -> tuple[tuple[DatasetCheckpoint, ...], int]:
         """Return the current position, for :meth:`go_back`."""
         return self.checkpoints, self.next_worker
 
-    def go_back(self, mark: tuple[tuple[IterableCheckpoint, ...], int]) -> None:
+    def go_back(self, mark: tuple[tuple[DatasetCheckpoint, ...], int]) -> None:
         """Undo what was noted since the mark, which did not reach the user."""
         self.checkpoints, self.next_worker = mark
 
-    def next_epoch(self, *, is_iterable: bool = True) -> "IterableCheckpoints":
+    def next_epoch(self, *, is_iterable: bool = True) -> "DatasetCheckpoints":
         """Return the next epoch's first checkpoints: each dataset continues from this one's end.
 
         Only persistent workers save their datasets at an epoch's end; others start afresh. A
         map-style dataset does not end, so its newest state is used.
         """
         checkpoints = [
-            checkpoint.at_next_epoch()
-            if is_iterable
-            else IterableCheckpoint(0, checkpoint.snapshot)
+            checkpoint.at_next_epoch() if is_iterable else DatasetCheckpoint(0, checkpoint.snapshot)
             for checkpoint in self.checkpoints
         ]
-        return IterableCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
+        return DatasetCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
 
     def dump(self) -> dict[str, Any]:
         """Return all that is needed to resume, as a new dict.
@@ -145,7 +115,7 @@ class IterableCheckpoints:
         }
 
     @classmethod
-    def load(cls, state: object, worker_count: int) -> "IterableCheckpoints":
+    def load(cls, state: object, worker_count: int) -> "DatasetCheckpoints":
         """Return checkpoints from what :meth:`dump` returned, without references to it.
 
         Args:
@@ -181,7 +151,7 @@ class IterableCheckpoints:
                 f"of worker {_short(next_worker)}, base seed {_short(base_seed)}, "
                 f"num_workers={_short(saved_count)}"
             )
-        return IterableCheckpoints(
+        return DatasetCheckpoints(
             map(_load_checkpoint, streams), next_worker, base_seed, worker_count
         )
 
@@ -190,7 +160,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 64
 
 
-def dump_checkpoint(checkpoint: IterableCheckpoint, saved: Saved | None) -> dict[str, Any]:
+def dump_checkpoint(checkpoint: DatasetCheckpoint, saved: Saved | None) -> dict[str, Any]:
     """Return a checkpoint as plain values.
 
     Args:
@@ -211,7 +181,7 @@ def dump_checkpoint(checkpoint: IterableCheckpoint, saved: Saved | None) -> dict
     return stream
 
 
-def _load_checkpoint(stream: Any) -> IterableCheckpoint:
+def _load_checkpoint(stream: Any) -> DatasetCheckpoint:
     try:
         given, has_ended = stream["given"], stream["has_ended"]
         fields = None if stream.get("snapshot") is None else dict(stream["snapshot"])
@@ -246,6 +216,6 @@ def _load_checkpoint(stream: Any) -> IterableCheckpoint:
             with kept():
                 set_global_rng_state(each)  # raises if the state is damaged
     snapshot = None if saved is None else dump_for_workers(saved)
-    return IterableCheckpoint(
+    return DatasetCheckpoint(
         given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed)
     )
