@@ -537,7 +537,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             is_persistent=bool(self.persistent_workers),
             concurrency=None if concurrency is None else operator.index(concurrency),
             sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
-            is_threaded=self.thread_pool and self.num_workers > 0,
+            is_threaded=self.thread_pool,
             takes_arrays=self._takes_arrays,
         )
         return LoaderConfig(

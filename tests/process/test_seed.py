@@ -647,9 +647,11 @@ def test_with_threads_the_sample_s_own_generator_holds() -> None:
 
 
 def test_with_threads_the_process_s_streams_are_left_alone() -> None:
+    random.seed(1)
+    np.random.seed(1)
     before = states()
-    loader = DataLoader(range(LENGTH), 8, shuffle=True, seed=5, num_workers=2, thread_pool=True)
-    epochs_of(loader)
+    dataset = Calls(lambda _: int(sample_rng().integers(2**30)), LENGTH)
+    epochs_of(DataLoader(dataset, 8, shuffle=True, seed=5, num_workers=2, thread_pool=True))
     assert states()[:2] == before[:2]
 
 
@@ -690,6 +692,11 @@ def test_an_iterable_dataset_draws_by_worker_and_position(workers, persistent) -
     assert by_index(single) == by_index(first)
     if workers == 1:
         assert epochs_of(stream_of(), 1) == [first]
+
+
+def test_workers_of_an_iterable_dataset_draw_different_numbers() -> None:
+    (epoch,) = epochs_of(stream_of(num_workers=2), 1)
+    assert len({tuple(drawn) for _, drawn in by_index(epoch).values()}) == 20
 
 
 def test_an_iterable_dataset_s_worker_that_died_goes_on_at_its_place() -> None:
