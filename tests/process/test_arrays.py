@@ -579,6 +579,21 @@ def test_a_user_who_changed_what_collate_makes_of_tensors_is_asked(monkeypatch, 
     assert gathered == []
 
 
+def doubling_in_collate(worker_id: int) -> None:
+    def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
+        return torch.stack(samples) * 2
+
+    default_collate_fn_map[torch.Tensor] = doubled
+
+
+def test_a_worker_whose_collate_was_changed_is_asked_and_gets_lists_of_indices():
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    loader = shmloader.DataLoader
+    rows = TensorDataset(torch.arange(4))
+    batches = list(loader(rows, 2, worker_init_fn=doubling_in_collate, **options))
+    assert [batch.tolist() for (batch,) in batches] == [[0, 2], [4, 6]]
+
+
 def change(worker_id: int) -> None:
     info = torch.utils.data.get_worker_info()
     assert info is not None
