@@ -41,7 +41,8 @@ from shmloader.threads.wakeup import Wakeup
 
 Get = Callable[[Any], Any]
 
-# How long close() waits for helpers that are loading a sample.
+# How long close() waits for helpers that are loading a sample, and an interrupted call for samples
+# that it has cancelled on another thread's event loop.
 _JOIN_S = 1.0
 
 
@@ -142,6 +143,14 @@ class _Helper(BackgroundThread):
         return True
 
 
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
+    """Cancel all tasks of a loop, and return them. Called on the loop's thread."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    return tasks
+
+
 class ConcurrentFetcher:
     """Loads several samples at once. One thread at a time uses it.
 
@@ -235,16 +244,24 @@ class ConcurrentFetcher:
             return
         # This thread runs an event loop already, as a notebook's does.
         raised: list[BaseException] = []
+        over = threading.Event()  # an interrupted join() takes the thread for one that has ended
 
         def run() -> None:
             try:
                 self._run_here(loop, work)
             except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
                 raised.append(error)
+            finally:
+                over.set()
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join()
+        try:
+            threading.Thread(target=run, daemon=True).start()
+            over.wait()
+        except BaseException:  # such as a KeyboardInterrupt
+            cancelling = loop.call_soon_threadsafe(_cancel_all, loop)
+            over.wait(_JOIN_S)
+            cancelling.cancel()  # if the work was over, so that it does not meet the next one
+            raise
         if raised:
             raise raised.pop()
 
@@ -253,9 +270,7 @@ class ConcurrentFetcher:
         try:
             loop.run_until_complete(work)
         finally:
-            left = asyncio.all_tasks(loop)  # only after a KeyboardInterrupt or the like
-            for task in left:
-                task.cancel()
+            left = _cancel_all(loop)  # only after a KeyboardInterrupt or the like
             if left:
                 loop.run_until_complete(asyncio.wait(left))
 

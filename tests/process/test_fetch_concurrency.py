@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import signal
 import threading
 import time
 
@@ -265,6 +267,29 @@ def test_what_leaves_the_loop_of_another_thread_reaches_the_caller():
 
     with pytest.raises(SystemExit):
         asyncio.run(notebook())
+
+
+def test_a_ctrl_c_in_a_notebook_cancels_the_samples():
+    cancelled = []
+
+    class Endless(Squares):
+        async def __getitem__(self, index):
+            if index == 1:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            try:
+                return await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                cancelled.append(index)
+                raise
+
+    async def notebook():
+        with DataLoader(Endless(2), batch_size=2, fetch_concurrency=2) as loader:
+            list(loader)
+
+    loop = asyncio.new_event_loop()  # asyncio.run() has a handler of its own
+    with contextlib.closing(loop), pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(notebook())
+    assert sorted(cancelled) == [0, 1]
 
 
 def test_stop_iteration_of_a_sample_is_an_error():

@@ -1,0 +1,42 @@
+"""Drawing an epoch from a position on."""
+
+import itertools
+
+import pytest
+
+from shmloader.sampling.fast_forward import pass_over, without_done
+
+
+def test_what_comes_before_the_position_is_drawn_and_the_last_of_it_is_returned():
+    batches = iter("abcdef")
+    assert pass_over(batches, 3, 9, "sampler") == "c"
+    assert next(batches) == "d"
+    assert pass_over(batches, 0, 9, "sampler") is None
+    assert next(batches) == "e"
+
+
+def test_a_shorter_epoch_is_told_by_its_length():
+    # Six batches lie before the ones that are drawn here.
+    with pytest.raises(ValueError, match=r"after 11 batches.* the batch sampler .* yields only 8"):
+        pass_over(iter("ab"), 5, 11, "batch sampler")
+
+
+def test_batches_that_were_delivered_early_are_left_out():
+    assert list(without_done(iter("def"), 3, frozenset({4, 7}))) == ["d", "f"]
+    assert list(without_done(iter("def"), 3, frozenset())) == ["d", "e", "f"]
+
+
+def test_an_error_of_the_sampler_does_not_count_as_a_batch():
+    def draw():
+        if not items:
+            raise StopIteration
+        item = items.pop()
+        if item is None:
+            raise LookupError("once")
+        return item
+
+    items = ["e", "d", None]
+    batches = without_done(map(lambda _: draw(), itertools.repeat(0)), 3, frozenset({4}))
+    with pytest.raises(LookupError, match="once"):
+        next(batches)
+    assert list(batches) == ["d"]
