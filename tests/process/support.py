@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,26 @@ class Switch:
 
     def turn(self, *, on: bool) -> None:
         self._value.value = on
+
+
+class WatchedLock:
+    """A lock that tells when a thread has to wait for it.
+
+    Attributes:
+        is_waited_for: Set once a thread has come while another one held the lock.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def only(samples: list[Any]) -> Any:
