@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import ClosedLoaderError
+from shmloader import ClosedLoaderError, LoaderTimeoutError
 from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +154,20 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.005)
+
+
+def however_late(batches: Iterator[Any], timeout_s: float = 20) -> Iterator[Any]:
+    """What is left of an epoch, however often a batch is late."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            batch = next(batches)
+        except LoaderTimeoutError:
+            assert time.monotonic() < deadline, f"the next batch has not come in {timeout_s} s"
+        except StopIteration:
+            return
+        else:
+            yield batch
 
 
 def assert_refused_in_child(batches: Any) -> None:
