@@ -43,6 +43,7 @@ from tests.parity.data import (
     only,
 )
 from tests.parity.objects import WHOLE, floats
+from tests.process.support import WatchedLock, wait_until
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -216,10 +217,11 @@ def test_a_thread_that_begins_an_epoch_is_not_disturbed_by_one_that_begins_anoth
         def __iter__(self) -> Iterator[list[int]]:
             if threading.current_thread() is not threading.main_thread():
                 begun.set()
-                other_is_on.wait(0.5)  # in vain, where one waits for the other
+                wait_until(lambda: other_is_on.is_set() or lock.is_waited_for.is_set())
             return iter([[n] for n in range(6)])
 
     loader = DataLoader(Squares(6), batch_sampler=Batches(), num_workers=num_workers)
+    lock = loader._begin_lock._lock = WatchedLock(loader._begin_lock._lock)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(loader))
     thread.start()

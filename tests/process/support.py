@@ -9,8 +9,9 @@ import select
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import ClosedLoaderError
+from shmloader import ClosedLoaderError, LoaderTimeoutError
 from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,26 @@ class Switch:
         self._value.value = on
 
 
+class WatchedLock:
+    """A lock that tells when a thread has to wait for it.
+
+    Attributes:
+        is_waited_for: Set once a thread has come while another one held the lock.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def only(samples: list[Any]) -> Any:
     """A collate function: the one sample of the batch, as it is."""
     assert len(samples) == 1
@@ -133,6 +154,20 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.005)
+
+
+def however_late(batches: Iterator[Any], timeout_s: float = 20) -> Iterator[Any]:
+    """What is left of an epoch, however often a batch is late."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            batch = next(batches)
+        except LoaderTimeoutError:
+            assert time.monotonic() < deadline, f"the next batch has not come in {timeout_s} s"
+        except StopIteration:
+            return
+        else:
+            yield batch
 
 
 def assert_refused_in_child(batches: Any) -> None:

@@ -30,7 +30,7 @@ from shmloader.pools.arena import Arena
 from shmloader.process_state import PROCESS
 from tests.late import LateDevice
 from tests.process.bytecodes import KINDS, interrupt
-from tests.process.support import Calls, wait_until
+from tests.process.support import Calls, WatchedLock, wait_until
 from tests.process.test_device import LENGTH, ends, make, sample
 
 BATCH_BYTES = -(-4 * LENGTH // 512) * 512
@@ -254,15 +254,18 @@ def test_an_interruption_of_an_arenas_end_leaves_nothing(late, locks, slots, kin
 @pytest.mark.usefixtures("locks")
 def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> None:
     has_begun, may_go_on = threading.Event(), threading.Event()
+    steps: list[str] = []
 
     class Slow(Backend):
         def copy(self, tensor: torch.Tensor) -> torch.Tensor:
             has_begun.set()
             assert may_go_on.wait(20)
+            steps.append("copied")
             return super().copy(tensor)
 
     backend = Slow(torch.device("late", 0))
     locks = PageLocks([backend])
+    reading = locks._reading = WatchedLock(locks._reading)
     stage = DeviceStage(backend, locks, 1)
     slot = Slot.create(1 << 20)
     locks.lock(slot, 200_000)
@@ -270,12 +273,13 @@ def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> 
     copier = threading.Thread(target=stage.run, args=(tensor,))
     copier.start()
     assert has_begun.wait(20)
-    ender = threading.Thread(target=lambda: locks.end_reads([slot]))
+    ender = threading.Thread(target=lambda: (locks.end_reads([slot]), steps.append("ended")))
     ender.start()
-    ender.join(0.2)  # which it does not, if all is well
+    wait_until(lambda: steps or reading.is_waited_for.is_set())
     may_go_on.set()
     copier.join()
     ender.join()
+    assert steps == ["copied", "ended"]
     assert locks.unlock(slot)
     stage.close()
     assert late.count("faults") == 0

@@ -214,15 +214,14 @@ def test_a_process_is_a_worker_while_it_makes_a_batch(pool) -> None:
 
 
 def test_worker_init_fn_is_called_once_in_each_process(pool) -> None:
-    calls, gate = Gate(), Gate()
+    calls = Gate()
     loader = numbers(pool, lambda index: os.getpid(), worker_init_fn=lambda _: calls.open())
-    pids = {*loader, *loader}
+    pids = {*loader, *loader}  # each call comes before a batch
     for _ in pids:
-        calls.wait_until_open()
+        calls.wait_until_open(0)
     with pytest.raises(AssertionError):
-        calls.wait_until_open(0.1)
-    for each in (calls, gate):
-        each.close()
+        calls.wait_until_open(0)
+    calls.close()
 
 
 def test_the_process_s_own_state_is_as_before_a_batch(pool) -> None:

@@ -159,14 +159,16 @@ ALIVE = {
         numpy_kept = kept.numpy()""",
     "a waiting daemon thread": """
         import threading
-        started = threading.Event()
+        from tests.process.support import stack_of, wait_until
         def go():
             loader, batches = workers("fork", "sleep")
             started.set()
             list(batches)
-        threading.Thread(target=go, daemon=True).start()
+        started = threading.Event()
+        thread = threading.Thread(target=go, daemon=True)
+        thread.start()
         started.wait()
-        time.sleep(0.1)""",
+        wait_until(lambda: "_receive_any" in stack_of(thread.ident))""",
     "a dead worker that nobody was told of": """
         loader, batches = workers("fork")
         os.kill(batches._workers[0].pid, signal.SIGKILL)""",

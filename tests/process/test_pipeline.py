@@ -135,20 +135,21 @@ def test_workers_are_kept_from_epoch_to_epoch_and_after_a_break():
 
 def test_back_pressure_holds_the_workers():
     calls = multiprocessing.get_context("fork").Value("i", 0)
+    asked, lead = multiprocessing.RawValue("i", 0), multiprocessing.RawValue("i", 0)
 
     def op(number):
         with calls.get_lock():
             calls.value += 1
+            lead.value = max(lead.value, calls.value - asked.value)
         return number
 
+    bound = 2 + 4  # in the sink, in the stage
     with on_processes(op, range(1000), sink=2).auto_stop() as pipeline:
-        pipeline.get_item(SOON_S)
-        before = -1
-        while calls.value != before:  # until nothing moves any more
-            before = calls.value
-            threading.Event().wait(0.1)
-        assert before <= 1 + 2 + 4  # taken, in the sink, in the stage
-        assert len(list(pipeline)) == 999
+        for asked.value in range(1, 51):
+            pipeline.get_item(SOON_S)
+            wait_until(lambda: calls.value >= asked.value + bound, SOON_S)
+        assert lead.value == bound
+        assert len(list(pipeline)) == 950
 
 
 def test_an_ops_exception_has_stage_item_and_worker():

@@ -38,6 +38,7 @@ from tests.process.support import (
     Streams,
     Switch,
     descriptor_count,
+    however_late,
     only,
     wait_for_end,
     wait_until,
@@ -995,20 +996,6 @@ def test_the_argument_needs_workers_and_a_number() -> None:
 # ---------------------------------------------------------------- what a timeout says
 
 
-def all_of(batches: Any, timeout_s: float = 20) -> list[Any]:
-    """What is left of an epoch, however often it is late."""
-    seen: list[Any] = []
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            seen.append(next(batches))
-        except LoaderTimeoutError:
-            continue
-        except StopIteration:
-            return seen
-    raise AssertionError(f"the epoch has not ended in {timeout_s} s: {seen}")
-
-
 def late(batches: Any) -> list[str]:
     """The lines of the timeout that comes next."""
     with pytest.raises(LoaderTimeoutError) as raised:
@@ -1054,7 +1041,7 @@ def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -
         assert names[:3] == ["pass_through", "wait_for_the_gate", "sample"]
         assert lines[-1] == other
     gate.open()
-    assert all_of(batches) == list(range(1, 8))
+    assert list(however_late(batches)) == list(range(1, 8))
     gate.close()
 
 
@@ -1103,7 +1090,7 @@ def test_a_timeout_tells_of_stopped_workers_and_the_epoch_goes_on() -> None:
     assert {f"(pid {pid})" in lines[1] + lines[2] for pid in gate_pids} == {True}
     for pid in gate_pids:
         os.kill(pid, signal.SIGCONT)
-    assert [*seen, *all_of(batches)] == list(range(1, 8))
+    assert [*seen, *however_late(batches)] == list(range(1, 8))
 
 
 @pytest.mark.slow
@@ -1118,7 +1105,7 @@ def test_a_timeout_tells_of_a_worker_that_is_still_starting() -> None:
     lines = late(batches)
     assert len(lines) == 2
     assert re.fullmatch(rf"Worker 0 \(pid {pid}\) has been starting for \d+\.\d s\.", lines[1])
-    assert all_of(batches, 35) == [0, 1, 2, 3]
+    assert list(however_late(batches, 35)) == [0, 1, 2, 3]
 
 
 def test_a_timeout_tells_of_a_worker_in_worker_init_fn() -> None:
@@ -1137,7 +1124,7 @@ def test_a_timeout_tells_of_a_worker_in_worker_init_fn() -> None:
     assert "has been preparing (dataset, worker_init_fn) for " in lines[1]
     assert lines[3].endswith("in get_ready")
     gate.open()
-    assert all_of(batches) == [0, 1, 2, 3]
+    assert list(however_late(batches)) == [0, 1, 2, 3]
     gate.close()
 
 
@@ -1169,7 +1156,7 @@ def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_ord
     for number, line in enumerate(lines[1:]):
         assert f"has been loading batch {number} (index {number}) for " in line
     gate.open(6)
-    assert sorted(all_of(batches)) == list(range(6))
+    assert sorted(however_late(batches)) == list(range(6))
     gate.close()
 
 
@@ -1186,7 +1173,7 @@ def test_a_timeout_behind_a_stage_tells_of_each_worker_and_the_epoch_goes_on(sta
         assert [line[:8] for line in of_workers(lines)] == ["Worker 1", "Worker 0"]
         hold.turn(on=False)
         gate.open()
-        seen += to_hashes(all_of(batches), options)
+        seen += to_hashes(list(however_late(batches)), options)
         assert seen == rows(12)
         del batches
     gate.close()
@@ -1217,7 +1204,7 @@ def test_a_worker_that_was_replaced_may_be_late(caplog) -> None:
     assert of_workers(lines)[0].startswith(f"Worker 0 (pid {new}) has been ")
     hold.turn(on=False)
     gate.open()
-    assert all_of(batches) == list(range(2, 8))
+    assert list(however_late(batches)) == list(range(2, 8))
     gate.close()
 
 

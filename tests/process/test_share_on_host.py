@@ -27,7 +27,7 @@ from shmloader.memory.bulk import address_of
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
 from tests.process.ranks import FORK, LONG_S, variables
-from tests.process.support import TOLD_S, descriptor_count, wait_until
+from tests.process.support import TOLD_S, WatchedLock, descriptor_count, wait_until
 
 
 @pytest.fixture
@@ -231,16 +231,18 @@ class Hook:
 
 def called_in_first() -> None:
     SECOND.start()
-    second_begins.wait(0.5)  # it must not, before the first has been opened
+    wait_until(lambda: called or PROCESS.opening.is_waited_for.is_set())  # by the second
+    called.append("first")
 
 
 def called_in_second() -> None:
-    second_begins.set()
-    first_ends.wait(LONG_S)
+    called.append("second")
+    assert first_ends.wait(LONG_S)
 
 
 Hook.functions = {"first": called_in_first, "second": called_in_second}
-second_begins, first_ends = threading.Event(), threading.Event()
+called: list[str] = []
+first_ends = threading.Event()
 SECOND = threading.Thread()
 
 
@@ -253,17 +255,20 @@ def test_two_threads_of_a_rank_open_one_after_the_other(run) -> None:
 
     def open_both() -> list[int]:
         global SECOND  # noqa: PLW0603 - of this forked process
+        PROCESS.opening = WatchedLock(PROCESS.opening)
         sums = []
         SECOND = threading.Thread(
             target=lambda: sums.append(int(share_on_host(must_not_build)[1].sum()))
         )
-        first = share_on_host(must_not_build)
-        first_ends.set()
-        SECOND.join(LONG_S)
-        return [int(first[1].sum()), *sums]
+        try:
+            first = share_on_host(must_not_build)
+        finally:
+            first_ends.set()
+            SECOND.join(LONG_S)
+        return [*called, int(first[1].sum()), *sums]
 
     assert run.start(build_both, 0).result() == 2
-    assert run.start(open_both, 1).result() == [1000, 2000]
+    assert run.start(open_both, 1).result() == ["first", "second", 1000, 2000]
 
 
 def test_variables_of_the_run_may_be_any_bytes(run, monkeypatch) -> None:
@@ -505,12 +510,24 @@ def test_what_connects_and_goes_away_is_no_rank(run) -> None:
 
 
 @pytest.mark.usefixtures("as_rank")
-def test_a_default_timeout_of_sockets_means_nothing(run) -> None:
+def test_a_default_timeout_of_sockets_means_nothing(run, monkeypatch) -> None:
+    accept, timeouts = socket.socket.accept, []
+
+    def accept_and_note(one: socket.socket) -> Any:
+        timeouts.append(one.gettimeout())
+        return accept(one)
+
+    def build_and_wait() -> Any:
+        built = contents()
+        wait_until(lambda: timeouts)  # the builder's thread waits for the next rank
+        return built, timeouts
+
+    monkeypatch.setattr(socket.socket, "accept", accept_and_note)
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(0.01)
+    socket.setdefaulttimeout(0)  # over as soon as a socket waits
     try:
-        built = run.start(contents, 0).result()
-        time.sleep(0.1)  # the timeout is over while the builder waits for the next rank
+        built, noted = run.start(build_and_wait, 0).result()
+        assert noted == [None]
         assert contents() == built
     finally:
         socket.setdefaulttimeout(before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,29 +141,28 @@ def test_there_is_no_collector_until_a_worker_is_ready(method, tmp_path) -> None
 
 def test_a_name_waits_for_a_token_once_and_is_that_of_the_process(no_collector) -> None:
     turns = StartupSemaphore(1)
-    found: list[object] = []
+    os.set_blocking(turns._read.fileno(), False)  # what would wait raises
 
-    def read() -> threading.Thread:
+    def named() -> bytes:
         process = SimpleNamespace(name="Process-7")
         set_startup(process, turns)
         data = pickle.dumps(process.name)
         # The process itself is pickled after its name.
         assert pickle.loads(pickle.dumps(process.name)) == "Process-7"
-        thread = threading.Thread(target=lambda: found.append(pickle.loads(data)))
-        thread.start()
-        return thread
+        return data
 
-    read().join(20)  # one of the first
-    assert found == ["Process-7"]
-    second = read()
-    second.join(0.1)
-    assert second.is_alive()
-    turns.release()
-    second.join(20)
-    assert found == ["Process-7"] * 2
+    # The name blocks SIGINT on the thread that reads it.
+    with contextlib.closing(turns), ThreadPoolExecutor(1) as reader:
+        found = [reader.submit(pickle.loads, named()).result(20)]  # one of the first
+        second = named()
+        for _ in range(2):
+            with pytest.raises(BlockingIOError):
+                reader.submit(pickle.loads, second).result(20)
+            turns.release()
+            found.append(reader.submit(pickle.loads, second).result(20))
+    assert found == ["Process-7"] * 3
     assert {type(name) for name in found} == {str}
-    turns.close()
-    turns.close()
+    turns.close()  # once more
 
 
 def test_a_worker_that_is_lost_while_another_thread_closes_needs_no_token():

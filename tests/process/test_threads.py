@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -15,6 +14,7 @@ import time
 import warnings
 import weakref
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from tests.process.support import (
     Program,
     Streams,
     descriptor_count,
+    however_late,
     only,
     run_program,
     stack_of,
@@ -339,17 +340,7 @@ def test_in_order_a_slow_sample_holds_back_the_ready_ones(held) -> None:
         next(batches)
     assert sorted(first.seen) == [0, 1, 2, 3]
     first.go.set()
-    assert outcomes_but_late(batches, 8) == list(range(8))
-
-
-def outcomes_but_late(batches: Any, count: int) -> list[Any]:
-    """So many batches, however often it is late."""
-    found: list[Any] = []
-    deadline = time.monotonic() + 20
-    while len(found) < count and time.monotonic() < deadline:
-        with contextlib.suppress(LoaderTimeoutError):
-            found.append(next(batches))
-    return found
+    assert list(however_late(batches)) == list(range(8))
 
 
 def test_out_of_order_the_ready_ones_come_first(held) -> None:
@@ -634,7 +625,7 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, st
         assert lines[-1].startswith(f"Worker thread {1 - int(worker)} has been idle for ")
         assert len(lines) == len(stack) + 2
     third.go.set()
-    found += [read(batch).tolist() for batch in outcomes_but_late(batches, 4)]
+    found += [read(batch).tolist() for batch in islice(however_late(batches), 4)]
     assert found == [[index, index + 1] for index in range(0, 12, 2)]
     with pytest.raises(StopIteration):
         next(batches)
@@ -652,7 +643,7 @@ def test_a_timeout_out_of_order_names_all_that_is_in_flight(held) -> None:
     for index in (2, 3):
         assert f"Batch {index} (index {index}) waits for a worker." in text
     all_of_them.go.set()
-    assert sorted(outcomes_but_late(batches, 4)) == [0, 1, 2, 3]
+    assert sorted(islice(however_late(batches), 4)) == [0, 1, 2, 3]
 
 
 def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
@@ -666,7 +657,7 @@ def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
     assert "Worker thread 0 has been preparing (dataset, worker_init_fn)" in str(caught.value)
     assert "in wait_here" in str(caught.value)
     begins.go.set()
-    assert outcomes_but_late(batches, 4) == [0, 1, 2, 3]
+    assert list(islice(however_late(batches), 4)) == [0, 1, 2, 3]
 
 
 def test_a_timeout_shows_the_user_s_calls_where_these_wait_for_threads_themselves(held) -> None:
@@ -680,7 +671,7 @@ def test_a_timeout_shows_the_user_s_calls_where_these_wait_for_threads_themselve
     with pytest.raises(LoaderTimeoutError, match=" in outer\n"):
         next(batches)
     inner.go.set()
-    assert outcomes_but_late(batches, 1) == [0]
+    assert list(islice(however_late(batches), 1)) == [0]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.late import LateDevice
+from tests.process.support import wait_until
 
 PAGE = mmap.PAGESIZE
 
@@ -102,8 +103,7 @@ def test_what_is_held_back_keeps_the_one_that_waits(late: LateDevice) -> None:
     with late.held():
         thread = threading.Thread(target=lambda: found.append(on_device.sum().item()))
         thread.start()
-        while not late.count("waiting"):
-            pass
+        wait_until(lambda: late.count("waiting"))
         assert found == []
     thread.join()
     assert found == [10]

@@ -11,6 +11,7 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.fetchers import SampleLoader
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.errors import SampleTimeoutError
+from tests.process.support import wait_until
 
 
 class Shown:
@@ -168,8 +169,7 @@ def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_s
 
     threads: list[threading.Thread] = []
     load(0)
-    while 0 not in watch._deadlines:
-        time.sleep(0.001)
+    wait_until(lambda: 0 in watch._deadlines)
     load(1)
     assert both_begun.wait(10)
     assert shown.numbers[-1] == 0

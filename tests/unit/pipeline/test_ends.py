@@ -202,11 +202,8 @@ def test_a_pipeline_in_a_cycle_with_its_ops_is_garbage_when_nobody_uses_it(is_it
         assert trainer.pipeline.get_item(SOON_S) == 0
     reference = weakref.ref(trainer)
     del trainer
-    deadline = time.monotonic() + SOON_S
-    while reference() is not None:  # until the threads have come to rest
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.01)
+    # The threads come to rest first.
+    wait_until(lambda: (gc.collect(), reference())[1] is None, SOON_S)
 
 
 def test_what_is_in_flight_is_freed_when_an_epoch_is_left(no_collector):

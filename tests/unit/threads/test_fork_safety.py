@@ -9,6 +9,7 @@ import pytest
 from shmloader.process_state import PROCESS
 from shmloader.threads import fork_safety
 from shmloader.threads.fork_safety import Parkable, all_parked, may_wait_here
+from tests.process.support import WatchedLock, stack_of, wait_until
 
 
 class Counter(Parkable):
@@ -43,11 +44,15 @@ class Counter(Parkable):
         assert not self.thread.is_alive()
 
 
+def stands_still(thread: threading.Thread) -> bool:
+    """Whether a thread waits until it may go on, and nothing but that."""
+    return stack_of(thread.ident)[:2] == ["wait", "_wait_for_go"]
+
+
 @pytest.fixture
 def counters():
     made = [Counter() for _ in range(3)]
-    while not all(counter.count for counter in made):
-        time.sleep(0)
+    wait_until(lambda: all(counter.count for counter in made))
     yield made
     for counter in made:
         counter.end()
@@ -59,24 +64,21 @@ def test_no_thread_runs_while_all_are_parked(counters) -> None:
     for _ in range(20):
         with all_parked():
             before = [counter.count for counter in counters]
-            time.sleep(0.002)
+            wait_until(lambda: all(stands_still(counter.thread) for counter in counters))
             assert [counter.count for counter in counters] == before
             assert all(counter.is_woken.is_set() for counter in counters)
-        deadline = time.monotonic() + 10
-        while any(one.count == then for one, then in zip(counters, before, strict=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0)
+        pairs = list(zip(counters, before, strict=True))
+        wait_until(lambda pairs=pairs: all(one.count > then for one, then in pairs))
 
 
-def test_a_thread_that_begins_while_all_are_parked_waits(counters) -> None:
+def test_a_thread_that_begins_while_all_are_parked_waits(counters, monkeypatch) -> None:
+    lock = WatchedLock(PROCESS.threads.lock)
+    monkeypatch.setattr(PROCESS.threads, "lock", lock)
     with all_parked():
         late = Counter()
-        time.sleep(0.02)
+        assert lock.is_waited_for.wait(10)
         assert late.count == 0
-    deadline = time.monotonic() + 10
-    while not late.count:
-        assert time.monotonic() < deadline
-        time.sleep(0)
+    wait_until(lambda: late.count)
     late.end()
 
 
@@ -102,14 +104,14 @@ def test_a_resting_thread_counts_as_parked() -> None:
             self.leave()
 
     over: list[int] = []
-    thread = threading.Thread(target=Waiter().run)
+    thread = threading.Thread(target=Waiter().run, daemon=True)
     thread.start()
     assert came.wait(10)
     began = time.monotonic()
     with all_parked():
         assert time.monotonic() - began < 2
         go.set()
-        time.sleep(0.02)
+        wait_until(lambda: over or stands_still(thread))
         assert over == []  # it got what it waited for, and stands still all the same
     thread.join(10)
     assert over == [1]
@@ -118,8 +120,7 @@ def test_a_resting_thread_counts_as_parked() -> None:
 def test_the_wait_for_a_thread_that_does_not_pause_is_limited(monkeypatch) -> None:
     monkeypatch.setattr(fork_safety, "_PARK_S", 0.1)
     stubborn = Counter(pauses=False)
-    while not stubborn.count:
-        time.sleep(0)
+    wait_until(lambda: stubborn.count)
     began = time.monotonic()
     with all_parked():
         assert 0.1 <= time.monotonic() - began < 2
@@ -131,14 +132,10 @@ def test_a_thread_that_is_parked_only_at_the_exit_runs_during_a_fork(monkeypatch
         parks_for_forks = False
 
     loader = Loader()
-    while not loader.count:
-        time.sleep(0)
+    wait_until(lambda: loader.count)
     with all_parked():
         before = loader.count
-        deadline = time.monotonic() + 10
-        while loader.count == before:
-            assert time.monotonic() < deadline
-            time.sleep(0)
+        wait_until(lambda: loader.count > before)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     assert not fork_safety.is_exiting()
     fork_safety._park_for_good()
@@ -211,13 +208,12 @@ def test_a_child_forgets_its_parent_s_threads(counters) -> None:
 
 def test_at_the_interpreter_s_exit_threads_are_parked_for_good(monkeypatch) -> None:
     counter = Counter()
-    while not counter.count:
-        time.sleep(0)
+    wait_until(lambda: counter.count)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
     fork_safety._park_for_good()
-    before = counter.count
-    time.sleep(0.01)
-    assert counter.count == before
     assert counter.is_parked_for_good
+    before = counter.count
+    wait_until(lambda: stands_still(counter.thread))
+    assert counter.count == before
     counter.release()
     counter.end()
