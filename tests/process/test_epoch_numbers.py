@@ -181,6 +181,18 @@ def test_a_further_iter_begins_the_epoch_that_the_sampler_named_before_a_batch(w
         assert list(map(str, loader)) == epochs[2]
 
 
+def test_a_loaded_state_is_discarded_if_the_loader_s_sampler_names_another_epoch(caplog) -> None:
+    with seeded() as loader:
+        fourth = [list(map(str, loader)) for _ in range(4)][3]
+        next(iter(loader))
+        state = loader.state_dict()
+    with seeded() as loader:
+        loader.load_state_dict(state)
+        loader.sampler.set_epoch(3)
+        assert list(map(str, loader)) == fourth
+    assert "is discarded" in caplog.text
+
+
 class Pipe(IterDataPipe):
     """A data pipe, which torch's own iterator loads."""
 

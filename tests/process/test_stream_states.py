@@ -19,7 +19,7 @@ import shmloader.loader.calls
 from shmloader import DataLoader
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from tests.late import switched_on
-from tests.process.support import Switch, wait_until
+from tests.process.support import Streams, Switch, wait_until
 from tests.process.test_restarts import Deaths, answered, told
 
 pytestmark = pytest.mark.timeout(90)
@@ -601,6 +601,19 @@ def test_in_process_the_dataset_s_epoch_is_handed_on() -> None:
     assert state_of(loader)["streams"][0]["has_ended"]
     resume(other, state_of(loader))
     assert [batch[0] for batch in told_epochs(iter(other))] == [[1, 1], [1, 1]]
+
+
+def test_in_process_an_order_that_is_drawn_by_iter_is_drawn_again() -> None:
+    torch.manual_seed(1)
+    loader = DataLoader(Streams(lambda: iter(torch.randperm(12).tolist())), batch_size=2)
+    batches = iter(loader)
+    begun = [next(batches).tolist() for _ in range(2)]
+    state = state_of(loader)
+    left = [batch.tolist() for batch in batches]
+    torch.manual_seed(2)
+    resume(loader, state)
+    assert [batch.tolist() for batch in loader] == left
+    assert sorted(itertools.chain(*begun, *left)) == list(range(12))
 
 
 class Interrupted(IterableDataset):
