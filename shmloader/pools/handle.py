@@ -193,3 +193,10 @@ def end_all(workers: list[WorkerHandle], grace_s: float) -> None:
             for worker in workers:
                 if worker.pidfd >= 0:
                     then(worker.process)
+
+
+def end_unused(worker: WorkerHandle) -> None:
+    """Kill a worker that has been sent nothing, and reap it."""
+    worker.process.kill()
+    worker.hang_up()
+    end_all([worker], 0.0)

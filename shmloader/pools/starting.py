@@ -38,7 +38,7 @@ from shmloader.pools.child import WorkerStart, worker_main
 from shmloader.pools.cores import usable_cores
 from shmloader.pools.fork_server import preload
 from shmloader.pools.generator_locks import FIRST_WAIT_S, TRIES, await_torch, has_reported
-from shmloader.pools.handle import WorkerHandle, end_all
+from shmloader.pools.handle import WorkerHandle, end_unused
 from shmloader.pools.main_guard import name_of, refuse_during_import
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
@@ -167,11 +167,11 @@ class WorkerStarter:
                     return worker
                 _log.warning("worker %s cannot seed torch's generator, and is replaced", worker_id)
             except BaseException:
-                _kill(worker)
+                end_unused(worker)
                 raise
             finally:
                 self._channel = None
-            _kill(worker)
+            end_unused(worker)
         raise RuntimeError(_LOCKED)
 
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
@@ -289,13 +289,6 @@ def close_inherited() -> None:
     for group in list(PROCESS.worker_groups):
         group.abandon()
     close_inherited_slots()
-
-
-def _kill(worker: WorkerHandle) -> None:
-    """Kill a worker that has been sent nothing, and reap it."""
-    worker.process.kill()
-    worker.hang_up()
-    end_all([worker], 0.0)
 
 
 def _check_descriptors(any_socket: socket.socket) -> None:

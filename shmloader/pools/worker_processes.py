@@ -34,7 +34,7 @@ from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.pools.answers import Death
-from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
+from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.worker_channels import WorkerChannels
@@ -203,8 +203,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         try:
             self._check_open()
         except ClosedLoaderError:
-            new.hang_up()
-            end_all([new], 0)
+            end_unused(new)
             raise
 
     def kill(self, worker_id: int) -> None:
