@@ -203,7 +203,7 @@ class StreamEnded(NamedTuple):
     beginning: bytes | Spilled | TooLong | None = None
 
 
-class StatePart(NamedTuple):
+class BeginningPart(NamedTuple):
     """Worker → main: a piece of the state whose last piece comes with :class:`EpochStarted`.
 
     The state is sent in pieces, since that message has no slot.
@@ -226,7 +226,7 @@ class EpochStarted(NamedTuple):
 
 
 ToWorker = NewSlot | DropSlot | Task | SampleHung | StartEpoch | ResumeStream
-FromWorker = BatchDone | BatchFailed | BatchEmpty | StreamEnded | StatePart | EpochStarted
+FromWorker = BatchDone | BatchFailed | BatchEmpty | StreamEnded | BeginningPart | EpochStarted
 
 # A kind's number on the wire is its index here.
 _KINDS: tuple[type[ToWorker | FromWorker], ...] = (
@@ -240,7 +240,7 @@ _KINDS: tuple[type[ToWorker | FromWorker], ...] = (
     BatchFailed,
     BatchEmpty,
     StreamEnded,
-    StatePart,
+    BeginningPart,
     EpochStarted,
 )
 _NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}

@@ -332,7 +332,8 @@ class ArraysHere:
     epoch begins. Any threads may use this at the same time.
 
     Args:
-        dataset: A dataset for which :func:`may_be_columns` is true.
+        dataset: The dataset. :meth:`find_gatherer` is called only if :func:`may_be_columns` is
+            true of it.
     """
 
     def __init__(self, dataset: Any) -> None:

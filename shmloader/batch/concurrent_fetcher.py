@@ -244,7 +244,7 @@ class ConcurrentFetcher:
             return
         # This thread runs an event loop already, as a notebook's does.
         raised: list[BaseException] = []
-        over = threading.Event()  # an interrupted join() takes the thread for one that has ended
+        over = threading.Event()  # not join(): once interrupted, it takes the thread for ended
 
         def run() -> None:
             try:
@@ -280,10 +280,12 @@ class ConcurrentFetcher:
             asyncio.ensure_future(self._work(get, waiting, wants_all=wants_all))
             for _ in range(min(self._concurrency, len(results)))
         ]
-        await asyncio.gather(*runners)
-        for result in results:
-            if inspect.iscoroutine(result.value):  # not awaited, since another has failed
-                result.value.close()
+        try:
+            await asyncio.gather(*runners)
+        finally:
+            for result in results:
+                if inspect.iscoroutine(result.value):  # not awaited, since another failed
+                    result.value.close()
 
     async def _work(
         self, get: Get, waiting: collections.deque[SampleResult], *, wants_all: bool
@@ -302,7 +304,9 @@ class ConcurrentFetcher:
                 result.value = sample
             except BaseException as error:  # noqa: BLE001 - handed on
                 result.error = error
-                if not wants_all:
+                runner = asyncio.current_task()
+                is_interrupted = runner is not None and runner.cancelling() > 0
+                if not wants_all or is_interrupted:
                     waiting.clear()
 
     # End ---------------------------------------------------------------------------------

@@ -345,7 +345,10 @@ class EngineBase(abc.ABC):
         return None
 
     def take_stream_ends(self) -> list[StreamNote]:
-        """Return the ends of streams that no delivery reported. Called on the user's thread."""
+        """Return what no delivery reported: the ends of streams, and batches that were left out.
+
+        Called on the user's thread, at the epoch's end.
+        """
         return []
 
     # Ends --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Keeps the checkpoints of an iterable dataset's streams: one per worker, or one in-process.
+"""Keeps the checkpoints of the workers' datasets: one per worker, or one in-process.
 
-A map-style dataset that has a state of its own is treated alike: there is one checkpoint for each
-worker.
+There are checkpoints of an iterable dataset, whose iterators are called streams, and of a map-style
+dataset that has a state of its own.
 
 An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
 workers' records (:mod:`shmloader.engine.streams`); a worker's replacement resumes from it. The
@@ -25,7 +25,7 @@ from shmloader.sampling.rng import kept, set_global_rng_state
 
 
 class DatasetCheckpoints:
-    """The checkpoints of all workers' streams.
+    """The checkpoints of all workers' datasets.
 
     Attributes:
         checkpoints: The checkpoints, by worker number.

@@ -51,7 +51,8 @@ class DatasetHere:
         self._given = given
 
     def end(self) -> None:
-        """Do nothing: a map-style dataset's state does not depend on the epoch's end."""
+        """Note the epoch's end: whatever was read is delivered, or was left out."""
+        self._is_reading = False
 
     def dump(self) -> dict[str, Any]:
         """See :meth:`StreamHere.dump`."""

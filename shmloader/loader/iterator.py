@@ -140,7 +140,7 @@ class EngineIterator(CountingIterator):
             )
             if begun.base_seed is not None:
                 self._base_seed = begun.base_seed
-            self._streams = self._parts.streams = begun.copy()
+            self._streams = self._parts.streams = begun
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
         """Return the stage that pins batches or copies them to a device, on its own thread.
@@ -292,7 +292,7 @@ class EngineIterator(CountingIterator):
         self._source.restart(self._sampler_iter)
         begun = self._engine.stream_beginnings
         if begun is not None:
-            self._streams = self._parts.streams = begun.copy()
+            self._streams = self._parts.streams = begun
 
     def _transformed(self, batch: Any) -> Any:
         try:

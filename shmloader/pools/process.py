@@ -10,9 +10,9 @@ from shmloader.messages import (
     BatchDone,
     BatchEmpty,
     BatchFailed,
+    BeginningPart,
     EpochStarted,
     StartEpoch,
-    StatePart,
     StreamEnded,
     pack,
     unpack,
@@ -156,7 +156,7 @@ class ProcessPool(SlotReader):
             self._take_end(worker_id, message, events)
         elif type(message) is EpochStarted:
             events.epoch_entered(worker_id, message.beginning)
-        elif type(message) is StatePart:
+        elif type(message) is BeginningPart:
             events.beginning_part(worker_id, message.data)
         else:
             raise InternalError(f"a worker sent {message!r}")

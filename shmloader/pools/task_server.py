@@ -20,13 +20,13 @@ from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.messages import (
     INLINE_BYTES,
     Attached,
+    BeginningPart,
     DropSlot,
     EpochStarted,
     NewSlot,
     ResumeStream,
     SampleHung,
     StartEpoch,
-    StatePart,
     StreamEnded,
     Task,
     pack,
@@ -151,7 +151,7 @@ class TaskServer:
         """Answer that an epoch has started, and what it began with."""
         sent = 0
         while beginning is not None and len(beginning) - sent > _PART_BYTES:
-            self._channel.send(pack(StatePart(beginning[sent : sent + _PART_BYTES])))
+            self._channel.send(pack(BeginningPart(beginning[sent : sent + _PART_BYTES])))
             sent += _PART_BYTES
         self._send(pack(EpochStarted(epoch, None if beginning is None else beginning[sent:])))
 

@@ -174,9 +174,10 @@ class WorkerDataset:
         # One for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
-        if config.takes_arrays and self._is_packed:
-            return self._make_maker(gatherer_to_slots(self._dataset, self._writer))
-        return self._make_maker()
+        gathers = config.takes_arrays and self._is_packed
+        return self._make_maker(
+            gatherer_to_slots(self._dataset, self._writer) if gathers else no_gatherer
+        )
 
     def _iterate(self, saved: Saved | None = None) -> BatchMaker:
         """Call ``iter(dataset)``, and prepare to make batches of it."""

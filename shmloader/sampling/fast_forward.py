@@ -10,7 +10,7 @@ from typing import Any
 
 
 def too_few(position: int, count: int, source: str) -> ValueError:
-    """Return the error for a state that is further than its epoch is long.
+    """Return the error for a state whose position is beyond the epoch's end.
 
     Args:
         position: Number of batches after which the state was saved.

@@ -28,7 +28,7 @@ from shmloader.sampling.sampler_checkpoint import (
     own_state,
 )
 from shmloader.sampling.steps import Steps
-from shmloader.sampling.user_iterators import only_next, restart_if_exhausted
+from shmloader.sampling.user_iterators import iterate, only_next, restart_if_exhausted
 
 # After how many batches a sampler's own state is taken: states may be large, and drawing the
 # batches in between again costs little.
@@ -167,7 +167,7 @@ class ResumableSampler(Iterator[Any]):
         outer = self._index_sampler
         if type(outer) is BatchSampler and not is_known(outer.sampler):
             # torch's batch sampler hides the iterator that it draws from, which may have a state.
-            inner = iter(outer.sampler)
+            inner = iterate(outer.sampler)
             self._drawing = iter(BatchSampler(only_next(inner), outer.batch_size, outer.drop_last))
             return inner if has_own_state(inner) else None
         return None

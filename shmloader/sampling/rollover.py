@@ -1,7 +1,7 @@
 """Rollover: samples that one epoch leaves over come first in the next one.
 
-An epoch begins with the samples that the last *complete* epoch left over. Whether an epoch was
-complete is known only when the user is done with all its batches, not when they have been drawn,
+An epoch begins with the samples that the last *complete* epoch left over: one that was drawn to the
+sampler's end. That counts only when the user is done with all its batches, not when they are drawn,
 since workers run ahead. So :meth:`CarryOver.commit` replaces these samples, and an epoch that the
 user leaves early neither loses nor repeats what it began with.
 """
@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from torch.utils.data import BatchSampler, Sampler
 
 from shmloader.sampling.steps import Cut, DrawnSteps, Steps
+from shmloader.sampling.user_iterators import iterate
 
 
 class CarryOver:
@@ -98,7 +99,7 @@ class RolloverBatchSampler(BatchSampler):
         """Return an iterator of full batches. What it leaves over is carried over by the loader."""
         if not self.drop_last:
             return super().__iter__()
-        draw = functools.partial(iter, self.sampler)
+        draw = functools.partial(iterate, self.sampler)
         return DrawnSteps(draw, Cut(self.batch_size), "rollover", self.carry_over.samples)
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ from shmloader.sampling.steps import (
     order_of,
 )
 from shmloader.sampling.steps import step_count as count_steps
-from shmloader.sampling.user_iterators import restart_if_exhausted
+from shmloader.sampling.user_iterators import iterate, restart_if_exhausted
 
 
 class SeededOrder(Sampler[list[Any]]):
@@ -345,10 +345,10 @@ class SeededOrder(Sampler[list[Any]]):
         self._counted_epoch = self._known_epoch
         if self._counted_epoch is not None and may_count_epochs(self._items):
             self._counted_epoch += 1
-        items = iter(self._items)
+        items = iterate(self._items)
         if begun_from is None or "own" not in begun_from:
             return items
-        return restart_if_exhausted(items, functools.partial(iter, self._items))
+        return restart_if_exhausted(items, functools.partial(iterate, self._items))
 
     def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
         """Return an iterator of the tickets. It goes on after an error of the user's sampler."""

@@ -1,5 +1,6 @@
 """A rank's share of what any sampler or batch sampler yields."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.sampler_checkpoint import are_known, set_epoch_of
 from shmloader.sampling.steps import NOT_TAIL, Cut, DrawnSteps, step_count
+from shmloader.sampling.user_iterators import iterate
 
 
 class ShardedSampler(EpochSampler[Any]):
@@ -84,7 +86,7 @@ class ShardedSampler(EpochSampler[Any]):
     def _draw(self, epoch: int) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
         steps = DrawnSteps(
-            lambda: iter(self.sampler),
+            functools.partial(iterate, self.sampler),
             self._cut,
             self.last_batch,
             rng_state=RngState(self.seed, epoch),

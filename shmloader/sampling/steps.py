@@ -240,7 +240,7 @@ class DrawnSteps(Steps):
         self._waiting = list(first)
         # The epoch's first items, with which the last step is filled up.
         self._beginning: list[Any] = []
-        # Items that do not fill a step.
+        # Items that do not fill the last step, and are not yielded.
         self._unfinished: list[Any] = []
 
     def _passed(self) -> Iterator[list[Any]]:
@@ -264,8 +264,8 @@ class DrawnSteps(Steps):
         if missing == 0:
             self._note_beginning(items)
             return items[cut.rank * cut.share :][: cut.share]
-        self._unfinished = items
         if not items or self._last_batch in {"discard", "rollover"}:
+            self._unfinished = items
             return None
         own_count = cut.count(len(items))
         if self._last_batch == "pad":

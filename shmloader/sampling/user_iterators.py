@@ -1,7 +1,7 @@
 """How the iterators of users' samplers are drawn from."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -12,6 +12,19 @@ def only_next(items: Iterator[Any]) -> Iterator[Any]:
     samplers does for predictions. Loops, ``list()`` and the functions of ``itertools`` call it.
     """
     return map(next, itertools.repeat(items))
+
+
+def iterate(sampler: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator of a user's sampler, as a generator would: an epoch does not end by it.
+
+    Raises:
+        RuntimeError: If ``iter()`` of the sampler raises StopIteration.
+        BaseException: What else it raises.
+    """
+    try:
+        return iter(sampler)
+    except StopIteration as error:
+        raise RuntimeError("iter() of the sampler raised StopIteration") from error
 
 
 def restart_if_exhausted(

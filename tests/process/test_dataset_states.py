@@ -215,6 +215,24 @@ def test_a_sample_that_failed_has_changed_the_dataset_as_well() -> None:
         assert [read(batch) for batch in other] == expected
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_last_batch_of_which_nothing_is_left_has_changed_the_dataset_as_well(workers) -> None:
+    class Fails(Counting):
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            found = super().__getitem__(index)
+            if index >= LENGTH - 4:
+                raise ValueError
+            return found
+
+    options = {"on_error": "skip", "persistent_workers": workers > 0}
+    with make(workers, Fails(), **options) as loader:
+        assert len(list(loader)) == LENGTH // 2 - 2
+        state = loader.state_dict()
+        expected = [read(batch) for batch in loader]
+    with resumed(state, workers, dataset=Fails(), **options) as other:
+        assert [read(batch) for batch in other] == expected
+
+
 def test_a_worker_that_is_replaced_has_its_predecessors_state() -> None:
     class Dies(Counting):
         deaths: Any = None

@@ -269,27 +269,33 @@ def test_what_leaves_the_loop_of_another_thread_reaches_the_caller():
         asyncio.run(notebook())
 
 
-def test_a_ctrl_c_in_a_notebook_cancels_the_samples():
-    cancelled = []
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_a_ctrl_c_cancels_the_samples(is_notebook, on_error):
+    ended = []
 
     class Endless(Squares):
         async def __getitem__(self, index):
-            if index == 1:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             try:
+                if index == 2:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 return await asyncio.get_running_loop().create_future()
-            except asyncio.CancelledError:
-                cancelled.append(index)
-                raise
+            finally:
+                ended.append(index)
+
+    def load():
+        options = {"batch_size": 4, "fetch_concurrency": 2, "on_error": on_error}
+        with DataLoader(Endless(4), **options) as loader:
+            list(loader)
 
     async def notebook():
-        with DataLoader(Endless(2), batch_size=2, fetch_concurrency=2) as loader:
-            list(loader)
+        load()
 
     loop = asyncio.new_event_loop()  # asyncio.run() has a handler of its own
     with contextlib.closing(loop), pytest.raises(KeyboardInterrupt):
-        loop.run_until_complete(notebook())
-    assert sorted(cancelled) == [0, 1]
+        loop.run_until_complete(notebook()) if is_notebook else load()
+    # The first one's coroutine, which shows that samples are awaited, is awaited last.
+    assert sorted(ended) == [1, 2]
 
 
 def test_stop_iteration_of_a_sample_is_an_error():

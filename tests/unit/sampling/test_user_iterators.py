@@ -132,3 +132,22 @@ def test_an_iterable_dataset_is_iterated_by_next_alone(seed) -> None:
     resumed = DataLoader(RestartingStream(), 8, seed=seed)
     resumed.load_state_dict(again.state_dict())
     assert read(resumed) == whole[1:]
+
+
+class Empty:
+    """Cannot be iterated: its ``iter()`` raises what a generator would end with."""
+
+    def __iter__(self):
+        return iter([next(iter([]))])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"seed": 1}, {"last_batch": "rollover"}, {"last_batch": "rollover", "seed": 1}]
+)
+def test_an_iter_that_raises_stop_iteration_is_an_error_and_not_an_empty_epoch(options) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(torch.utils.data.DataLoader(torch.arange(LENGTH), 8, sampler=Empty()))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(DataLoader(torch.arange(LENGTH), 8, sampler=Empty(), **options))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(ShardedSampler(Empty(), rank=0, world_size=1))
