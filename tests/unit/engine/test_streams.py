@@ -197,6 +197,19 @@ def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
     assert book.take_ends() == []
 
 
+def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
+    book = StreamBook(IterableCheckpoints.at_beginning(2), in_order=False)
+    book.answered(StreamNote(0))  # and is not handed over
+    book.leave()
+    for worker_id in range(2):
+        book.entered(worker_id, None)
+    book.start_epoch()
+    end = StreamNote(0, next_epoch=Beginning())
+    book.ended(0, 0, Beginning())
+    book.answered(StreamNote(1))
+    assert book.handed_over(1, StreamNote(1)) == [end, StreamNote(1)]
+
+
 # ---------------------------------------------------------------- dump and load
 
 
