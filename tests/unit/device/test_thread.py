@@ -63,3 +63,16 @@ def test_an_epoch_that_is_left_has_all_workers_load_what_was_drawn() -> None:
     owner.end_epoch()
     assert pool.sent == {0: {0: 0, 2: 2}, 1: {1: 1}}
     assert owner.thread is None
+
+
+def test_workers_end_at_once_though_the_thread_is_stuck_and_closes_the_rest() -> None:
+    pool: Any = ScriptedPool(2, lambda pool: None)
+    engine = Engine(pool, worker_count=2, window=4, lend_limit=1, in_order=True, timeout_s=0)
+    owner = ThreadOwner(engine, PassThroughStage())
+    thread: Any = owner.begin()
+    thread.stop = lambda timeout_s: False
+    owner.end()
+    assert pool.log == [("end",)]
+    assert engine.is_closed
+    thread.close_what_it_uses()
+    assert pool.log[-1] == ("close",)
