@@ -1,5 +1,6 @@
 """What the engine makes of events, without process, thread or clock (``ScriptedPool``)."""
 
+import errno
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from shmloader.engine.inbox import Inbox
 from shmloader.errors import (
     ClosedLoaderError,
     LoaderTimeoutError,
+    SharedMemoryError,
     TooManyFailures,
     WorkerDiedError,
 )
@@ -194,6 +196,18 @@ def test_an_epoch_in_which_all_samples_failed_raises_at_its_end():
         engine.next_batch()
 
 
+def test_what_is_left_out_at_an_epoch_s_end_is_not_told_in_the_next():
+    engine, pool = engine_of(nothing, watch=watch(), worker_count=1)
+    engine.start(iter(range(2)))
+    pool.answer(0, answer=Batch(0, report=report(2, 0)))
+    pool.answer(0, answer=Empty(report(2, 2)))
+    assert all_of(engine) == [0]
+    pool.idle = everything
+    engine.restart(iter(range(2)))
+    assert engine.next_batch() == 0
+    assert engine.delivery.left_out == ()
+
+
 # Samples that hang -------------------------------------------------------------------------
 
 
@@ -319,6 +333,24 @@ def test_a_slot_that_its_worker_keeps_is_dropped_and_never_filled_again():
     assert all_of(engine) == [1, 2, 3]
 
 
+def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
+    engine, pool = engine_of(nothing, worker_count=1, window=1)
+
+    def refuse(slot_id: int) -> None:
+        raise SharedMemoryError("no address space is left")
+
+    pool.lock = refuse
+    engine.start(iter(range(4)))
+    for _ in range(3):  # there are two slots
+        large = Batch("large")
+        large.lends = True
+        pool.answer(0, answer=large)
+        with pytest.raises(SharedMemoryError, match="no address space is left"):
+            engine.next_batch()
+    pool.answer(0)
+    assert engine.next_batch() == 3
+
+
 # How many workers --------------------------------------------------------------------------
 
 
@@ -348,6 +380,35 @@ def test_a_wanted_worker_is_started_and_an_unwanted_one_ends_when_it_is_idle():
     assert pool.log == [("start", 1), ("retire", 1)]
     assert pool.sent[1] == {}
     assert engine.present_workers == 1
+
+
+def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted(caplog):
+    engine, pool = engine_of(is_dynamic=True, present=1, window=4)
+    numbers = iter(range(100))
+    # As the user's thread draws.
+    inbox = Inbox(lambda _: inbox.put(next(numbers), engine.wake))
+    engine.attach(inbox, lambda: None, lambda function: function())
+    start = pool.start
+
+    def refuse(worker_id: int) -> None:
+        pool.log.append(("refuse", worker_id))
+        raise OSError(errno.EMFILE, "no descriptors are left")
+
+    pool.start = refuse
+    engine.want_workers(2)
+    for number in range(5):
+        inbox.ask(False)
+        assert engine.next_batch() == number
+    assert pool.log == [("refuse", 1)]
+    assert [one.getMessage() for one in caplog.records] == [
+        f"num_workers stays at 1: [Errno {errno.EMFILE}] no descriptors are left"
+    ]
+    pool.start = start
+    engine.want_workers(2)
+    inbox.ask(False)
+    assert engine.next_batch() == 5
+    assert pool.log == [("refuse", 1), ("start", 1)]
+    assert engine.present_workers == 2
 
 
 # Timeouts ----------------------------------------------------------------------------------

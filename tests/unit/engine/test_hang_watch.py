@@ -50,3 +50,29 @@ def test_a_worker_that_was_ended_is_replaced_before_the_engine_waits(left_s, end
         assert scheduler.offer([seq]).seq == seq
     assert HangWatch(pool, scheduler, TIMEOUT_S).look() == wait_s
     assert pool.ended == ended
+
+
+def at_sample(sample: int, *, seq: int = 0, left_s: float) -> AtWork:
+    return AtWork(Phase.LOADING, 0, seq, 1.0, sample=sample, sample_left_s=left_s)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        at_sample(1, left_s=TIMEOUT_S),
+        at_sample(0, seq=1, left_s=TIMEOUT_S),
+        at_sample(0, left_s=TIMEOUT_S),
+        AtWork(Phase.IDLE, 0, 0, 0.0),
+    ],
+    ids=["another sample", "another batch", "a coroutine that has begun", "idle"],
+)
+def test_a_worker_that_goes_on_while_it_is_asked_is_not_ended(again):
+    pool = Threads(-1.0)
+    looks = iter([pool.was_at(0), again])
+    pool.was_at = lambda worker_id: next(looks)
+    scheduler = Scheduler(1, 2, 0, in_order=True, has_queue=True)
+    for seq in range(2):
+        scheduler.offer([seq])
+    assert HangWatch(pool, scheduler, TIMEOUT_S).look() == TIMEOUT_S
+    assert pool.ended == []
+    assert all(ticket.hung is None for ticket in scheduler.tickets)

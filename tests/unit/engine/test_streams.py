@@ -154,10 +154,8 @@ def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_w
 
 def subject_of(worker_count, **options):
     """A scheduler whose workers have a ticket each."""
-    beginnings = [DatasetCheckpoint()] * worker_count
-    subject = Scheduler(
-        worker_count, worker_count, 4, in_order=True, beginnings=beginnings, **options
-    )
+    options = {"in_order": True, "beginnings": [DatasetCheckpoint()] * worker_count, **options}
+    subject = Scheduler(worker_count, worker_count, 4, **options)
     for number in range(worker_count):
         subject.offer([number])
         subject.next_task()
@@ -205,6 +203,23 @@ def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
     )
     assert [worker.checkpoint for worker in subject.workers] == list(subject.streams.beginnings)
     assert subject.streams.take_ends() == []
+
+
+def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
+    subject = subject_of(2, in_order=False)
+    subject.answered(0, 0, "batch", note=StreamNote(0))  # and is not handed over
+    subject.end_epoch()
+    subject.answered(1, 0, "late")
+    for worker_id in range(2):
+        subject.left_epoch(worker_id)
+    subject.start_epoch()
+    for number in range(2):
+        subject.offer([number])
+        subject.next_task()
+    subject.stream_ended(0, 1, Beginning())
+    subject.answered(1, 1, "batch", note=StreamNote(1))
+    end = StreamNote(0, next_epoch=Beginning())
+    assert subject.handed_over(subject.take_next()) == [end, StreamNote(1)]
 
 
 # ---------------------------------------------------------------- dump and load

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader, ShardedDataLoader
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.loader import by_torch, calls, common, config, in_process, iterator, threaded
 from shmloader.loader.arguments import LEND_LIMIT, MINIMUM_SLOT_BYTES
 
@@ -43,6 +44,15 @@ def test_an_attribute_that_is_set_counts_from_the_next_epoch_on() -> None:
     loader.collate_fn = tuple
     assert loader._config().collate_fn is tuple
     assert all(type(batch) is tuple for batch in loader)
+
+
+def test_what_is_resumed_is_taken_once_and_replaces_where_the_datasets_were() -> None:
+    parts = config.LoaderParts()
+    parts.streams, parts.resume_streams = (DatasetCheckpoints.at_beginning(n) for n in (1, 2))
+    resumed = parts.resume_streams
+    assert parts.take_resumed() is resumed
+    assert parts.streams is None
+    assert parts.take_resumed() is None
 
 
 @pytest.mark.parametrize(

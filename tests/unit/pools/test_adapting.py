@@ -41,6 +41,21 @@ def test_it_takes_back_what_does_not_help_and_tries_ever_more_rarely() -> None:
     assert gaps[-1] > 4 * gaps[0]
 
 
+def test_after_a_try_that_helped_it_tries_as_often_as_at_first() -> None:
+    adapter = Adapter(2, 16)
+
+    def gaps_on(cores: int) -> list[int]:
+        adapter.begin()
+        counts = run(adapter, load_s=0.1, step_s=0.01, cores=cores, periods=400)
+        steps = enumerate(itertools.pairwise(counts))
+        tries = [now for now, (a, b) in steps if b > a == cores]
+        return [b - a for a, b in itertools.pairwise(tries)]
+
+    first = gaps_on(4)
+    assert first[-1] > 8 * first[0]
+    assert gaps_on(5)[0] == first[0]
+
+
 def test_it_goes_down_where_nobody_waits() -> None:
     counts = run(Adapter(8, 16), load_s=0.01, step_s=0.02, cores=16, periods=60)
     assert counts[-1] in (1, 2)

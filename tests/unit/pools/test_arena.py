@@ -73,6 +73,15 @@ def test_use_is_counted_by_the_largest_batch_of_each_slot(arena):
     assert touched_bytes(arena) == 107
 
 
+def test_the_pages_of_a_retired_slot_are_counted_no_more(arena):
+    arena.note_use(0, 100)
+    arena.note_use(1, 7)
+    arena.retire(0)
+    assert (arena.counts.slot_bytes, arena.counts.most_bytes) == (7, 107)
+    arena.note_use(2, 20)
+    assert (arena.counts.slot_bytes, arena.counts.most_bytes) == (27, 107)
+
+
 def test_a_trim_is_due_once_in_so_many_batches(arena):
     for _ in range(TRIM_EVERY - 1):
         arena.note_use(0, 1)

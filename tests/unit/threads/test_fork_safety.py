@@ -117,6 +117,19 @@ def test_a_resting_thread_counts_as_parked() -> None:
     assert over == [1]
 
 
+def test_a_thread_that_rested_no_more_after_an_exception_is_waited_for() -> None:
+    thread = Parkable()
+    thread.enter()
+    try:
+        with pytest.raises(LookupError), thread.resting():
+            raise LookupError
+        began = time.monotonic()
+        thread.await_parked(began + 0.1)
+        assert time.monotonic() - began >= 0.1
+    finally:
+        thread.leave()
+
+
 def test_the_wait_for_a_thread_that_does_not_pause_is_limited(monkeypatch) -> None:
     monkeypatch.setattr(fork_safety, "_PARK_S", 0.1)
     stubborn = Counter(pauses=False)

@@ -1,0 +1,35 @@
+"""Epochs of an engine on a thread of its own, without workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shmloader.device.stage import PassThroughStage
+from shmloader.device.staged_engine import StagedEngine
+from shmloader.engine.engine import Engine
+from tests.pools.scripted import ScriptedPool
+from tests.process.support import Bad
+
+
+def failing() -> Iterator[object]:
+    raise Bad(0)
+    yield
+
+
+def test_a_sampler_that_fails_at_once_ends_the_epoch_whatever_the_one_before_left() -> None:
+    pool: Any = ScriptedPool(2, lambda pool: pool.answer_all())
+    engine = Engine(pool, worker_count=2, window=4, lend_limit=1, in_order=True, timeout_s=0)
+    staged = StagedEngine(engine, PassThroughStage(), window=4, timeout_s=20)
+    with contextlib.closing(staged):
+        staged.start(iter(range(9)))
+        assert staged.next_batch() == 0
+        with pytest.raises(Bad):
+            staged.restart(failing())
+        with pytest.raises(StopIteration):
+            staged.next_batch()
+        staged.restart(iter(range(3)))
+        assert [staged.next_batch() for _ in range(3)] == [0, 1, 2]

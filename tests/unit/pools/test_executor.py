@@ -1,0 +1,120 @@
+"""What an executor's pool sends and awaits, by an executor that a test answers for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.portable import PortablePayload
+from shmloader.pools.executor import ExecutorPool
+from shmloader.pools.executor_task import Result, packed_name
+from shmloader.pools.process_numbers import ProcessNumbers
+
+
+class Store:
+    """An executor with a store of objects, which keeps all futures.
+
+    Attributes:
+        sent: What was sent with each task.
+        futures: The tasks' futures.
+        stored: The number of objects in the store.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.futures: list[concurrent.futures.Future[Any]] = []
+        self.stored = 0
+
+    def submit(self, *call: Any) -> Any:
+        self.sent.append(call[-1])
+        self.futures.append(concurrent.futures.Future())
+        return self.futures[-1]
+
+    def share(self, contents: Any) -> str:
+        self.stored += 1
+        return f"reference {self.stored}"
+
+
+class Watched(Store):
+    """One that is asked whether it is there. A task that was cancelled may run nevertheless."""
+
+    def check(self) -> None: ...
+
+
+@contextlib.contextmanager
+def opened(store: Any, numbers: ProcessNumbers | None = None) -> Iterator[ExecutorPool]:
+    plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
+    payload = PortablePayload(([0, 1], list, None, "raise", tuple(plan), 1, 4096))
+    pool = ExecutorPool(
+        store, payload, loader=b"-", numbers=numbers or ProcessNumbers(), base_seed=1,
+        slot_bytes=4096, slot_count=3,
+    )  # fmt: skip
+    with contextlib.closing(pool):
+        yield pool
+
+
+def send(pool: ExecutorPool, seq: int) -> None:
+    ticket: Any = SimpleNamespace(seq=seq, indices=[0], worker_id=seq, slot_id=seq)
+    assert pool.send(ticket, 0) is None
+
+
+class Lost(list[str]):
+    """What is told of lost tasks."""
+
+    def lost(self, worker_id: int, death: Any, was_at: Any) -> None:
+        self.append(death.reason)
+
+
+def test_after_a_lost_task_the_dataset_is_put_into_the_store_anew() -> None:
+    store, events = Store(), Lost()
+
+    with opened(store) as pool:
+
+        def lacks_payload() -> None:
+            store.futures[-1].set_result((*Result(packed_name()),))
+            assert not pool.poll(None, events), "the task is sent again"
+
+        send(pool, 0)
+        lacks_payload()
+        send(pool, 1)
+        assert store.sent == [None, "reference 1", "reference 1"]
+        store.futures[-1].set_exception(ConnectionError("node 7 is gone"))
+        assert pool.poll(None, events)
+        assert events == ["the executor lost its task (ConnectionError: node 7 is gone)"]
+        send(pool, 2)
+        lacks_payload()
+        assert store.sent[3:] == [None, "reference 2"]
+
+
+def test_what_is_done_is_not_waited_for() -> None:
+    """A wait that a signal handler has ended may have taken the wake-up that came with it."""
+    store, events = Store(), Lost()
+
+    def refuse(timeout_s: float | None) -> None:
+        raise AssertionError("nothing would end this wait")
+
+    with opened(store) as pool:
+        send(pool, 0)
+        store.futures[-1].set_exception(ConnectionError())
+        pool._post.wakeup.wait = refuse  # type: ignore[method-assign]
+        assert pool.wait(None, events)
+    assert len(events) == 1
+
+
+@pytest.mark.parametrize(("kind", "offered"), [(Store, 0), (Watched, 1)])
+def test_the_number_of_a_cancelled_task_is_free_unless_it_may_run_nevertheless(
+    kind: type[Store], offered: int
+) -> None:
+    numbers = ProcessNumbers()
+    store = kind()
+    with opened(store, numbers) as pool:
+        send(pool, 0)
+        pool.start_epoch(0, 1)
+        assert store.futures[0].cancelled()
+        assert numbers.offer() == offered

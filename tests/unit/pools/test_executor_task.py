@@ -1,0 +1,40 @@
+"""What a process of an executor keeps between tasks."""
+
+from __future__ import annotations
+
+import collections
+from types import SimpleNamespace
+from typing import Any
+
+from shmloader.pools import executor_task
+from shmloader.process_state import PROCESS
+
+
+def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -> None:
+    made, closed = [], []
+
+    class Maker:
+        def __init__(self, common: Any, number: int, where: str, contents: Any) -> None:
+            self.loader, self.digest, self.number = common.loader, common.payload.digest, number
+            made.append(self.loader)
+
+        def make(self, own: Any) -> tuple[bytes, None]:
+            return b"", None
+
+        def close(self) -> None:
+            closed.append(self.loader)
+
+    monkeypatch.setattr(executor_task, "_Maker", Maker)
+    monkeypatch.setattr(executor_task, "_keep_freed_memory", lambda: None)
+    monkeypatch.setattr(PROCESS.tasks, "makers", collections.OrderedDict())
+
+    def make(loader: int) -> None:
+        common: Any = SimpleNamespace(loader=loader, payload=SimpleNamespace(digest=b"-"))
+        own: Any = SimpleNamespace(number=0)
+        executor_task._make(common, own, None)
+
+    most = executor_task.KEPT
+    for loader in [*range(most), 0, 1, most, most + 1, 0, 1]:
+        make(loader)
+    assert made == list(range(most + 2))
+    assert closed == [2, 3]
