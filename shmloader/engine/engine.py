@@ -445,7 +445,7 @@ class Engine(EngineBase):
 
     def _note_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
-        notes = self._scheduler.handed_over(ticket)
+        notes = () if ticket.note is None else self._scheduler.handed_over(ticket)
         if self._left_out_notes:
             notes = [*self._take_left_out_notes(), *notes]
         left_out: tuple[int, ...] = ()
