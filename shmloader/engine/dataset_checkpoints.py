@@ -57,12 +57,6 @@ class DatasetCheckpoints:
         """Return checkpoints of streams that have not begun."""
         return cls([DatasetCheckpoint()] * worker_count, base_seed=base_seed)
 
-    def copy(self) -> "DatasetCheckpoints":
-        """Return an independent copy."""
-        return DatasetCheckpoints(
-            self.checkpoints, self.next_worker, self.base_seed, self._worker_count
-        )
-
     def note(self, notes: Iterable[StreamNote]) -> None:
         """Update the checkpoints by notes, in the order in which batches were handed over."""
         checkpoints = list(self.checkpoints)

@@ -31,7 +31,7 @@ class Run:
             count, window, 4, in_order=in_order, first_worker=states.next_worker,
             beginnings=states.checkpoints,
         )  # fmt: skip
-        self.user = states.copy()
+        self.user = DatasetCheckpoints(*states.mark())
         self.given = [checkpoint.given for checkpoint in states.checkpoints]
         self.queues = [deque() for _ in range(count)]
         self.walk = []
