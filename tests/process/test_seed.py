@@ -1084,6 +1084,14 @@ def test_an_error_of_a_sampler_costs_no_sample_of_the_batch_that_it_interrupts()
     assert steps(iter(loader)) == [[0, 1], [2, 3], [4, 5], "error", [6, 8], [9]]
 
 
+@pytest.mark.parametrize("seed", [None, 0])
+def test_nor_does_it_where_what_is_left_rolls_over(seed) -> None:
+    options: dict[str, Any] = {"last_batch": "rollover", "collate_fn": list, "seed": seed}
+    loader = DataLoader(range(10), 2, sampler=Failing(False), **options)
+    assert steps(iter(loader)) == [[0, 1], [2, 3], [4, 5], "error", [6, 8]]
+    assert steps(iter(loader))[0] == [9, 0]
+
+
 def test_an_error_of_a_batch_sampler_takes_the_same_from_all_ranks() -> None:
     seen = []
     for rank in range(2):
