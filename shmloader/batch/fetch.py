@@ -54,7 +54,7 @@ class FetchConfig(NamedTuple):
 
     @property
     def sets_global_rngs(self) -> bool:
-        """Whether samples seed the process's generators: not where several are loaded at once."""
+        """Whether samples seed the process's generators: not in threads, nor several at once."""
         return self.concurrency is None and not self.is_threaded
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:

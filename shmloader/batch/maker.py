@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from types import CoroutineType
-from typing import Any, TypeGuard
+from typing import Any
 
 from shmloader.batch.arrays import ArrayFetcher, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
@@ -21,7 +21,7 @@ from shmloader.batch.sample_rng import SampleRng, loading
 from shmloader.batch.sample_watch import SampleWatch, WatchedIterator, WatchedSamples
 from shmloader.batch.timer import Timer
 from shmloader.batch.tolerant_fetcher import TolerantFetcher
-from shmloader.memory.collate import SlotCollate, is_plain
+from shmloader.memory.collate import is_plain, packs
 from shmloader.memory.gather import RowGatherer
 
 
@@ -84,7 +84,7 @@ class BatchMaker:
         # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
         # seeding a sample's, so the collate function does that only where it does not pack.
         begins_collate = True
-        if rng is not None and not config.is_iterable and _packs(collate_fn):
+        if rng is not None and not config.is_iterable and packs(collate_fn):
             begins_collate, collate_fn.before = False, rng.begin_default_collate
         collates_plainly = rng is not None and is_plain(collate_fn)
         if not config.is_iterable and concurrent_fetcher is None:
@@ -146,11 +146,6 @@ class BatchMaker:
         """Return the report on samples since the last call; None where bad samples are raised."""
         fetcher = self.fetcher
         return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
-
-
-def _packs(collate_fn: object) -> TypeGuard[SlotCollate]:
-    """Whether a collate function packs the batches of torch's ``default_collate`` into a slot."""
-    return isinstance(collate_fn, SlotCollate) and collate_fn.packer is not None
 
 
 def describe_coroutines(source: str) -> str:

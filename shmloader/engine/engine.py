@@ -147,8 +147,6 @@ class Engine(EngineBase):
             read_loads=read_loads,
             on_free=self._slot_pool.poison if not self._has_queue and is_debugging() else None,
         )
-        # What batches that were left out say about their workers' datasets.
-        self._left_out_notes: list[StreamNote] = []
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
             self._hang_watch = HangWatch(self._slot_pool, self._scheduler, sample_timeout_s)
@@ -191,7 +189,7 @@ class Engine(EngineBase):
     def take_stream_ends(self) -> list[StreamNote]:
         """See :meth:`EngineBase.take_stream_ends`."""
         streams = self._scheduler.streams
-        return [] if streams is None else [*self._take_left_out_notes(), *streams.take_ends()]
+        return [] if streams is None else streams.take_ends()
 
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
@@ -257,7 +255,6 @@ class Engine(EngineBase):
             self.check_open()
         scheduler.start_epoch()
         self._left_out.clear()
-        self._left_out_notes.clear()
         if self._watch is not None:
             self._watch.start_epoch()
 
@@ -396,7 +393,7 @@ class Engine(EngineBase):
             return False
         self._free_slot(ticket, is_kept=answer.is_kept)
         self._left_out.append(ticket.seq)
-        self._left_out_notes.extend(self._scheduler.handed_over(ticket))
+        self._scheduler.left_out(ticket)
         if self._window:
             self._offer_another()
         return True
@@ -445,18 +442,12 @@ class Engine(EngineBase):
 
     def _note_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
-        notes = () if ticket.note is None else self._scheduler.handed_over(ticket)
-        if self._left_out_notes:
-            notes = [*self._take_left_out_notes(), *notes]
+        notes = self._scheduler.handed_over(ticket)
         left_out: tuple[int, ...] = ()
         if self._left_out:
             left_out = tuple(self._left_out)
             self._left_out.clear()
         self.delivery = delivery_of((ticket.seq, left_out, notes, times))
-
-    def _take_left_out_notes(self) -> list[StreamNote]:
-        notes, self._left_out_notes = self._left_out_notes, []
-        return notes
 
     def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes:
         return batch_times(

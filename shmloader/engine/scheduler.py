@@ -357,6 +357,11 @@ class Scheduler:
             return ()
         return self.streams.handed_over(ticket.seq, ticket.note)
 
+    def left_out(self, ticket: Ticket) -> None:
+        """Note that a ticket's batch is not delivered, since all its samples are skipped."""
+        if ticket.note is not None and self.streams is not None:
+            self.streams.left_out(ticket.note)
+
     def _note_alive(self, worker: Worker, now_ns: int) -> None:
         """Note that a worker has answered something."""
         worker.last_answer_ns = now_ns

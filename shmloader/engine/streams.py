@@ -73,7 +73,8 @@ class Streams:
             worker.has_stream = not checkpoint.has_ended
         self._in_order = in_order
         self._is_iterable = is_iterable
-        # Ends that no delivery has reported yet.
+        # What no delivery has reported yet: batches that were left out, and ends.
+        self._left_out: list[StreamNote] = []
         self._ends: list[_End] = []
         self._is_left = False
 
@@ -97,13 +98,22 @@ class Streams:
             self._ends.append(_End(seq, note))
 
     def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
-        """Return the notes for a ticket's delivery: the ends before it, then its own batch."""
+        """Return the notes for a ticket's delivery: what comes before it, then its own batch."""
         self._workers[note.worker_id].undelivered -= 1
-        if not self._ends:
+        if not (self._ends or self._left_out):
             return [note]
         over = [end for end in self._ends if self._is_over(end, seq)]
         self._ends = [end for end in self._ends if end not in over]
-        return [*_in_order(over), note]
+        return [*self._take_left_out(), *_in_order(over), note]
+
+    def left_out(self, note: StreamNote) -> None:
+        """Note that a batch is not delivered, since all its samples failed and are skipped."""
+        self._workers[note.worker_id].undelivered -= 1
+        self._left_out.append(note)
+
+    def _take_left_out(self) -> list[StreamNote]:
+        notes, self._left_out = self._left_out, []
+        return notes
 
     def _is_over(self, end: _End, seq: int) -> bool:
         if self._in_order:
@@ -111,9 +121,9 @@ class Streams:
         return not self._workers[end.note.worker_id].undelivered
 
     def take_ends(self) -> list[StreamNote]:
-        """Return the ends that no delivery has reported. Called at the epoch's end."""
+        """Return what no delivery has reported. Called at the epoch's end."""
         ends, self._ends = self._ends, []
-        return _in_order(ends)
+        return [*self._take_left_out(), *_in_order(ends)]
 
     # Between epochs ----------------------------------------------------------------------
 
@@ -141,6 +151,7 @@ class Streams:
     def start_epoch(self) -> None:
         """Begin the next epoch."""
         self._is_left = False
+        self._left_out.clear()
         self._ends.clear()
         self.beginnings = tuple(worker.checkpoint for worker in self._workers)
 

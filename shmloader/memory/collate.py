@@ -11,7 +11,7 @@ That is served from the slot as well: their batch would be copied there otherwis
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -140,6 +140,11 @@ class SlotCollate:
             return self._collate_fn(samples)
         finally:
             self._writer.is_offered = was_offered
+
+
+def packs(collate_fn: object) -> TypeGuard[SlotCollate]:
+    """Whether a function packs the batches of torch's own ``default_collate`` into a slot."""
+    return isinstance(collate_fn, SlotCollate) and collate_fn.packer is not None
 
 
 def is_plain(collate_fn: object) -> bool:

@@ -31,7 +31,7 @@ from shmloader.batch.iterable_state import (
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.timer import Timer
-from shmloader.memory.collate import SlotCollate
+from shmloader.memory.collate import SlotCollate, packs
 from shmloader.memory.gather import RowGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
@@ -174,7 +174,7 @@ class WorkerDataset:
         # One for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
-        gathers = config.takes_arrays and self._is_packed
+        gathers = config.takes_arrays and packs(self._collate)
         return self._make_maker(
             gatherer_to_slots(self._dataset, self._writer) if gathers else no_gatherer
         )
@@ -203,11 +203,6 @@ class WorkerDataset:
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=self._sample_watch,
         )
-
-    @property
-    def _is_packed(self) -> bool:
-        """Whether torch's own ``default_collate`` packs batches into the slot."""
-        return self._collate is not None and self._collate.packer is not None
 
     # Resuming ----------------------------------------------------------------------------
 
@@ -262,7 +257,11 @@ class WorkerDataset:
         try:
             with maker.loading(indices) as plain, self._writer.withheld():
                 replay(
-                    maker.fetcher, self._checkpoint, plain, fingerprints, only_reads=self._is_packed
+                    maker.fetcher,
+                    self._checkpoint,
+                    plain,
+                    fingerprints,
+                    only_reads=packs(self._collate),
                 )
         except BaseException:
             self._note_lost()

@@ -205,6 +205,22 @@ def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
     assert subject.streams.take_ends() == []
 
 
+def test_a_batch_that_is_left_out_is_told_with_the_next_one_or_at_the_end_of_its_epoch():
+    subject = subject_of(3, is_iterable=False)
+    notes = [StreamNote(worker_id, b"state") for worker_id in range(3)]
+    for note in notes:
+        subject.answered(note.worker_id, 0, "batch", note=note)
+    subject.left_out(subject.take_next())
+    assert subject.handed_over(subject.take_next()) == notes[:2]
+    subject.left_out(subject.take_next())
+    assert subject.streams.take_ends() == notes[2:]
+    assert [worker.undelivered for worker in subject.workers] == [0, 0, 0]
+    subject.streams.left_out(notes[0])  # the last of an epoch that is left
+    subject.end_epoch()
+    subject.start_epoch()
+    assert subject.streams.take_ends() == []
+
+
 def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
     subject = subject_of(2, in_order=False)
     subject.answered(0, 0, "batch", note=StreamNote(0))  # and is not handed over
