@@ -33,9 +33,9 @@ A batch costs two small messages and one copy.
 
 **Decisions and actions.** The scheduler decides. The engine reports what has happened (a ticket was
 offered, a worker has answered, a worker is lost), and the scheduler changes the tickets, slots and
-worker records. It knows no process, thread or clock. The engine asks it what to do and has its pool
-do it: send a task, start or stop a worker, unmap a slot. The pool reports what happened. Only the
-thread that is inside ``next_batch`` changes the scheduler.
+worker records. The scheduler knows no process, thread or clock. The engine asks it what to do, and
+has its pool do it: send a task, start or stop a worker, unmap a slot. The pool reports what
+happened. Only the thread that is inside ``next_batch`` changes the scheduler.
 
 **The life of a worker**::
 
@@ -47,30 +47,30 @@ thread that is inside ``next_batch`` changes the scheduler.
 
 Each worker has one record in the scheduler's table: its state, the number of its tickets in flight,
 the slots that it has mapped, its last layout, how far its dataset has come, and how it died. The
-tickets of a lost worker are sent to its replacement. When no restart is left, each of them is
-answered by the worker's death.
+tickets of a lost worker are sent to its replacement (with dynamic dispatch, those that it had not
+begun wait for any worker). When no restart is left, each of them is answered by the worker's death.
 
 **Samples that hang** (``sample_timeout=``). A worker publishes which sample it is loading and until
 when it may (:mod:`shmloader.batch.sample_watch`). When that time has passed while the engine waits,
 the engine asks for the worker's Python stack and ends the worker, and the scheduler notes the
-sample in its ticket. The worker is replaced as after a death. The new one is sent the ticket
+sample in its ticket. The worker is replaced as after a death. The new worker is sent the ticket
 together with its hung samples, and raises in their places, so that the policy for bad samples
-applies. A thread is left behind instead, and its ticket is put into the queue again.
+applies. A thread cannot be ended: it is left behind, and its ticket is put into the queue again.
 
 **Pools** make the batches. :mod:`shmloader.pools` lists everything that the engine asks of one.
 
 * With processes, batches come in slots, and the scheduler assigns each ticket to a worker.
-* With ``worker_scope="host"`` the processes serve all ranks of a host. A process of their own
-  starts and reaps them (:mod:`shmloader.pools.host_service`), and each rank has a socket to each of
-  them, with its own slots and window. The workers count their tasks where all ranks see them. A
-  rank's ticket goes to the one with the fewest, and among those to one of its own share; a worker
-  makes the batch whose rank has waited for it longest. A worker that dies is
-  reported to all ranks; it costs a restart in the rank whose batch it was making.
+* With ``worker_scope="host"`` the workers serve all ranks of a host. A separate process starts and
+  reaps them (:mod:`shmloader.pools.host_service`). Each rank has a socket to each worker, and its
+  own slots and window. Shared memory tells all ranks how many tasks each worker has. A rank's
+  ticket goes to the worker with the fewest tasks, and among those to one of the rank's own share. A
+  worker makes the batch for which its rank has waited longest. A worker's death is reported to all
+  ranks, and costs a restart in the rank whose batch the worker was making.
 * With threads (``thread_pool=True``) there are no messages and no slots. Idle threads take the
   oldest ticket from one queue, and the answer says which thread took it.
-* With ``executor=`` the engine's workers are ``num_workers`` numbers, each of a batch in flight. A
-  task carries no dataset: the process of the executor that runs it keeps one. The result is written
-  to a slot here (:mod:`shmloader.pools.executor`).
+* With ``executor=`` a worker is only a number, which stands for one task in flight; there are
+  ``num_workers`` of them. A task carries no dataset: the executor's process that runs it keeps one.
+  The result is written to a slot in this process (:mod:`shmloader.pools.executor`).
 * With ``num_workers=0`` the pool is inline and the window is 0. Nothing is drawn ahead: ``next()``
   draws an index batch, and sending its task makes the batch on the calling thread.
 
@@ -89,28 +89,29 @@ replaces a dead worker.
 not depend on the worker. A ticket waits in the scheduler until a worker has room for it: for one
 task, or for two while batches are short. A slow sample then delays only its own batch, until the
 window is full of batches that come after it. Waiting tickets must be sent while the user trains, so
-here the engine has a thread even without a stage. It builds one batch ahead, which counts as lent.
-While the workers have room for the whole window, no ticket waits: the thread ends, and the user's
-thread runs the engine.
+here the engine has a thread even without a stage. The thread builds one batch ahead, which counts
+as lent. While the workers have room for the whole window, no ticket waits: the thread ends, and the
+user's thread runs the engine.
 
 **Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that
-there may be, and those that do not run are GONE. The iterator tells the engine how many it wants,
-by :mod:`shmloader.pools.adapting`. For the workers of a host their owner decides by it, from what
-the iterators report, and each engine hears of it by its pool. The first workers by number are the
-wanted ones, so all engines agree on which they are. The user's thread starts workers, as for
-restarts. A worker that is no longer wanted is LEAVING, and is stopped when it has answered all its
-tickets.
+there may be, and those that do not run are GONE. The iterator decides how many are wanted
+(:mod:`shmloader.pools.adapting`), and tells the engine. If the ranks of a host share the workers,
+the process that owns them decides in the same way, from what the iterators report, and each
+engine's pool reports the number. The first workers by number are the wanted ones, so all engines
+agree on which they are. The user's thread starts workers, as for restarts. A worker that is no
+longer wanted is LEAVING, and is stopped when it has answered all its tickets.
 
-**Checkpoints of datasets.** With each batch comes what a checkpoint of the worker's dataset needs:
-the dataset's own state if it has one, or a fingerprint of the batch. Checkpoints are kept twice: up
-to the last answer, in the worker's record, from which a dead worker is replaced; and up to the last
-delivered batch, on the user's thread, from which the loader's state is made. A dataset with a state
-of its own is resumed from that. Otherwise it is iterated again from the same random generator
+**Checkpoints of datasets.** Each batch comes with what a checkpoint of the worker's dataset needs:
+the dataset's own state if it has one, or a fingerprint of the batch. Each worker's dataset has two
+checkpoints. One is in the worker's record and describes the dataset after the worker's last answer;
+a replacement of the worker resumes from it. The user's thread keeps the other, which describes the
+dataset after the last delivered batch; the loader's state is made from it. A dataset with a state
+of its own is resumed from that state. Any other is iterated again from the same random generator
 states, and the batches that were already delivered are re-read, compared by their fingerprints, and
-discarded (:mod:`shmloader.batch.iterable_state`). If it cannot be resumed, the iterator raises and
-ends.
+discarded (:mod:`shmloader.batch.iterable_state`). If a dataset cannot be resumed, the iterator
+raises and ends.
 
-**Pipelines** run a stage on worker processes by an engine with a thread of its own: an item is a
+**Pipelines** run a stage on worker processes with an engine that has its own thread: an item is a
 ticket, the operation is the dataset, and the epoch has no end
 (:mod:`shmloader.pipeline.processes`).
 
@@ -127,11 +128,13 @@ layout
 lease
     Keeps a slot LENT. It dies with the last view of the slot.
 worker
-    A process that makes batches, or a thread with ``thread_pool=True``.
+    A process that makes batches; a thread with ``thread_pool=True``; a number with ``executor=``.
+stream
+    The iterator of one worker's iterable dataset.
 window
     The most tickets that may be in flight.
 answer
-    What comes back for a ticket: a batch, a failure, nothing, or the worker's death.
+    What comes back for a ticket: a batch, a failure, "no batch", or the worker's death.
 epoch left
     An epoch that is given up early: its tasks are finished, and their answers are dropped.
 
@@ -142,13 +145,13 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``workers``               Records and states of the workers (pure).
 ``routing``               Which worker gets a ticket (pure).
 ``scheduler``             Tickets, their order, and epochs: all decisions (pure).
-``base``                  The engine as its caller sees it: tickets in, one batch, how it ends.
+``base``                  The interface of an engine: starts epochs, returns batches, closes.
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
 ``inbox``                 Tickets on their way from the user's thread to the engine's.
 ``slot_batches``          Builds batches from slots, and frees the slots.
 ``failures``              Bad samples: counted, listed, limited.
-``dataset_checkpoints``   Checkpoints of the workers' datasets as of the last delivered batch.
-``streams``               Checkpoints of the workers' datasets as of the last answer (pure).
+``dataset_checkpoints``   Checkpoints of the workers' datasets at the last delivered batch.
+``streams``               Checkpoints of the workers' datasets at their last answers (pure).
 ``stream_here``           The checkpoint of a dataset in the main process (``num_workers=0``).
 ``lateness``              Asks late workers what they are doing, for a timeout's error.
 ``hang_watch``            Ends workers that hang in a sample (``sample_timeout``).

@@ -1,4 +1,4 @@
-"""Defines the engine for its callers: where tickets come from, what a call promises, its end."""
+"""Defines the interface of an engine: how it gets tickets, returns batches, fails and closes."""
 
 import abc
 import functools
@@ -31,8 +31,8 @@ class Delivery(NamedTuple):
         seq: Number of the ticket.
         left_out: Numbers of the tickets since the last delivery whose batches were left out, since
             all their samples failed.
-        streams: For an iterable dataset: the streams that ended before this ticket, and the stream
-            that it came from.
+        streams: If checkpoints of the workers' datasets are kept: the notes on batches that were
+            left out and on streams that ended since the last delivery, then the note on this batch.
         times: When the batch passed each step; None if an error was raised.
     """
 
@@ -42,7 +42,7 @@ class Delivery(NamedTuple):
     times: BatchTimes | None = None
 
 
-#: Makes a :class:`Delivery` of a tuple, in a third of the time that a call of the class takes.
+#: Makes a :class:`Delivery` from a tuple, in a third of the time that a call of the class takes.
 delivery_of: Callable[[tuple[object, ...]], Delivery] = functools.partial(tuple.__new__, Delivery)
 
 
@@ -62,12 +62,13 @@ class EngineBase(abc.ABC):
             batch; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
         draw_ns: How long the last call of :meth:`start`, :meth:`restart` or :meth:`next_batch` was
-            in the sampler. Stays 0 while the engine belongs to a thread of its own, since the
-            user's thread draws then.
+            in the sampler. Not meaningful while the engine belongs to a thread of its own, since
+            the user's thread draws then.
         is_dynamic: Whether tickets wait in the engine until a worker has room for them.
-        needs_thread: Whether a thread has to be inside ``next_batch`` all the time, or workers may
-            stay idle while there are tickets for them. May change with the time for a batch. Any
-            thread may ask.
+        needs_thread: Whether a thread has to be inside ``next_batch`` all the time, because
+            otherwise workers may stay idle while there are tickets for them, or hang unnoticed
+            (``sample_timeout=``). May change when batches take more or less time. Any thread may
+            read it.
 
     Args:
         window: The most tickets in flight; 0 draws nothing ahead.
@@ -103,7 +104,7 @@ class EngineBase(abc.ABC):
 
     @property
     def needs_thread(self) -> bool:
-        """See the class."""
+        """Whether a thread has to be inside ``next_batch`` all the time."""
         return False
 
     # Epochs ------------------------------------------------------------------------------
@@ -176,11 +177,11 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def wake_soon(self) -> None:
-        """Do as :meth:`wake`, but preferably after ``next()``. Called from the user's thread."""
+        """Do as :meth:`wake`, but after ``next()`` if possible. Called from the user's thread."""
 
     @abc.abstractmethod
     def hurry(self) -> None:
-        """Make a pending :meth:`wake_soon` take effect now. From the user's thread."""
+        """Make a pending :meth:`wake_soon` take effect now. Called from the user's thread."""
 
     # One batch ---------------------------------------------------------------------------
 
@@ -246,8 +247,8 @@ class EngineBase(abc.ABC):
             raise error
         finally:
             if context is not None:
-                # If next() is called in an except block, raising has replaced it by the exception
-                # that is handled there, which is the last in the user's own chain already.
+                # If next() is called in an except block, ``raise`` has replaced the context by the
+                # exception that is handled there, which is already the last in the user's chain.
                 object.__setattr__(error, "__context__", context)
             del error, context  # breaks a reference cycle: its traceback holds this frame
 
@@ -337,15 +338,15 @@ class EngineBase(abc.ABC):
         """Whether any worker takes tickets."""
         return True
 
-    # Streams of an iterable dataset ------------------------------------------------------
+    # Checkpoints of the workers' datasets ------------------------------------------------
 
     @property
     def stream_beginnings(self) -> DatasetCheckpoints | None:
-        """The streams' checkpoints at the epoch's beginning; None without such a dataset."""
+        """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
         return None
 
     def take_stream_ends(self) -> list[StreamNote]:
-        """Return what no delivery reported: the ends of streams, and batches that were left out.
+        """Return the notes that no delivery reported: ends of streams, and left-out batches.
 
         Called on the user's thread, at the epoch's end.
         """
@@ -363,7 +364,7 @@ class EngineBase(abc.ABC):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the engine was closed: by the user, a worker's death, or too many failures."""
+        """Whether the engine was closed, by the user or because of an error."""
         return self._is_closed
 
     @abc.abstractmethod
@@ -375,7 +376,7 @@ class EngineBase(abc.ABC):
 
         Args:
             error: The error to raise.
-            why: The reason that later calls report; None for the error.
+            why: The reason that later calls report; None for the error's own text.
         """
         self._closed_because = f" since: {error if why is None else why}"
         self.close()

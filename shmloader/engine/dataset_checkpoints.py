@@ -1,12 +1,12 @@
-"""Keeps the checkpoints of the workers' datasets: one per worker, or one in-process.
+"""Keeps the checkpoints of the datasets: one for each worker, or one in-process.
 
-There are checkpoints of an iterable dataset, whose iterators are called streams, and of a map-style
+Checkpoints are kept of an iterable dataset, whose iterators are called streams, and of a map-style
 dataset that has a state of its own.
 
 An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
 workers' records (:mod:`shmloader.engine.streams`); a worker's replacement resumes from it. The
-other is here. It follows the batches that the user has received, and the loader is saved from it.
-The user's thread updates it from the deliveries.
+other is kept here. It follows the batches that the user has received, and the loader's state is
+made from it. The user's thread updates it from the deliveries.
 
 With ``in_order``, batches are handed over round-robin over the workers, skipping those whose
 streams have ended, however fast each worker is. So the checkpoints and the number of the next
@@ -76,7 +76,7 @@ class DatasetCheckpoints:
         self.checkpoints, self.next_worker = mark
 
     def next_epoch(self, *, is_iterable: bool = True) -> "DatasetCheckpoints":
-        """Return the next epoch's first checkpoints: each dataset continues from this one's end.
+        """Return the next epoch's first checkpoints: each dataset continues from this epoch's end.
 
         Only persistent workers save their datasets at an epoch's end; others start afresh. A
         map-style dataset does not end, so its newest state is used.
@@ -117,7 +117,7 @@ class DatasetCheckpoints:
             worker_count: Number of workers of the loader that is to resume; 0 in-process.
 
         Raises:
-            ValueError: If it was saved with another number of workers, or is not of that form.
+            ValueError: If the state was saved with another number of workers, or is damaged.
             Exception: What pickling the user's state raises.
         """
         if not isinstance(state, dict) or not isinstance(state.get("streams"), list):

@@ -91,9 +91,11 @@ class Engine(EngineBase):
         watch: Notes bad samples; None if their errors are raised.
         present: How many workers run at first, None for all; :meth:`want_workers` changes that.
             For dynamic dispatch only.
-        first_worker: The worker that is preferred, with dynamic dispatch.
+        first_worker: The worker that gets the first ticket, if ``streams`` is None; with dynamic
+            dispatch, the one that is preferred.
         sharers: How many engines share the workers.
-        read_loads: Returns the tasks that each worker has from the others, if that is known.
+        read_loads: Returns how many tasks each worker has from the other engines, by worker number;
+            None if that is not known.
     """
 
     def __init__(
@@ -128,8 +130,8 @@ class Engine(EngineBase):
         self._base_seed = None if streams is None else streams.base_seed
         self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
-        # Workers that other ranks use as well should not wait for a rank's next call to be freed of
-        # a hung sample.
+        # A worker may serve other ranks as well, so a hung sample must not block it until this
+        # rank's next call.
         self._is_watched = is_dynamic and sample_timeout_s is not None
         self._scheduler = Scheduler(
             worker_count,
@@ -340,8 +342,8 @@ class Engine(EngineBase):
         """Set whether the user's thread wakes this one when it brings a ticket or takes a batch.
 
         Returns:
-            Whether to wait. False if a ticket or room has come since the last look, which
-            woke no thread.
+            Whether to wait. False if, since this thread last looked, the user's thread has brought
+            a ticket or taken a batch without waking it.
         """
         if not self.is_dynamic:
             return True
@@ -489,8 +491,8 @@ class Engine(EngineBase):
             self._send(ticket)
 
     def _ask_for_tickets(self) -> None:
-        # With dynamic dispatch no stream ends: there are more workers. Else a stream has ended, and
-        # took a ticket.
+        # With dynamic dispatch, more tickets are wanted for more workers: no stream can end there.
+        # Otherwise a stream has ended, and its ticket yields no batch.
         for _ in range(self._scheduler.take_wanted_tickets()):
             self._offer_another(is_addition=self.is_dynamic)
 
@@ -592,7 +594,7 @@ class Engine(EngineBase):
         self.wake()
 
     def _adapt(self) -> None:
-        """Start workers until as many run as are wanted, and stop those that have left."""
+        """Start wanted workers that do not run, and stop leaving ones that have no tickets left."""
         scheduler = self._scheduler
         if self._wanted_workers is not None:
             wanted, self._wanted_workers = self._wanted_workers, None

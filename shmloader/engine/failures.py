@@ -17,7 +17,7 @@ from shmloader.batch.failures import LISTED, SampleReport, describe_index
 from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
 
-#: Samples that are needed before a share of them is judged, except at the end of an epoch.
+#: If ``max_failures`` is a share, it is checked from this many samples on, and at an epoch's end.
 JUDGED_FROM = 100
 
 _LOGGED_CHARACTERS = 200
@@ -85,8 +85,8 @@ class FailureLimit:
         failed_count: How many of them failed.
 
     Args:
-        max_failures: The number of samples that may fail, or the share of those tried; None allows
-            any number.
+        max_failures: The number of samples that may fail, or their share of the samples tried; None
+            allows any number.
         may_all_fail: Whether all samples may fail, since they are replaced.
     """
 
@@ -140,7 +140,7 @@ class FailureWatch:
 
     Args:
         listed: The loader's list of failures.
-        max_failures: The loader's argument.
+        max_failures: The number of samples that may fail, or their share; None allows any number.
         keep_size: Whether a batch must not be left out.
         replaces: Whether the user's ``on_error`` function replaces bad samples.
     """

@@ -1,6 +1,7 @@
 """Ends workers that take longer than ``sample_timeout`` for a sample. Runs while the engine waits.
 
-While batches come, the loop does not wait for the slow sample, and its worker may go on.
+While the engine has batches to deliver, the user's loop is not held up by the slow sample, and the
+sample's worker may go on.
 """
 
 from shmloader.batch.sample_watch import NO_SAMPLE
@@ -29,8 +30,9 @@ class HangWatch:
         """End the workers whose sample takes too long.
 
         Returns:
-            In how many seconds to look again; 0 if a worker was ended, which is replaced before
-            the engine waits. (A thread that was left behind sends nothing that would end a wait.)
+            In how many seconds to look again; 0 if a worker was ended, so that the engine replaces
+            it instead of waiting. (A thread that was left behind sends nothing that would end a
+            wait.)
         """
         wait_s = self._timeout_s
         for worker in self._scheduler.workers:
@@ -43,10 +45,10 @@ class HangWatch:
         return wait_s
 
     def _end(self, worker: Worker) -> bool:
-        """End a worker; return False if it has done with its sample meanwhile."""
+        """End a worker; return False if it has finished its sample meanwhile."""
         worker_id = worker.worker_id
-        # This waits for the worker's stack, and so gives it another moment: all workers are late if
-        # the whole job was stopped for a while.
+        # Waiting for the worker's stack gives the worker another moment to finish: all workers are
+        # late if the whole job was stopped for a while.
         at_work = self._pool.ask(worker_id)
         again = self._pool.was_at(worker_id)
         is_same = (at_work.epoch, at_work.seq, at_work.sample) == (

@@ -6,9 +6,10 @@ from typing import Self
 
 
 class Inbox:
-    """The index batches of one epoch that are on their way.
+    """The index batches of one epoch that are on their way to the engine.
 
-    The engine iterates over it. Iteration stops whenever it is empty, and may be continued later.
+    The engine iterates over the inbox. Iteration stops whenever the inbox is empty, and may be
+    continued later.
 
     Attributes:
         is_ended: Whether the sampler is exhausted.
@@ -16,8 +17,8 @@ class Inbox:
             by itself before it waits. Set by the engine's thread.
 
     Args:
-        ask: Asks the user's thread for one more index batch. Gets whether it is an addition, rather
-            than in place of one that yielded no batch.
+        ask: Asks the user's thread for one more index batch. Called with True if it is wanted in
+            addition to all others, and with False if it replaces one that yielded no batch.
     """
 
     def __init__(self, ask: Callable[[bool], None]) -> None:

@@ -8,20 +8,22 @@ Without it, the ticket goes to the next worker in turn that has less than its sh
 With dynamic dispatch a ticket waits until a worker has room for it (:func:`pick_idle`). A worker
 has room for one task: a second would be stuck behind a slow one while others are idle. While
 batches are short, so that the round trip to the main process matters, it has room for two
-(:class:`Pace`). (Workers that requested the next task shortly before they finished one were tried:
-in five rounds in turns, no figure of the benchmark's rows A, D, E and I changed beyond the spread.)
+(:class:`Pace`). (An alternative was tried, in which workers request the next task shortly before
+they finish one. In five interleaved rounds, no figure of the benchmark's rows A, D, E and I changed
+beyond the spread.)
 """
 
 from collections.abc import Iterable, Sequence
 
 from shmloader.engine.workers import Worker, WorkerTable
 
-# With one task, a worker is idle for some 0.1 ms after each batch; with two, one of them may be
-# stuck behind a slow one. Simulated, with 1 % of samples 50 times slower, 16 in a batch, 2 workers
-# and 4 tickets, the epoch to the ideal: 1.10 with one and 1.13 with two for batches of 1 ms; 1.06
-# and 1.12 for 3 ms. Where all samples are equal: 1.10 and 1.00 for 1 ms, 1.03 and 1.00 for 3 ms.
+# With one task, a worker is idle for some 0.1 ms after each batch; with two, the second may be
+# stuck behind a slow one. Simulated with 1 % of samples 50 times slower, 16 samples in a batch,
+# 2 workers and 4 tickets, an epoch takes this multiple of the ideal time: for batches of 1 ms, 1.10
+# with one task and 1.13 with two; for batches of 3 ms, 1.06 and 1.12. If all samples take the same
+# time: 1.10 and 1.00 for batches of 1 ms, 1.03 and 1.00 for batches of 3 ms.
 _SHORT_NS = 2_000_000
-# The weight of each batch in the running mean.
+# The weight of the newest batch in the running mean.
 _WEIGHT = 1 / 16
 
 
@@ -69,9 +71,9 @@ def pick_idle(
 
     Args:
         workers: All workers, those that are preferred first.
-        limit: The most tasks of a worker.
-        loads: By worker number, the tasks that it has from other engines; None if that is not
-            known, or there are none.
+        limit: The most tasks that a worker may have from this engine.
+        loads: How many tasks each worker has from other engines, by worker number; None if that is
+            not known, or if there are no other engines.
 
     Returns:
         The first worker with the fewest tasks; None if no worker has room.

@@ -57,11 +57,11 @@ class Ticket:
         answer: The answer; None until it comes. The scheduler does not look at it.
         is_dropped: Whether nothing will be delivered, since the worker's stream or the epoch ended.
         is_kept: Whether its worker still holds memory of the slot, which must not be refilled.
-        kill_count: How many workers died while they loaded it.
+        kill_count: How many workers died while they loaded it, possibly because of it.
         sent_ns: When it was last sent to its worker, by the same clock.
         is_slot_new: Whether its worker is sent the slot's descriptor with it.
-        hung: Samples of the batch that took too long: by number, what the worker was doing that was
-            ended. The next worker raises in their places.
+        hung: Samples of the batch that took too long, by sample number, each with what its worker
+            was doing when it was ended. The next worker raises in their places.
         note: What the answer says about the worker's dataset, if checkpoints of it are kept.
     """
 
@@ -106,7 +106,7 @@ class Scheduler:
         is_dynamic: Whether tickets are dispatched dynamically: a ticket waits until a worker has
             room for it, and any worker may take it. Otherwise each ticket has its worker and slot
             from the start, or no worker until its answer comes if the pool has a queue.
-        task_limit: The most tasks of a worker, with dynamic dispatch.
+        task_limit: The most tasks that a worker may have, with dynamic dispatch.
         streams: Keeps checkpoints of the workers' datasets; None if there are none.
     """
 
@@ -147,8 +147,8 @@ class Scheduler:
                 slots.
             present: How many workers run at first, with dynamic dispatch; None for all.
             sharers: How many engines share the workers. Each has tickets for its share of them.
-            read_loads: Returns the tasks that each worker has from the others; None if that is not
-                known.
+            read_loads: Returns how many tasks each worker has from the other engines, by worker
+                number; None if that is not known.
             on_free: Called with each slot that becomes free; None calls nothing.
         """
         self.epoch = 0
@@ -162,8 +162,8 @@ class Scheduler:
             self.streams = Streams(
                 self.workers, beginnings, in_order=in_order, is_iterable=is_iterable
             )
-        # With dynamic dispatch, the first of those with the fewest tasks gets the next one. Ranks
-        # that share workers begin at different ones.
+        # With dynamic dispatch, the first worker of those with the fewest tasks gets the next task.
+        # Ranks that share workers begin at different workers.
         self._by_preference = [*self.workers][first_worker:] + [*self.workers][:first_worker]
         self._window = window
         self._lend_limit = lend_limit
@@ -179,7 +179,7 @@ class Scheduler:
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._unsent: collections.deque[Ticket] = collections.deque()
         # How many tickets are to be drawn in addition to those that replace delivered ones; and
-        # how many the present workers should have had since the epoch began.
+        # the most tickets that were wanted for the present workers so far in this epoch.
         self._wanted_tickets = 0
         self._sharers = sharers
         self._read_loads = read_loads
@@ -277,10 +277,10 @@ class Scheduler:
             self._assign(self._waiting.popleft(), worker)
 
     def _loads(self) -> Sequence[int] | None:
-        """Return the tasks that each worker has from other engines, if that matters.
+        """Return how many tasks each worker has from other engines, if that matters.
 
-        While batches are short, finding out would take a tenth of the time for one, and two tasks
-        of this engine keep a worker busy.
+        It does not while batches are short: reading the numbers would take a tenth of the time for
+        a batch, and two tasks of this engine keep a worker busy.
         """
         if self._read_loads is None or self.task_limit > 1:
             return None
@@ -290,12 +290,13 @@ class Scheduler:
     def tickets_may_wait(self) -> bool:
         """Whether tickets may have to wait for a worker, with dynamic dispatch.
 
-        They do not while the present workers have room for the whole window. Any thread may ask.
+        They do not while the present workers have room for the whole window. Any thread may read
+        this.
         """
         return self._window > self.workers.present_count * self.task_limit
 
     def _teller(self) -> Worker | None:
-        """Return the dead worker that the next waiting ticket reports; None if it can be loaded."""
+        """Return the dead worker whose death is to answer the next waiting ticket, or None."""
         dead = self.workers.first_dead()
         if dead is None or self.workers.are_all_dead:
             return dead
@@ -326,11 +327,12 @@ class Scheduler:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
             answer: The answer.
-            taker: The worker that took it, if the pool has a queue; else the ticket knows it.
+            taker: The worker that took the ticket, if the pool has a queue. None otherwise, since
+                the ticket was assigned to a worker.
             is_kept: Whether the worker still holds memory of the slot.
             now_ns: The time, by the engine's clock.
-            note: What the answer says about the worker's dataset; None if there are no checkpoints,
-                or if the answer is for no batch.
+            note: What the answer says about the worker's dataset; None if no checkpoints are kept,
+                or if the answer stands for no batch.
 
         Returns:
             The ticket. Its slot is FULL; or FREE or RETIRED, if the ticket was dropped (I6).
@@ -358,7 +360,7 @@ class Scheduler:
         return self.streams.handed_over(ticket.seq, ticket.note)
 
     def left_out(self, ticket: Ticket) -> None:
-        """Note that a ticket's batch is not delivered, since all its samples are skipped."""
+        """Note that a ticket's batch is not delivered, since all its samples failed."""
         if ticket.note is not None and self.streams is not None:
             self.streams.left_out(ticket.note)
 
@@ -402,7 +404,7 @@ class Scheduler:
     ) -> None:
         """Note that a worker's iterable dataset has no batch for this ticket or a later one.
 
-        At the first such answer of a worker, another ticket is to be drawn.
+        After a worker's first such answer, one more ticket is to be drawn.
 
         Args:
             seq: Number of the ticket.
@@ -465,8 +467,8 @@ class Scheduler:
             worker_id: Number of the worker.
             seq: Number of the ticket that it was loading.
             epoch: Epoch of the ticket.
-            sample: Number of the sample.
-            text: What the worker was doing.
+            sample: Number of the sample; see :mod:`shmloader.batch.sample_watch`.
+            text: What the worker was doing, for the sample's error.
             log_text: Says that the worker was ended, for the log.
         """
         self.workers[worker_id].hang = log_text
@@ -493,9 +495,9 @@ class Scheduler:
         """Note that a worker is dead and reaped.
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
-        has killed a worker before. One that was ended since a sample took too long, or that was
-        loading a batch of another rank, is always restarted. With dynamic dispatch, the tickets
-        that it had not begun wait for another worker, in their old order.
+        has killed a worker before. A worker that was ended since a sample took too long, or that
+        was loading a batch of another rank, is always restarted. With dynamic dispatch, the tickets
+        that the lost worker had not begun wait for another worker, in their old order.
 
         Args:
             worker_id: Number of the worker.
@@ -503,8 +505,8 @@ class Scheduler:
             at_work: Number of the ticket of this epoch that it was loading; None if there is none.
             was_elsewhere: Whether it was loading a batch of another rank.
             may_restart: Whether a restart can help.
-            is_blameless: Whether its ticket is known not to have killed it, as where an executor
-                has lost a node. The ticket may then be lost more than once.
+            is_blameless: Whether its ticket is known not to have killed it, for example because an
+                executor has lost a node. The ticket may then be lost more than once.
         """
         worker = self.workers[worker_id]
         worker.death = death
@@ -553,7 +555,8 @@ class Scheduler:
     def worker_started(self, worker_id: int) -> None:
         """Note that a worker was started, for the first time or in place of a lost one.
 
-        It is sent the unfinished tickets of the lost one, and has no earlier epoch to leave.
+        The worker is sent the unfinished tickets of the lost one, and has no earlier epoch to
+        leave.
         """
         worker = self.workers[worker_id]
         self.workers.move(worker_id, STARTING)
@@ -578,7 +581,7 @@ class Scheduler:
         self._tickets_asked = max(self._tickets_asked, tickets)
 
     def _tickets_for(self, worker_count: int) -> int:
-        """Return how many tickets there should be for so many workers."""
+        """Return how many tickets this engine should have while so many workers are present."""
         return -(-worker_count // self._sharers) * self._ticket_share
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
@@ -695,7 +698,7 @@ class Scheduler:
             self.workers[ticket.worker_id].in_flight -= 1
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Note a piece of what a worker's next epoch begins with; the last comes by left_epoch."""
+        """Note a piece of the pickled ``Beginning``; :meth:`left_epoch` gets the last piece."""
         self.workers[worker_id].next_beginning.extend(data)
 
     def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
@@ -703,7 +706,8 @@ class Scheduler:
 
         Args:
             worker_id: The worker.
-            beginning: The pickled ``Beginning`` of its next epoch, or the last piece of it.
+            beginning: The pickled ``Beginning`` of its next epoch, or the last piece of it; None if
+                it has none.
         """
         if self.streams is not None:
             self.streams.entered(worker_id, beginning)

@@ -21,7 +21,7 @@ class SlotBatches:
         self._scheduler = scheduler
 
     def tidy(self) -> None:
-        """Return memory that slots do not need to the kernel, if the pool says that it is time."""
+        """Return unneeded memory of slots to the kernel, if the pool says that it is time."""
         if self._pool.wants_tidying:
             self._collect_returns()
             self._pool.tidy(self._scheduler.slots.free_ids)

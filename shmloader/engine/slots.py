@@ -3,8 +3,8 @@
 ::
 
     FREE ──▶ FILLING ──▶ FULL ──▶ LENT ──▶ FREE
-                │          └────────────▶ FREE     (everything was copied out)
-                └───────────────────────▶ FREE     (the batch failed, or was dropped)
+                │          └────────────▶ FREE     (the batch was copied out, or is not delivered)
+                └───────────────────────▶ FREE     (the ticket was dropped, or its worker was lost)
     any ──▶ RETIRED                                (another process may use it for ever)
 
 Rule: a slot has exactly one holder (I1), and every change of state is made here, by the table.
@@ -77,8 +77,9 @@ class SlotTable:
     def take(self, worker_id: int) -> int | None:
         """Return a slot for this worker to fill; None if all are in use.
 
-        Prefers a free slot that this worker filled last, whose pages it has mapped. Otherwise it
-        takes the slot that was freed last, whose bytes may still be in a cache.
+        Prefers a free slot that this worker was the last to fill, since the worker has mapped its
+        pages. Otherwise takes the slot that was freed last, since its bytes may still be in a
+        cache.
         """
         free = self._free
         if free:
@@ -102,7 +103,7 @@ class SlotTable:
         """Change a slot's state.
 
         Raises:
-            InternalError: If the table does not allow it.
+            InternalError: If the table does not allow the change.
         """
         old = self._states.get(slot_id, RETIRED)
         if new not in _ALLOWED[old]:

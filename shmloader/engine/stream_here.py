@@ -51,7 +51,7 @@ class DatasetHere:
         self._given = given
 
     def end(self) -> None:
-        """Note the epoch's end: whatever was read is delivered, or was left out."""
+        """Note the epoch's end: every batch that was read was delivered or left out."""
         self._is_reading = False
 
     def dump(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Tracks, from the workers' answers, how far their datasets have come. Pure.
 
-Where a dataset is after its worker's last answer is in the worker's record: its replacement resumes
-there. A delivery reports a batch when it is handed over. It reports a stream's end once everything
-that precedes the end in the order has been handed over. So what the user's thread notes does not
-depend on how fast the workers are.
+A worker's record says where its dataset is after the worker's last answer; a replacement of the
+worker resumes there. A batch is reported with its own delivery. The end of a stream is reported
+with the first delivery after everything that precedes the end in the order, or at the epoch's end.
+So what the user's thread notes does not depend on how fast the workers are.
 """
 
 import operator
@@ -107,7 +107,7 @@ class Streams:
         return [*self._take_left_out(), *_in_order(over), note]
 
     def left_out(self, note: StreamNote) -> None:
-        """Note that a batch is not delivered, since all its samples failed and are skipped."""
+        """Note that a batch is not delivered, since all its samples failed."""
         self._workers[note.worker_id].undelivered -= 1
         self._left_out.append(note)
 
@@ -121,7 +121,7 @@ class Streams:
         return not self._workers[end.note.worker_id].undelivered
 
     def take_ends(self) -> list[StreamNote]:
-        """Return what no delivery has reported. Called at the epoch's end."""
+        """Return the notes that no delivery has reported. Called at the epoch's end."""
         ends, self._ends = self._ends, []
         return [*self._take_left_out(), *_in_order(ends)]
 

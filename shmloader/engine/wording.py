@@ -1,4 +1,4 @@
-"""Builds errors' and log messages' texts: where a ticket is, what a worker does, how it ended.
+"""Builds the texts of errors and log messages about tickets and workers.
 
 Where torch has a text, ours begins with it, since people search for it.
 """
@@ -296,7 +296,12 @@ def describe_timeout(
 
 
 def describe_late_start(timeout_s: float, work: list[str]) -> str:
-    """Say what a timeout at an epoch's start waited for. ``work`` is as above."""
+    """Say what a timeout at an epoch's start waited for.
+
+    Args:
+        timeout_s: The timeout in seconds.
+        work: What each late worker is doing, from :func:`describe_work`.
+    """
     head = (
         f"DataLoader timed out after {timeout_s:g} seconds, waiting for its workers to finish the "
         "previous epoch. The workers were ended; iter() starts new ones."

@@ -14,7 +14,7 @@ fixed number of workers no worker is ever LEAVING or GONE.
 
 Rule: everything that is known about a worker is in its record, and only :meth:`WorkerTable.move`
 changes its state, as the table above allows. A record outlives the process or thread: the
-replacement has the same number, and what the record says of the dataset is where it resumes.
+replacement has the same number, and resumes where the record says the dataset was.
 """
 
 import enum
@@ -78,11 +78,12 @@ class Worker:
         next_beginning: Pieces of the pickled ``Beginning`` of its next epoch that have come.
         has_left_epoch: Whether it has finished with the epoch that is being left.
         mapped_slots: Slots whose descriptors it was sent.
-        last_layout: The layout of its last batch, which it does not repeat; None before the first.
+        last_layout: The layout of its last batch; None before the first batch. A worker sends a
+            layout only when it differs from the last one.
         last_answer_ns: When it last answered, by the engine's clock; 0 before its first answer.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
         is_death_untold: Whether it is DEAD and no ticket of its own reports that to the user.
-        hang: Says that it was ended, since a sample took too long, for the log; "" if not.
+        hang: Text for the log, if the worker was ended since a sample took too long; otherwise "".
     """
 
     worker_id: int
@@ -107,7 +108,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs, as far as is known."""
+        """Whether its process or thread runs, as far as is known."""
         return self.takes_tasks or self.state is LEAVING
 
 
@@ -115,8 +116,8 @@ class WorkerTable(list[Worker]):
     """All workers of an engine by number, and how many of them are wanted.
 
     Attributes:
-        wanted_count: How many workers should be present: the first ones, by number. So the ranks of
-            a host, each of which has a table, agree on which they are.
+        wanted_count: How many workers should be present. These are the first ones by number, so
+            that the ranks of a host, each of which has a table, agree on them.
 
     Args:
         worker_count: The most workers there may be.
@@ -165,9 +166,10 @@ class WorkerTable(list[Worker]):
             worker.next_beginning.clear()
 
     def balance(self) -> None:
-        """Make workers leave that are not wanted, and leaving ones stay that are.
+        """Make unwanted workers leave, and make leaving workers stay that are wanted again.
 
-        A worker that is LOST does not leave before it has been restarted, since it owes answers.
+        A worker that is LOST leaves only after it has been restarted, since its tickets still have
+        to be answered.
         """
         for worker in self[self.wanted_count :]:
             if worker.takes_tasks:

@@ -1,4 +1,4 @@
-"""What the ranks of one host share: the dataset (:func:`share_on_host`)."""
+"""Shares a dataset between the ranks of one host: :func:`share_on_host`."""
 
 from shmloader.host.sharing import share_on_host
 

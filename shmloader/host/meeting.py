@@ -1,14 +1,14 @@
-"""Where the ranks of one host meet: a Unix socket that has a name, but no file.
+"""Connects the ranks of one host, by a Unix socket that has a name but no file.
 
-The first rank that binds the name is the host of the meeting, the others are its guests; which rank
-that is does not matter. The kernel removes the name with the process that bound it, whatever ends
-it. The name exists once for each network namespace, so containers with networks of their own do not
-meet.
+The first rank that binds the name is the host of the meeting, and the others are its guests. It
+does not matter which rank is the host. The kernel removes the name when the process that bound it
+ends, however it ends. The name exists once for each network namespace, so ranks in containers with
+separate networks do not meet.
 
-A name can be bound, and connected to, by any user. So each side asks the kernel who the other is
+Any user can bind a name or connect to it. So each side asks the kernel which user the other side is
 (``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything. In a user namespace
-the kernel shows all users that have no number there as one (user_namespaces(7)), and a process of
-that number cannot meet any other.
+the kernel shows all users that are not mapped there with one number (user_namespaces(7)). A process
+of a user with that number cannot take part in a meeting.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from pathlib import Path
 from shmloader.interruptions import is_interruption
 from shmloader.process_state import PROCESS
 
-# What together names a run on its host. torchrun's run id is "none" unless the user gives one, and
-# then the port tells runs apart; its restarts count as runs of their own.
+# The variables that together name a run on its host. torchrun's run id is "none" unless the user
+# gives one; then the port tells runs apart. Each restart by torchrun counts as a run of its own.
 _RUN_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -41,16 +41,16 @@ _RUN_VARIABLES = (
 # struct ucred of <sys/socket.h>: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
 
-# The user that stands for all those who have no number, if /proc does not say another one.
+# The number that stands for all users that are not mapped, unless /proc gives another one.
 _OVERFLOW_USER = 65534
 
-# /proc/self/uid_map where each user has a number: the namespace in which the machine started.
+# /proc/self/uid_map where all users are mapped: in the namespace in which the machine started.
 _ALL_USERS = ["0", "0", "4294967295"]
 
 # Between the host's bind and listen the kernel refuses guests. They try again after this time.
 _RETRY_S = 0.01
 
-# Tasks of a node, and of how many nodes.
+# A number of tasks, and on how many nodes in a row there are so many.
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 # How long a process may take to end after it has closed its sockets.
@@ -58,7 +58,7 @@ _END_MS = 1000
 
 
 def name_of_run() -> str:
-    """Return what the environment says of this run; else the process that started this one.
+    """Return a text that names this run: from the environment, else from the parent process.
 
     Ranks that no launcher started, such as those of ``torch.multiprocessing.spawn``, have the same
     parent.
@@ -73,15 +73,18 @@ class Meeting:
     Attributes:
         is_host: Whether this process is the host.
         name: The socket's abstract name.
-        host_pid: Process id of the host; 0 if it is not visible from here, in another container.
+        host_pid: Process id of the host; 0 if the host is in another container and not visible from
+            here.
 
     Args:
         topic: What the ranks meet for; it distinguishes the meetings of one run.
-        is_alone: Whether no other rank will come, so that no other process may.
+        is_alone: Whether no other rank will come. The name is then random, so that no other process
+            finds it.
 
     Raises:
         OSError: If this system has no such sockets, or no descriptor is left.
-        PermissionError: If the name is another user's, or others look like this user.
+        PermissionError: If another user has bound the name, or if the kernel shows other users with
+            this user's number.
     """
 
     def __init__(self, topic: str, *, is_alone: bool = False) -> None:
@@ -91,7 +94,7 @@ class Meeting:
                 "map, so ranks cannot be distinguished from processes of other users; run as a "
                 "mapped user (`unshare --map-root-user`), or use share()"
             )
-        # Two programs of the same parent that are no ranks would have the same name.
+        # Two programs that are not ranks and have the same parent would otherwise share a name.
         run = secrets.token_hex(16) if is_alone else name_of_run()
         digest = hashlib.sha256(os.fsencode(f"{run}\n{topic}")).hexdigest()[:32]
         self.name = f"\0shmloader-{os.geteuid()}-{digest}"
@@ -117,7 +120,7 @@ class Meeting:
         Raises:
             BlockingIOError: If neither is possible at this moment.
         """
-        # Whatever the user has set by socket.setdefaulttimeout().
+        # Overrides what the user has set by socket.setdefaulttimeout().
         self._socket.settimeout(None)
         try:
             self.host_pid = _connect(self._socket, self.name)
@@ -138,10 +141,10 @@ class Meeting:
     # The host ----------------------------------------------------------------------------
 
     def next_guest(self, *, may_wait: bool) -> socket.socket | None:
-        """Return a connection to the next guest of this user; None if none is there.
+        """Return a connection to the next guest of this user; None if no guest waits.
 
         Args:
-            may_wait: Whether to wait until one comes.
+            may_wait: Whether to wait until a guest comes.
         """
         while may_wait or _readable(self._socket.fileno(), timeout_ms=0):
             guest, _ = self._socket.accept()
@@ -156,8 +159,8 @@ class Meeting:
     def wait_for_host(self) -> socket.socket:
         """Wait until the host has sent something; return the connection to it.
 
-        The connection alone does not tell that the host has ended, while a child that it forked
-        lives on with a copy of the socket.
+        The connection alone does not show that the host has ended if a child that the host forked
+        still has a copy of the socket. So this also watches the host's process.
 
         Raises:
             ConnectionResetError: If the host has ended.
@@ -172,17 +175,18 @@ class Meeting:
     def has_lost_host(self) -> bool:
         """Whether the host's process has ended, rather than closed the meeting.
 
-        A process that ends closes its sockets a moment before, so this waits for that moment.
+        A process closes its sockets a moment before it has ended, so this waits up to 1 s for its
+        end. A host that is not visible from here counts as lost.
         """
         with self._host_process() as pidfd:
             return pidfd is None or bool(_readable(pidfd, timeout_ms=_END_MS))
 
     @contextlib.contextmanager
     def _host_process(self) -> Iterator[int | None]:
-        """Yield a descriptor that is readable when the host has ended; None if it is not there."""
+        """Yield a descriptor that is readable once the host has ended; None if there is no host."""
         try:
             pidfd = os.pidfd_open(self.host_pid)
-        except OSError as error:  # it has ended; or is invisible, in another container
+        except OSError as error:  # the host has ended, or is in another container and not visible
             if is_interruption(error):
                 raise
             yield None
@@ -197,7 +201,8 @@ class Meeting:
     def detach(self) -> socket.socket:
         """Return the socket, which the caller owns from now on.
 
-        It is the connection of a guest; of the host, the one that guests connect to.
+        A guest's socket is its connection to the host. The host's is the one that guests connect
+        to.
         """
         PROCESS.meetings.discard(self)
         return self._socket
@@ -218,7 +223,7 @@ def _readable(*descriptors: int | None, timeout_ms: int | None = None) -> set[in
 
 
 def _others_look_like(user: int) -> bool:
-    """Whether the kernel shows other users as this one."""
+    """Return whether the kernel shows other users with this user's number."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
         numbered = Path("/proc/self/uid_map").read_text().split()
@@ -234,7 +239,7 @@ def connect(name: str) -> socket.socket:
 
     Raises:
         ConnectionRefusedError: If there is no host of this name any more.
-        PermissionError: If it is another user's.
+        PermissionError: If another user has bound the name.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -259,10 +264,10 @@ def _connect(connection: socket.socket, name: str) -> int:
 
 
 def ranks_of_host(world_size: int) -> int:
-    """Return how many ranks this host has; all of them if nothing says.
+    """Return how many ranks this host has; ``world_size`` if the environment does not say.
 
-    ``LOCAL_WORLD_SIZE`` says it, or Slurm's ``SLURM_STEP_TASKS_PER_NODE`` ("4(x2),3": the tasks of
-    the first node, of the second, and of the third) together with ``SLURM_NODEID``.
+    The number is in ``LOCAL_WORLD_SIZE``, or in Slurm's ``SLURM_STEP_TASKS_PER_NODE`` together with
+    ``SLURM_NODEID``. "4(x2),3" means 4 tasks on the first and the second node, and 3 on the third.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if text.isdecimal() and int(text):
@@ -279,7 +284,7 @@ def ranks_of_host(world_size: int) -> int:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end of a connection."""
+    """Return the process id and the user id of the other end of a connection."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)
     return pid, user

@@ -35,19 +35,21 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("shmloader")
 
-# The first message to a guest: the payload follows, or the rest of the message is the error.
+# How the first message to a guest begins. After "built", the payload follows in further messages.
+# After "failed", the rest of this message is the error.
 _BUILT, _FAILED = b"built", b"failed"
 
-# What a guest sends when it has received all.
+# What a guest sends when it has received everything.
 _RECEIVED = b"received"
 
-# Characters of an error's text, which may be four bytes each, and the longest first message. It has
-# to fit into the socket's buffer, of about 212 KB.
+# The most characters of an error's text, which may be four bytes each, and the most bytes of the
+# first message, which has to fit into the socket's buffer of about 212 KB.
 _ERROR_CHARACTERS = 20_000
 _ANSWER_BYTES = 128 * 1024
 
 # How long the host waits for a guest, while others wait for their turn. A guest receives at once
-# unless it is stopped or has gone; one that goes on later finds in its socket what was sent.
+# unless it is stopped or has gone. A stopped guest that goes on later finds what was sent in its
+# socket.
 _ANSWER_S = 1.0
 
 # How long the host tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
@@ -62,7 +64,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     """Build an object in one rank of this host, and share it with the host's other ranks.
 
     Each rank calls this with the same function. The rank that comes first calls ``build`` and
-    shares what it returns, as :func:`shmloader.share` does; the others wait, and get the same
+    shares what it returns, as :func:`shmloader.share` does. The others wait, and get an equal
     object over the same memory. So a dataset is built once and is in memory once, however many
     ranks and workers read it:
 
@@ -75,19 +77,22 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
 
         dataset = shmloader.share_on_host(make_dataset)
 
-    The ranks find each other by a Unix socket named after the run: torchrun's run id and restart
-    count, ``MASTER_ADDR`` and ``MASTER_PORT``, or Slurm's job and step, else the process that
-    started them. No collective operation is needed, no port and no file, and ranks may come late
-    and in any order. Only processes of the same user are answered. Where there is one rank, and
-    within ``build``, which runs in one rank, this is ``share(build())``.
+    The ranks find each other by a Unix socket named after the run: by torchrun's run id and restart
+    count, ``MASTER_ADDR`` and ``MASTER_PORT``, and Slurm's job and step, as far as they are set,
+    otherwise by the process that started the ranks. This needs no collective operation, no port and
+    no file, and ranks may come late and in any order. Only processes of the same user are answered.
+    If the host has one rank, and within ``build``, which runs in one rank, this is
+    ``share(build())``.
 
-    The memory has no name, and is freed with its last user. The rank that built it keeps it until
-    all ranks of this host have it (``LOCAL_WORLD_SIZE``, or Slurm's tasks of this node, else the
-    world size), or until its process ends. Linux only, with more than one rank.
+    The memory has no name, and is freed when no process uses it any more. The rank that built the
+    object keeps it until all ranks of this host have it, or until its process ends. The number of
+    ranks is ``LOCAL_WORLD_SIZE``, or Slurm's number of tasks on this node, or else the world size.
+    With more than one rank, this works on Linux only.
 
     Args:
-        build: Called without arguments, in one rank. Only that rank's object is used, so it must
-            not depend on the rank. An object that has no bulk to share is sent as a copy.
+        build: Function that returns the object. Called without arguments, in one rank. Only that
+            rank's object is used, so it must not depend on the rank. An object that has no bulk to
+            share is sent as a copy.
         writable: Whether arrays may be written to; see :func:`shmloader.share`.
 
     Returns:
@@ -97,17 +102,20 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     Raises:
         Exception: What ``build`` raises, in every rank that takes part. In the other ranks it has
             the same type if that can be built from a text, and is a RuntimeError otherwise.
-        TypeError, AttributeError, pickle.PicklingError: If the object cannot be pickled.
+        TypeError, AttributeError, pickle.PicklingError: If the object cannot be pickled. A
+            TypeError also if ``build`` is not callable.
         SharedMemoryError: If there is not enough memory.
-        RuntimeError: If the process that builds ends before it has shared the object; or without
-            Linux, if there is more than one rank.
-        PermissionError: If another user holds the name of the run, or cannot be told from this one.
-        ValueError: If the environment says the number of ranks and not this one's, or the reverse.
+        RuntimeError: If the process that builds ends before it has shared the object; or, on a
+            system other than Linux, if there is more than one rank.
+        PermissionError: If another user has taken the name of the run, or if the kernel cannot tell
+            other users from this one (in a user namespace).
+        ValueError: If the environment gives the number of ranks but not this process's rank, or the
+            reverse, or if these numbers are wrong.
 
     Note:
         Several calls are told apart by their number, so all ranks must make the same calls in the
-        same order, as with collective operations. Ranks in containers with networks of their own do
-        not find each other, and each container builds an object of its own.
+        same order, as with collective operations. Ranks in containers with separate networks do not
+        find each other, and each container builds its own object.
     """
     if not callable(build):
         raise TypeError(
@@ -136,7 +144,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                     "host, ended before sharing it. Its own output says why; if it was killed, "
                     "there may have been too little memory."
                 ) from error
-            # Its build() was interrupted, or all ranks had come: this is one more.
+            # The host's build() was interrupted, or it had answered as many ranks as it expected.
+            # So try again.
         else:
             found: _T = _open(answer, meeting.host_pid)
             return found
@@ -148,8 +157,8 @@ def _world_size() -> int:
     """Return the number of ranks.
 
     Raises:
-        ValueError: If the environment is wrong, as in a process that Lightning has started and that
-            has not called ``fit`` yet.
+        ValueError: If the environment's rank and world size are incomplete or wrong, as in a
+            process that Lightning has started and that has not called ``fit`` yet.
     """
     try:
         return resolve_ranks(None, None)[1]
@@ -182,7 +191,10 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
 
 
 def _call(build: Callable[[], _T]) -> _T:
-    """Call the function. What it shares on the host itself is not counted: the others do not."""
+    """Call the function, without counting its own calls of ``share_on_host``.
+
+    Only this rank makes those calls, and all ranks must count the same calls.
+    """
     thread = threading.get_ident()
     PROCESS.builds_on_host.add(thread)
     try:
@@ -208,11 +220,11 @@ class _Server(BackgroundThread):
     """Answers the other ranks, until all have come or the process ends.
 
     Args:
-        meeting: Where they come. The server closes it.
-        guests: How many will come at most.
+        meeting: The meeting that they come to. The server closes it.
+        guests: How many of them will come at most.
         shared: The object. It owns descriptors of the payload.
-        payload: Its pickle. None if it could not be built.
-        error: Why it could not.
+        payload: The pickled object; None if it could not be built.
+        error: The exception, if the object could not be built.
     """
 
     def __init__(
@@ -234,7 +246,7 @@ class _Server(BackgroundThread):
             self._failed = _FAILED + remote.shortened(_ERROR_CHARACTERS).dumps()
 
     def begin_serving(self) -> None:
-        """Answer the ranks that wait, on this thread, and then those that come."""
+        """Answer the ranks that wait, on the calling thread; later ones on the server's thread."""
         try:
             while self._left and (guest := self._meeting.next_guest(may_wait=False)) is not None:
                 self._answer(guest)
@@ -247,13 +259,14 @@ class _Server(BackgroundThread):
         try:
             self.start()
         except Exception as error:
-            # An interruption comes while this waits for the thread, which runs and closes.
+            # An interruption comes while this waits for the thread's start. The thread then runs,
+            # and closes the meeting itself.
             if not is_interruption(error):
                 self._close()
             raise
 
     def work(self) -> None:
-        """Answer ranks, on the thread."""
+        """Answer ranks as they come. Runs on the server's thread."""
         try:
             while self._left:
                 with self.resting():
@@ -264,7 +277,7 @@ class _Server(BackgroundThread):
             self._close()
 
     def _answer(self, guest: socket.socket) -> None:
-        """Answer a rank. One that goes before it has received all does not count."""
+        """Answer a rank. It is not counted if it goes before it has received everything."""
         with guest:
             guest.settimeout(_ANSWER_S)
             try:
@@ -294,7 +307,7 @@ def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
     """Send a message with descriptors.
 
     Raises:
-        OSError: If the guest has gone, or the kernel takes the descriptors no more.
+        OSError: If the guest has gone, or the kernel still refuses the descriptors after 10 s.
     """
     deadline = time.monotonic() + _SEND_S
     while True:
@@ -312,10 +325,10 @@ def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
 
 
 def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
-    """Wait for what the other rank builds, or for what it raised.
+    """Wait for the object that the host builds, or for the error that it raised.
 
     Raises:
-        ConnectionError, TimeoutError: If that rank has ended, or has closed the meeting.
+        ConnectionError, TimeoutError: If the host has ended, or has closed the meeting.
     """
     _log.info("process %d builds an object for the ranks of this host", meeting.host_pid)
     channel = meeting.wait_for_host()
@@ -334,10 +347,10 @@ def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
 
 
 def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
-    """Return the object that the other rank has built.
+    """Return the object that the host has built.
 
     Raises:
-        Exception: What that rank raised, or what unpickling the object raises.
+        Exception: What the host raised, or what unpickling the object raises.
     """
     if isinstance(answer, RemoteError):
         answer.reraise(f"Process {builder} built the object for all ranks of this host.")

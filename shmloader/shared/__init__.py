@@ -1,4 +1,4 @@
-"""Puts datasets in memory once, however many processes read them: :func:`share`."""
+"""Keeps a dataset in memory once, however many processes read it: :func:`share`."""
 
 from shmloader.shared.containers import SharedDict, SharedList
 from shmloader.shared.sharing import share

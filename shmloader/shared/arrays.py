@@ -1,11 +1,11 @@
 """Arrays and tensors over a segment.
 
-An array is a :class:`SharedArray`, read-only unless it was shared as writable; writing to it
-raises, with a hint. torch has no read-only tensors, and a write to memory that is mapped read-only
-would end the process. So all memory is mapped copy-on-write: a write to a tensor stays in its
-process.
+An array is a :class:`SharedArray`. Unless it was shared as writable, it is read-only, and writing
+to it raises ValueError with a hint. torch has no read-only tensors, and a write to memory that is
+mapped read-only would end the process. So all memory is mapped copy-on-write: a write to a tensor
+stays in its process.
 
-Both are pickled as handles. An array, whole or in part, has its own ``__reduce_ex__``. For tensors
+Both are pickled as handles. An array or a view of it has its own ``__reduce_ex__``. For tensors
 that lie in a segment, a reducer replaces torch's in multiprocessing's pickler; plain ``pickle``
 copies a tensor's data, as always.
 """
@@ -41,7 +41,7 @@ class SharedArray(np.ndarray):
     A view is a ``SharedArray`` as well, and also pickled as a handle. A copy is ordinary memory.
     """
 
-    # Below ndarray's, so that an operation on both gives an ordinary array.
+    # Below ndarray's, so that an operation on both kinds gives an ordinary array.
     __array_priority__ = -100.0
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -70,8 +70,9 @@ class SharedArray(np.ndarray):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a handle, or the data if the array is a copy.
 
-        A writable array is pickled by its data as well, except for a process that is started with
-        it, since what this process wrote is not in the memory that the others see.
+        A writable array is pickled with its data, too, since what this process wrote to it is not
+        in the memory that other processes see. Only a process that is started with the array gets a
+        handle.
         """
         is_starting = multiprocessing.context.get_spawning_popen() is not None
         has_handle = self.size > 0 and (is_starting or not self.flags.writeable)

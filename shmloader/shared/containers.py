@@ -28,11 +28,10 @@ _MASK = (1 << _HASH_BITS) - 1
 class SharedList(Sequence[_T]):
     """A list or tuple whose items lie in shared memory, once for all processes.
 
-    It reads like the list, with two differences: an item is built whenever it is accessed, a new
-    object each time, so that changing an item does not change the list; and the list itself cannot
-    be changed. It equals a list, tuple or ``SharedList`` with equal items. A slice is a view
-    without memory of its own. It is pickled as a handle. Reading a str of 100
-    characters takes 0.3 µs.
+    It reads like the original, with two differences. Each access to an item builds a new object, so
+    that changing that object does not change the list. The list itself cannot be changed. It equals
+    a list, tuple or ``SharedList`` with equal items. A slice is a view without memory of its own.
+    The list is pickled as a handle. Reading a str of 100 characters takes 0.3 µs.
 
     Args:
         records: The items.
@@ -128,7 +127,8 @@ class KeyIndex(NamedTuple):
         buckets: Offset of the table of each bucket's first position in ``hashes``; it has one more
             entry, the number of hashes.
         hashes: Offset of the keys' hashes, sorted.
-        numbers: Offset of the numbers of the same keys, in the same order.
+        numbers: Offset of the numbers of the same keys (their positions in the dict), in the same
+            order.
     """
 
     bits: int
@@ -218,11 +218,11 @@ class _Items(ItemsView[_K, _V]):
 class SharedDict(Mapping[_K, _V]):
     """A dict whose keys and values lie in shared memory, once for all processes.
 
-    It reads like the dict, order included, but a value is built whenever it is accessed, a new
-    object each time, and the dict cannot be changed. It is pickled as a handle. Keys that are str,
-    bytes, numbers, None, or tuples of these are found by an index in the same memory. If there are
-    other keys, each process makes an ordinary dict of all keys at its first look-up. Any NaN finds
-    a key that is a NaN, since the original key object no longer exists.
+    It reads like the original, in the same order, with two differences. Each access to a value
+    builds a new object, and the dict cannot be changed. It is pickled as a handle. Keys that are
+    str, bytes, numbers, None, or tuples of these are found by an index in the same memory. If there
+    are other keys, each process makes an ordinary dict of all keys at its first look-up. Any float
+    NaN finds a key that is a float NaN, since the original key object no longer exists.
 
     Args:
         segment: The segment that keys and values lie in.

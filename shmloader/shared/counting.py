@@ -1,8 +1,8 @@
 """Estimates how many Python objects a dataset holds.
 
-A forked worker shares its dataset's objects with its parent until it uses them. That increments
-their reference counts, which lie in the objects, and the kernel copies each page that is written
-to.
+A forked worker shares its dataset's objects with its parent until it uses them. Using an object
+changes its reference count, which lies in the object, and the kernel copies each page that is
+written to.
 """
 
 import collections
@@ -26,7 +26,7 @@ MANY = 1_000_000
 # Number of a container's items that are looked at.
 _SAMPLES = 64
 
-# How long and how deep the dataset is looked at.
+# How long and how deep the dataset is searched.
 _LIMIT_S = 0.02
 _DEEPEST = 6
 
@@ -41,7 +41,7 @@ class ObjectCount(NamedTuple):
 
     Attributes:
         objects: Number of objects.
-        nbytes: Their memory.
+        nbytes: Their memory in bytes.
     """
 
     objects: int
@@ -49,7 +49,7 @@ class ObjectCount(NamedTuple):
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return an object's attributes by name, including those in slots; none for a builtin."""
+    """Return an object's attributes by name, including those in slots; {} for a builtin."""
     # The names that pickle uses: from all base classes, with private ones mangled.
     slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
     filled = ((name, probe(value, name, _MISSING)) for name in slots)

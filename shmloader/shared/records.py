@@ -1,8 +1,8 @@
-"""Python objects as records in a segment: their data, a table of where each begins, one of kinds.
+"""Stores Python objects as records in a segment, with tables of their positions and kinds.
 
 Str, bytes, int, float, bool and None are written as such. Any other object is pickled, each record
 by itself: unpickling a tuple of numbers and strings takes 0.25 µs, less than any loop in Python.
-Tensors and large arrays lie outside the records, and a record that is read has views of them.
+Tensors and large arrays lie outside the records, and an object that is read has views of them.
 """
 
 import enum
@@ -66,7 +66,8 @@ class RecordTables(NamedTuple):
         starts: Offset of the table of each record's first byte; int64.
         ends: Offset of the table of the byte after each record; int64.
         kinds: Offset of the table of their kinds; uint8.
-        others: Segments that items have handles of, since they were shared before; kept alive here.
+        others: Segments that items refer to, since parts of the items were shared before. They are
+            kept alive here.
     """
 
     length: int
@@ -77,7 +78,7 @@ class RecordTables(NamedTuple):
 
 
 class _ItemPickler(pickle.Pickler):
-    """Standard pickle, but tensors and large arrays are taken out of it.
+    """Pickles an item, with its tensors and large arrays as out-of-band buffers.
 
     Attributes:
         others: The segments that the items refer to, by their ids.
@@ -176,7 +177,7 @@ class RecordWriter:
         return pickle.dumps(body, pickle.HIGHEST_PROTOCOL), Kind.OUT_OF_BAND
 
     def finish(self) -> RecordTables:
-        """Write the tables."""
+        """Write the tables, and return where they lie."""
         self._flush()
         writer, count = self._writer, len(self._starts)
         if self._is_dense:

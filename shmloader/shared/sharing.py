@@ -1,8 +1,9 @@
 """``share`` returns an equivalent object whose bulk lies in shared memory.
 
-It walks through the object's containers and notes the bulk in them, writes the bulk to one segment,
-seals that, and walks once more to copy each container, with views of the segment in place of the
-bulk. So a tensor that several fields share is there once, and so is the storage of several tensors.
+It walks through the object's containers and notes the bulk in them. It writes the bulk to one
+segment and seals the segment. Then it walks through the containers again and copies each, with
+views of the segment in place of the bulk. So a tensor that several fields share is in memory once,
+and so is the storage of several tensors.
 """
 
 import collections
@@ -38,28 +39,30 @@ _WHOLE = (SharedList, SharedDict, np.ndarray, torch.Tensor, str, bytes, type)
 def share(obj: _T, writable: bool = False) -> _T:
     """Return an equivalent object whose bulk lies in shared memory, once for all processes.
 
-    Bulk is numpy arrays, CPU tensors, and lists, tuples and dicts of at least 1,000 items. The
-    latter become a ``SharedList`` or ``SharedDict``, which reads like the original, cannot be
-    changed, and builds an item whenever it is accessed. Bulk is looked for in the object itself, in
-    its attributes if it is a dataset (torch's, or anything with ``__getitem__``) or a dataclass,
-    and in shorter lists, tuples and dicts, at any depth. Objects without bulk are used unchanged,
-    not copied. Memory maps are left as they are, and what was shared before is not copied again.
+    Bulk is numpy arrays, CPU tensors, and lists, tuples and dicts of at least 1,000 items. Such a
+    list or tuple becomes a ``SharedList``, and such a dict a ``SharedDict``. They read like the
+    original, cannot be changed, and build an item whenever it is accessed. Bulk is looked for in
+    ``obj`` and its attributes. At any depth, it is also looked for in shorter lists, tuples and
+    dicts, and in the attributes of datasets (torch's, or anything with ``__getitem__``) and
+    dataclasses. Objects without bulk are used unchanged, not copied. Memory maps are left as they
+    are, and what was shared before is not copied again.
 
     The shared copy may be used in this process, in a loader's dataset, and in any process that
     multiprocessing starts with fork, spawn or forkserver; only a handle is sent. The memory has no
-    name, cannot be changed, and is freed with its last user.
+    name, cannot be changed, and is freed when no process uses it any more.
 
     Args:
         obj: The object to share. It is not changed; drop it to free its memory.
-        writable: Whether arrays may be written to. What a process writes is its own, since pages
-            are copied when they are written; the same holds for tensors, which are always writable.
-            A process that is started with such an array gets it as it was shared; when it is
-            pickled otherwise, in a batch or for a queue, it is sent with what was written to it.
+        writable: Whether arrays may be written to. Only the process that writes sees what it wrote,
+            since a page is copied when it is written to. The same holds for tensors, which are
+            always writable. A process that is started with a writable array gets the array as it
+            was shared. When the array is pickled otherwise, in a batch or for a queue, it is sent
+            with what was written to it.
 
     Returns:
         An object that behaves like ``obj``, or ``obj`` itself if it has no bulk. Its arrays are
-        read-only, so that writing raises ValueError, unless ``writable``. Of a storage, only the
-        bytes that the tensors in ``obj`` span are shared.
+        read-only, so that writing raises ValueError, unless ``writable`` is true. Only those bytes
+        of a storage are shared that the tensors in ``obj`` span.
 
     Raises:
         SharedMemoryError: If there is not enough memory; raised before it is touched.
@@ -82,7 +85,7 @@ def share(obj: _T, writable: bool = False) -> _T:
 
 
 class _Walk:
-    """Finds the bulk in an object. Keeps what it finds alive, so that no id is used twice.
+    """Finds the bulk in an object. Keeps the objects that it notes alive, so that ids stay unique.
 
     Attributes:
         changing: The ids of objects that have bulk in them, at any depth; these get a shared copy.
@@ -158,7 +161,7 @@ def _fields_of(value: Any, *, is_root: bool) -> dict[str, Any] | None:
         is_root
         or dataclasses.is_dataclass(kind)
         or isinstance(value, Dataset)
-        # Defined by its class, not by a metaclass, as an enum's is.
+        # ``__getitem__`` of its class, not of a metaclass, as an enum has.
         or any("__getitem__" in vars(base) for base in kind.__mro__)
     )
     if not is_looked_at or isinstance(value, _WHOLE):
@@ -183,7 +186,10 @@ def _contents(value: Any, *, is_root: bool) -> Iterable[Any] | None:
 def _write(
     walk: _Walk, writer: SegmentWriter, *, writable: bool
 ) -> Callable[[Segment], dict[int, Any]]:
-    """Write all bulk. Returns a function that opens it: each item's shared copy, by its id."""
+    """Write all bulk. Return a function that opens it and returns the shared copies.
+
+    The function's result has the shared copies by the ids of the objects that they replace.
+    """
     out_of_band = OutOfBand()
     storages = {}
     for key, tensor in walk.tensors.items():
@@ -288,7 +294,7 @@ class _SharedCopies:
 
 
 def _tuple_like(value: Any, inner: list[Any]) -> Any:
-    """Return a tuple of the same class with other items."""
+    """Return a tuple of the same class with the items ``inner``."""
     try:
         made = tuple.__new__(type(value), inner)
     except TypeError:  # a structseq, such as os.stat_result
@@ -299,7 +305,10 @@ def _tuple_like(value: Any, inner: list[Any]) -> Any:
 
 
 def _copy_of(value: Any) -> Any:
-    """Return a new object of the same class, a container with its items; itself if impossible."""
+    """Return a copy of a container, or an empty object of the same class for any other value.
+
+    Returns the value itself if neither is possible.
+    """
     try:
         return copy.copy(value) if _is_container(value) else object.__new__(type(value))
     except Exception:  # noqa: BLE001 - a base class in C, or a dict that refuses to be copied
